@@ -62,7 +62,7 @@ def adapter_of(parameter: inspect.Parameter) -> pydantic.TypeAdapter[Any]:
         adapter = pydantic.TypeAdapter(parameter.annotation)
         schema = adapter.json_schema()
         for value in schema.get("enum", [schema["const"]] if "const" in schema else []):
-            adapter.validate_json(json.dumps(value))  # a Literal can have values that JSON cannot represent
+            adapter.validate_python(value, strict=False)  # a Literal can have values that JSON cannot represent
     except Exception as error:  # pydantic's errors, or what the annotated class raises
         raise ValueError(
             f"each parameter must have an annotation that pydantic converts from JSON; got {parameter}: {error}"
@@ -78,8 +78,8 @@ def _with_default(schema: dict[str, Any], default: Any, adapter: pydantic.TypeAd
     if default is None or default is inspect.Parameter.empty:
         return schema
     try:
-        text = adapter.dump_json(default, warnings=False)
-        adapter.validate_json(text)
+        plain = json.loads(adapter.dump_json(default, warnings=False))
+        adapter.validate_python(plain, strict=False)
     except ValueError:  # JSON cannot represent the default, or it has another type than the annotation
         return schema
-    return schema | {"default": json.loads(text)}
+    return schema | {"default": plain}

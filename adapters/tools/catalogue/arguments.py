@@ -5,8 +5,8 @@ This module imports only `annotations` and `schemas` from this package, because 
 
 import contextlib
 import json
+import math
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,16 +17,13 @@ import pydantic
 import referencing
 
 from .annotations import adapter_of, parameters_of
-from .schemas import describing, describing_at, is_path, num_paths, plain_schema, slow_keyword
+from .schemas import PATHS, describing, describing_at, paths_in, plain_schema, slow_keyword
 
 MAX_BYTES = 100_000
 """Maximum size of one call's arguments as JSON."""
 MAX_DEPTH = 32
 """Maximum nesting depth of lists and objects in the arguments."""
-_LARGEST = sys.float_info.max
 _INTEGER: Any = ("integer", ["integer", "null"], ["null", "integer"])
-_ENCODE = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would build a new encoder per call
-_NAME = type.__dict__["__name__"].__get__
 
 
 class RefusedArgumentsError(ValueError):
@@ -42,12 +39,12 @@ def encode_arguments(arguments: Any) -> str:
 
     Raises:
         RefusedArgumentsError: The arguments are not an object with string keys, hold a value that JSON cannot represent, hold
-            a number that is not finite as a float, are too large or too deeply nested, or raise while they are read.
+            NaN or infinity, are too large or too deeply nested, or raise while they are read.
     """
     try:
         if not isinstance(arguments, Mapping):
             raise RefusedArgumentsError(f"arguments must be an object of values by parameter; got {_kind(arguments)}.")
-        text = _ENCODE(_plain(arguments, MAX_DEPTH, [MAX_BYTES]))
+        text = json.dumps(_plain(arguments, MAX_DEPTH, [MAX_BYTES]))
     except RefusedArgumentsError:
         raise
     except BaseException as error:  # a value's methods may raise anything; only the user's Ctrl-C passes
@@ -73,8 +70,8 @@ def _plain(value: Any, depth: int, left: list[int]) -> Any:
     left[0] -= 1 + (len(value) if isinstance(value, str) else 0)
     if left[0] < 0:
         raise RefusedArgumentsError(f"arguments must take at most {MAX_BYTES} bytes as JSON; got more.")
-    if isinstance(value, int | float) and not -_LARGEST <= value <= _LARGEST:  # also NaN
-        raise RefusedArgumentsError(f"numbers in arguments must be finite, and at most {_LARGEST:.1e}.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RefusedArgumentsError("numbers in arguments must be finite.")
     if value is None or isinstance(value, int | float | str):
         return value
     if not isinstance(value, Mapping | list | tuple):
@@ -121,7 +118,9 @@ class ArgumentChecker:
                 with contextlib.suppress(ValueError):
                     adapter = adapter_of(parameter)
                     # A text that the schema does not mark, and that is not confined, must not become a `Path`.
-                    if num_paths(plain_schema(adapter.json_schema())) <= num_paths(describing_at(self._schema, name)):
+                    if len(paths_in(plain_schema(adapter.json_schema()))) <= len(
+                        paths_in(describing_at(self._schema, name))
+                    ):
                         self._adapters[name] = adapter
         self.is_slow = slow_keyword(self._schema) is not None
 
@@ -156,7 +155,7 @@ class ArgumentChecker:
                 for part in describing_at(schema, key):
                     copied[key] = self._confined(copied[key], part)
             return copied
-        if isinstance(value, str) and any(map(is_path, describing(schema, "string"))):
+        if isinstance(value, str) and any(part.get("format") in PATHS for part in describing(schema, "string")):
             return str(confine(value, self._root))
         if isinstance(value, float) and any(part.get("type") in _INTEGER for part in describing(schema, "integer")):
             return int(value)
@@ -166,7 +165,7 @@ class ArgumentChecker:
         if name not in self._adapters:
             return value
         try:
-            return self._adapters[name].validate_json(_ENCODE(value))
+            return self._adapters[name].validate_python(value, strict=False)
         except pydantic.ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             where = "".join(f"[{part!r}]" for part in first["loc"])
@@ -201,4 +200,5 @@ def bounded_text(value: Any, max_length: int) -> str:
 
 def _kind(value: object) -> str:
     """Name of the value's type, read without calling a metaclass."""
-    return f"{ascii(_NAME(type(value)))[1:-1]:.500}"
+    name = type.__dict__["__name__"].__get__(type(value))
+    return ascii(name)[1:-1][:500]

@@ -7,14 +7,12 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
-_BESIDE = frozenset(
-    {"$ref", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
-)
+PATHS = ("path", "file-path", "directory-path")
+"""Formats of strings that are paths. pydantic has three of them."""
+_BESIDE = {"$ref", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 """Keywords that may stand beside a `$ref` that is replaced. They do not affect validation."""
 _REFERENCES: Mapping[str, Any] = {"$ref": str, "$dynamicRef": str}
 _SLOW: Mapping[str, Any] = {"pattern": str, "patternProperties": dict, "uniqueItems": bool, **_REFERENCES}
-_PATHS = ("path", "file-path", "directory-path")
 _MAX_REPLACED = 1_000
 
 
@@ -49,7 +47,7 @@ def plain_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
     body = {key: part for key, part in schema.items() if key not in definitions}
     plain: dict[str, Any] = copy(body, frozenset())
-    if _first_keyword(plain, _REFERENCES):
+    if slow_keyword(plain, _REFERENCES):
         plain |= definitions
     _check_paths(plain)
     return plain
@@ -65,44 +63,37 @@ def parts_of(schema: Any) -> Iterator[dict[str, Any]]:
             yield from parts_of(each)
 
 
-def is_path(part: Mapping[str, Any]) -> bool:
-    """Whether a part of a schema marks strings as paths."""
-    return part.get("format") in _PATHS
-
-
-def num_paths(schema: Any) -> int:
-    """Number of parts of the schema that mark strings as paths."""
-    return sum(map(is_path, parts_of(schema)))
+def paths_in(schema: Any) -> list[dict[str, Any]]:
+    """The parts of a schema that mark strings as paths."""
+    return [part for part in parts_of(schema) if part.get("format") in PATHS]
 
 
 def names_path_format(schema: Any) -> bool:
     """Whether any part of the schema marks strings as paths."""
-    return num_paths(schema) > 0
+    return bool(paths_in(schema))
 
 
-def slow_keyword(schema: Mapping[str, Any]) -> str | None:
+def slow_keyword(schema: Any, keywords: Mapping[str, Any] = _SLOW) -> str | None:
     """A keyword in a plain schema that can be very slow to check, or None.
 
     A pattern can backtrack, `uniqueItems` compares all pairs, and a recursive `$ref` can try several branches at each level.
     """
-    return _first_keyword(schema, _SLOW)
-
-
-def _first_keyword(schema: Any, kinds: Mapping[str, Any]) -> str | None:
-    found = (key for part in parts_of(schema) for key in kinds if part.get(key) and isinstance(part[key], kinds[key]))
+    found = (
+        key for part in parts_of(schema) for key, kind in keywords.items() if isinstance(part.get(key) or None, kind)
+    )
     return next(found, None)
 
 
 def describing(schema: Any, kind: str) -> list[Mapping[str, Any]]:
-    """Parts of a schema that every value of a JSON type must match: the schema, and its only branch for the type.
+    """Parts of a schema that every value of a JSON type must match: the schema, and the only branch that allows the type.
 
-    A choice (`anyOf` or `oneOf`) counts if each of its branches states one type, and no two branches state the same.
+    A choice (`anyOf` or `oneOf`) counts if each of its branches states one type.
     """
     if not isinstance(schema, Mapping):
         return []
     branches = [part for key in ("anyOf", "oneOf") for part in schema.get(key, ())]
-    types = [str(part.get("type")) if isinstance(part, Mapping) else "" for part in branches]
-    if kind not in types or len(set(types)) < len(types) or not _TYPES.issuperset(types):
+    types = [part.get("type") if isinstance(part, Mapping) else None for part in branches]
+    if types.count(kind) != 1 or not all(isinstance(each, str) for each in types):
         return [schema]
     return [schema, *describing(branches[types.index(kind)], kind)]
 
@@ -120,8 +111,8 @@ def describing_at(schema: Any, key: str | int) -> list[Any]:
 
 def _check_paths(schema: Mapping[str, Any]) -> None:
     """Check that `describing` and `describing_at` lead to each part that marks strings as paths."""
-    paths = {id(part) for part in parts_of(schema) if is_path(part)}
-    if paths and (_first_keyword(schema, _REFERENCES) or not paths <= set(map(id, _certain(schema)))):
+    paths, certain = paths_in(schema), {id(part) for part in _certain(schema)}
+    if paths and (slow_keyword(schema, _REFERENCES) or any(id(part) not in certain for part in paths)):
         raise ValueError(
             '"format": "path" must be where it is certain that every such text is a path: at a parameter, in `items`, in '
             "`properties`, in `additionalProperties`, or in a branch of `anyOf` or `oneOf` whose type no other branch has. The "

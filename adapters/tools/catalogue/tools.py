@@ -81,10 +81,11 @@ class Tool:
         """Check the fields."""
         require_type("Tool", str, "a text", name=self.name, description=self.description, category=self.category)
         require_type("Tool", bool, "True or False", remote=self.remote)
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(f"Tool.name must be 1 to 64 letters, digits, '_', '-' or '.'; got {self.name!r}.")
         is_awaitable = not self.remote or inspect.iscoroutinefunction(self.function)
         in_time = self.timeout is None or (is_finite(self.timeout) and self.timeout > 0)
         for name, is_right, required in (
-            ("name", _NAME.fullmatch(self.name), "be 1 to 64 letters, digits, '_', '-' or '.'"),
             ("description", self.description.strip(), "not be empty, because policies choose tools by it"),
             ("function", callable(self.function), "be callable"),
             ("function", is_awaitable, "be `async def` if the tool is remote, because this process awaits it"),
@@ -124,17 +125,17 @@ class Tool:
         Raises:
             ConfigError: A parameter has no annotation that can be converted, or the function has no name.
         """
-        documented = function
-        while isinstance(documented, functools.partial):
-            documented = documented.func
-        name, about = getattr(function, "__name__", None), inspect.getdoc(documented) or ""
-        fields = {"name": name, "description": about, "function": function} | fields
+        own = function
+        while isinstance(own, functools.partial):
+            own = own.func
+        name, described = getattr(function, "__name__", None), inspect.getdoc(own) or ""
+        fields = {"name": name, "description": described, "function": function} | fields
         if "parameters" not in fields:
             try:
                 fields["parameters"] = schema_of(function)
             except ValueError as error:
                 raise ConfigError(
-                    f"Tool {fields['name']}: {error}. Change the function, or pass Tool(parameters=...)."
+                    f"Tool {fields['name']}: {error}. Change it, or pass Tool(parameters=...)."
                 ) from error
         return cls(**fields)
 
@@ -206,12 +207,14 @@ class ToolCatalogue(Mapping[str, Tool]):
         listed = list(tools)
         for tool in listed:
             require_type("ToolCatalogue", Tool, "a list of Tools", tools=tool)
-        self._tools = {tool.name: tool for tool in listed}
         if not listed:
             raise ConfigError("ToolCatalogue.tools must have at least one tool; got none.")
-        twice = sorted(name for name, times in Counter(tool.name for tool in listed).items() if times > 1)
+        self._tools = {tool.name: tool for tool in listed}
+        twice = Counter(tool.name for tool in listed) - Counter(list(self._tools))
         if twice:
-            raise ConfigError(f"ToolCatalogue: tools must have different names; several have {', '.join(twice)}.")
+            raise ConfigError(
+                f"ToolCatalogue: tools must have different names; several have {', '.join(sorted(twice))}."
+            )
 
     def __getitem__(self, name: object) -> Tool:
         if (plain := plain_name(name)) is None:  # a policy may ask for anything, even for something unhashable
@@ -252,8 +255,8 @@ def _enumerated(schema: Any) -> dict[str | None, tuple[Any, str]] | None:
         return None if schema else {}
     for keyword in ("oneOf", "anyOf"):
         branches = [_enumerated(branch) for branch in schema.get(keyword, ())]
-        pairs = [pair for branch in branches if branch is not None for pair in branch.items()]
         if branches and None not in branches:
+            pairs = [pair for branch in branches if branch for pair in branch.items()]
             times = Counter(key for key, _ in pairs)
             # `oneOf` rejects a value that two branches accept.
             return {key: pair for key, pair in pairs if keyword == "anyOf" or times[key] == 1}
@@ -262,8 +265,9 @@ def _enumerated(schema: Any) -> dict[str | None, tuple[Any, str]] | None:
     if values is None:
         return None
     about = " ".join(str(schema[key]) for key in ("title", "description") if key in schema)
-    texts = ((value, value if isinstance(value, str) else _json_key(value)) for value in values)
-    return {_json_key(value): (value, f"{text} {about}".strip()) for value, text in texts if text is not None}
+    found = {key: value for value in values if (key := _json_key(value)) is not None}
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in found.items()}
+    return {key: (value, f"{texts[key]} {about}".strip()) for key, value in found.items()}
 
 
 def _json_key(value: Any) -> str | None:

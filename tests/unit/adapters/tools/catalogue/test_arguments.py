@@ -60,13 +60,6 @@ def test_a_text_that_equals_a_path_is_not_changed() -> None:
     assert check({"a": "x", "b": "x", "c": "x"}) == {"a": "x", "b": "/usr/x", "c": "x"}
 
 
-def test_a_text_in_the_memory_of_an_earlier_path_is_not_changed() -> None:
-    check = checker(paths=PATHS, texts={"type": "array", "items": {"type": "string"}})
-    for _ in range(20):
-        assert check({"paths": ["x"] * 50}) == {"paths": ["/usr/x"] * 50}
-        assert check({"texts": ["x"] * 50}) == {"texts": ["x"] * 50}
-
-
 def test_a_parameter_annotated_with_path_receives_path_objects() -> None:
     def f(one: Path, many: list[Path], maybe: Path | None, text: str) -> None: ...
 
@@ -158,8 +151,8 @@ def test_arguments_that_are_no_object_of_json_values_are_refused(subtests: pytes
         ("long text", {"a": "x" * 10**7}, "at most 100000 bytes"), ("long key", {"x" * 10**7: 1}, "at most 100000 bytes"),
         ("long list", {"a": [0] * 10**6}, "at most 100000 bytes"),
         ("wide characters", {"a": "\u20ac" * 20_000}, "at most 100000 bytes"),
-        ("text that lies", {"a": Sneaky("x" * 10**6)}, "at most 100000 bytes"), ("digits", {"a": 10**5000}, "finite"),
-        ("large integer", {"a": 10**309}, "at most 1.8e.308"),
+        ("text that lies", {"a": Sneaky("x" * 10**6)}, "at most 100000 bytes"),
+        ("digits", {"a": 10**5000}, "raises ValueError"),
         ("circle", CIRCLE, "nested at most 32 lists or objects deep"), ("laughs", {"a": LAUGHS}, "32 lists or objects"),
         ("wide laughs", {"a": nested("ha", 20, 10)}, "at most 100000 bytes"),
     ):  # fmt: skip

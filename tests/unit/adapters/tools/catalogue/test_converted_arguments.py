@@ -84,6 +84,23 @@ def test_a_validator_that_raises_refuses_the_arguments() -> None:
         check({"number": 3})
 
 
+class Plan(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(strict=True)
+    days: set[datetime.date]
+
+
+def test_values_that_json_can_represent_are_not_changed_or_refused() -> None:
+    def keep(text: str, anything: Any, whole: int, share: float, plan: Plan) -> None:
+        """Keep values."""
+
+    check = ArgumentChecker(keep, Tool.from_function(keep).parameters, "/")
+    given = {"text": "\ud800\0", "anything": ["\ud800", 2.0, 10**400], "whole": 10**400, "share": 2.5}
+    plan = {"plan": {"days": ["2024-02-29"]}}
+    assert check(given | plan) == given | {"plan": Plan(days={datetime.date(2024, 2, 29)})}
+    with pytest.raises(RefusedArgumentsError, match=r"at \$\.share: Input should be a valid number"):
+        check(given | plan | {"share": 10**400})
+
+
 class Diary:
     """Keep days."""
 

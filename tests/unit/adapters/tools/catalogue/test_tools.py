@@ -51,7 +51,7 @@ def test_other_tool_names_are_refused(subtests: pytest.Subtests) -> None:
     for name in ("", "two words", "x" * 65, "größe", "a\n", "a/b"):
         with (
             subtests.test(name),
-            pytest.raises(ConfigError, match=r"name must be 1 to 64 letters, digits, '_', '-' or '\.'; got"),
+            pytest.raises(ConfigError, match=r"Tool\.name must be 1 to 64 letters, digits, '_', '-' or '\.'; got"),
         ):
             tool(name=name)
 
