@@ -4,13 +4,14 @@ This module imports only `annotations` and `schemas` from this package, because 
 """
 
 import contextlib
+import copy
 import json
 import math
 import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jsonschema
 import pydantic
@@ -123,6 +124,12 @@ class ArgumentChecker:
                     ):
                         self._adapters[name] = adapter
         self.is_slow = slow_keyword(self._schema) is not None
+
+    def at(self, root: str) -> Self:
+        """The checker of the same tool for another folder."""
+        other = copy.copy(self)
+        other._root = os.path.realpath(root)
+        return other
 
     def __call__(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Check and convert arguments, given as `json.loads` returns them.

@@ -68,8 +68,8 @@ class Tool:
     category: str = "general"
     """Group of similar tools. `right_tool` gives partial reward for another tool of the same category."""
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
-    """JSON Schema (draft 2020-12) of the arguments, with type object. Each `$ref` is replaced by the part that it points to,
-    unless it is recursive. Strings with `"format": "path"` are confined to the executor's root."""
+    """JSON Schema (draft 2020-12) of the arguments, with type object. Each `$ref` to a definition is replaced by the
+    definition, unless it is recursive. Strings with `"format": "path"` are confined to the executor's root."""
     remote: bool = False
     """Whether `function` is an `async def` that this process awaits, such as a client of another process or machine."""
     timeout: float | None = None

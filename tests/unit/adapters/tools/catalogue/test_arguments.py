@@ -107,6 +107,8 @@ def test_a_root_that_is_a_link_is_followed_first(tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"path": PATH}}
     check = ArgumentChecker(tool_functions.read, schema, str(tmp_path / "link"))
     assert check({"path": "x"}) == {"path": tmp_path / "real" / "x"}
+    assert check.at("/usr")({"path": "x"}) == {"path": Path("/usr/x")}
+    assert check({"path": "x"}) == {"path": tmp_path / "real" / "x"}
 
 
 # --- the schema
