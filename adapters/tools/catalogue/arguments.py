@@ -116,9 +116,9 @@ class ArgumentChecker:
         self._adapters: dict[str, pydantic.TypeAdapter[Any]] = {}
         with contextlib.suppress(ValueError):  # the annotations cannot be read
             for name, parameter in parameters_of(function).items():
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError):  # this annotation has no JSON Schema
                     adapter = adapter_of(parameter)
-                    # A text that the schema does not mark, and that is not confined, must not become a `Path`.
+                    # A text that the tool's schema does not mark is not confined, so it must not become a `Path`.
                     if len(paths_in(plain_schema(adapter.json_schema()))) <= len(
                         paths_in(describing_at(self._schema, name))
                     ):

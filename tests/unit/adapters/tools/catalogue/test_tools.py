@@ -112,38 +112,12 @@ def test_an_enumeration_is_a_decision_described_by_value_and_parameter() -> None
     assert choice.texts == ("mile from unit", "3 from unit")
 
 
-def test_a_parameter_that_is_not_enumerated_is_no_decision() -> None:
-    free = {
-        "a": {"type": "string"},
-        "b": {"type": "integer"},
-        "c": {},
-        "d": {"oneOf": [{"const": 1}, {"type": "string"}]},
-    }
-    assert tool({"properties": free, "required": list(free)}).choices == ()
-    assert tool().choices == ()
-
-
 def test_decisions_come_in_the_order_of_the_schema() -> None:
     schema = {
         "properties": {"b": {"enum": [1, 2]}, "x": {"type": "string"}, "a": {"type": "boolean"}},
         "required": ["a", "b"],
     }
     assert [choice.name for choice in tool(schema).choices] == ["b", "a"]
-
-
-def test_an_optional_parameter_without_default_may_be_left_out() -> None:
-    (choice,) = tool({"properties": {"sure": {"type": "boolean"}}}).choices
-    assert choice.values == (False, True, ABSENT)
-    assert choice.texts == ("false sure", "true sure", "left out sure")
-
-
-def test_a_parameter_with_a_default_has_no_choice_to_leave_it_out(subtests: pytest.Subtests) -> None:
-    for required in (["sure"], []):
-        with subtests.test(required=required):
-            (choice,) = tool(
-                {"properties": {"sure": {"type": "boolean", "default": False}}, "required": required}
-            ).choices
-            assert choice.values == (False, True)
 
 
 def test_constants_with_descriptions_are_an_enumeration(subtests: pytest.Subtests) -> None:
@@ -164,12 +138,6 @@ def test_a_parameter_with_a_single_value_is_a_constant_and_no_decision() -> None
     made = tool({"properties": properties, "required": ["version", "unit", "free", "undescribed"]})
     assert made.choices == ()
     assert made.constants == {"version": 2, "unit": "mile"}
-
-
-def test_an_optional_constant_may_be_given_or_left_out() -> None:
-    made = tool({"properties": {"version": {"const": 2}}})
-    assert made.constants == {}
-    assert made.choices[0].values == (2, ABSENT)
 
 
 def test_booleans_and_numbers_are_different_values() -> None:
@@ -198,6 +166,21 @@ def values_of(schema: Any, *, required: bool = True) -> tuple[Any, ...]:
     """What may be chosen for a parameter of this schema."""
     made = tool({"properties": {"x": schema}, "required": ["x"] if required else []})
     return made.choices[0].values if made.choices else tuple(made.constants.values())
+
+
+def test_an_optional_parameter_may_be_left_out_unless_its_default_is_a_value(subtests: pytest.Subtests) -> None:
+    sure = {"type": "boolean"}
+    for schema, required, values in (
+        (sure, True, (False, True)), (sure | {"default": False}, True, (False, True)), (sure, False, (False, True, ABSENT)),
+        (sure | {"default": False}, False, (False, True)), ({"const": 2}, False, (2, ABSENT)),
+        ({"enum": ["a", "b"], "default": None}, False, ("a", "b", ABSENT)), ({"type": "string"}, False, ()), ({}, True, ()),
+        ({"enum": ["a", None], "default": None}, False, ("a", None)), ({"oneOf": [{"const": 1}, {"type": "string"}]}, True, ()),
+        ({"enum": [1, 2], "default": 1.0}, False, (1, 2)), ({"enum": [1, 2], "default": True}, False, (1, 2, ABSENT)),
+    ):  # fmt: skip
+        with subtests.test(str(schema), required=required):
+            assert values_of(schema, required=required) == values
+    assert tool({"properties": {"sure": sure}}).choices[0].texts == ("false sure", "true sure", "left out sure")
+    assert tool({"properties": {"version": {"const": 2}}}).constants == {}
 
 
 def test_equal_values_of_a_schema_become_one_choice(subtests: pytest.Subtests) -> None:
@@ -229,13 +212,6 @@ def test_reading_an_enumeration_takes_linear_time() -> None:
     texts, numbers = [f"value {i}" for i in range(8_000)], list(range(8_000))
     assert len(values_of({"oneOf": [{"enum": texts}, {"enum": numbers}]})) == 16_000
     assert time.process_time() - start < 20
-
-
-def test_a_default_outside_the_enumeration_adds_the_choice_to_leave_out() -> None:
-    assert values_of({"enum": ["a", "b"], "default": None}, required=False) == ("a", "b", ABSENT)
-    assert values_of({"enum": ["a", None], "default": None}, required=False) == ("a", None)
-    assert values_of({"enum": [1, 2], "default": 1.0}, required=False) == (1, 2)
-    assert values_of({"enum": [1, 2], "default": True}, required=False) == (1, 2, ABSENT)
 
 
 def test_properties_with_the_schema_true_are_free_and_with_false_are_removed() -> None:
