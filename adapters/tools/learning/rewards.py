@@ -1,5 +1,6 @@
 """Rewards of tool calls. Each call is executed once, then scored by named reward functions."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adapters.tools.catalogue.arguments import RefusedArgumentsError, bounded_text, encode_arguments, json_arguments
+from adapters.tools.catalogue.arguments import bounded_text, json_arguments
 from adapters.tools.catalogue.calls import ToolCall, ToolResult, plain_name, same_json
-from adapters.tools.catalogue.inputs import require_real, require_type, require_whole
+from adapters.tools.catalogue.inputs import require_type, require_whole
 from adapters.tools.catalogue.tools import ToolCatalogue
 from adapters.tools.errors import LOST_CALLS, LostCallError
 from grpo import WeightedRewards
@@ -23,9 +24,6 @@ from .tasks import ToolTask
 
 CallReward: TypeAlias = Callable[[Any, ToolCall, ToolResult], float]
 """A reward function: (task, call, result) -> reward."""
-
-InFolder: TypeAlias = tuple[ToolCall, str | None]
-"""A call, and the name of its folder."""
 
 RIGHT_TOOL, SAME_CATEGORY, RIGHT_PARAMETERS, EXECUTED = 0.5, 0.2, 0.3, 0.2
 
@@ -83,11 +81,8 @@ class ToolRewards(WeightedRewards):
         per_tool: ToolCatalogue | None = None,
         folder_of: Callable[[Any], str | None] | None = None,
     ) -> None:
-        what = "a mapping of names to functions (task, call, result) -> reward"
-        require_type("ToolRewards", Mapping, what, functions=functions)
-        for function in functions.values():
-            require_type("ToolRewards", Callable, what, functions=function)  # type: ignore[arg-type]
         require_type("ToolRewards", RunsCalls, "an object with a method run(calls)", executor=executor)
+        require_type("ToolRewards", Mapping, "a mapping of names to functions", functions=functions)
         require_type("ToolRewards", (ToolCatalogue, NoneType), "a ToolCatalogue, or None", per_tool=per_tool)
         require_whole("ToolRewards", max_lost_in_a_row=max_lost_in_a_row)
         super().__init__({name: _of_rows(name, function) for name, function in functions.items()}, weights)
@@ -97,7 +92,7 @@ class ToolRewards(WeightedRewards):
         self.per_tool = per_tool
         self.folder_of = folder_of
         self._lost_in_a_row: Counter[str | None] = Counter()
-        self._executed: list[tuple[ToolCall | None, ToolResult]] = []
+        self._ran: list[tuple[ToolCall | None, ToolResult]] = []
 
     def compute_components(
         self, states: Sequence[Any], actions: Sequence[ToolCall | None]
@@ -109,28 +104,44 @@ class ToolRewards(WeightedRewards):
             LostCallError: The last `max_lost_in_a_row` calls of a tool were lost.
             RuntimeError: A function raised. The message names the function and the call, and the cause is chained.
         """
-        run = self._run_once if self.reuse_results else self._run
-        folder_of = self.folder_of or (lambda _: None)
-        given = [(call, folder_of(task)) for task, call in zip(states, actions, strict=True) if call is not None]
-        results = run(given)
-        while results and all(isinstance(result.error, LostCallError) for result in results):
-            results = run(given)  # ends at `max_lost_in_a_row`
-        left = iter(results)
-        self._executed = [(call, ToolResult() if call is None else next(left)) for call in actions]
-        return super().compute_components(states, self._executed)
+        folders = [None if self.folder_of is None else self.folder_of(task) for task in states]
+        keys = [
+            ((call_key(call) if self.reuse_results and call is not None else None) or row, folder)
+            for row, (call, folder) in enumerate(zip(actions, folders, strict=True))
+        ]
+        # Rows with equal keys share one execution.
+        calls = {key: call for key, call in zip(keys, actions, strict=True) if call is not None}
+        results = dict(zip(calls, self._run([*calls.values()], [folder for _, folder in calls]), strict=True))
+        self._ran = ran = [(call, results.get(key, ToolResult())) for key, call in zip(keys, actions, strict=True)]
+        return super().compute_components(states, ran)
+
+    def _run(self, calls: Sequence[ToolCall], folders: Sequence[str | None]) -> list[ToolResult]:
+        """Execute calls until not all of them are lost, and count for each tool how many calls were lost in a row."""
+        run: Callable[..., list[ToolResult]] = self.executor.run
+        while True:
+            results = run(calls) if self.folder_of is None else run(calls, folders=folders)
+            for call, result in zip(calls, results, strict=True):
+                tool, error = plain_name(call.tool), result.error
+                self._lost_in_a_row[tool] = self._lost_in_a_row[tool] + 1 if isinstance(error, LostCallError) else 0
+                if error is not None and self._lost_in_a_row[tool] == self.max_lost_in_a_row:
+                    raise type(error)(
+                        f"ToolRewards: {self.max_lost_in_a_row} calls of the tool {tool} were lost in a row "
+                        f"(max_lost_in_a_row). Repair the worker or server, and resume the run. The last error: {error}"
+                    ) from error
+            if not calls or not all(isinstance(result.error, LostCallError) for result in results):
+                return results
 
     def lost_rewards(self) -> dict[str, Tensor]:
         """Map each metric `tools/errors/KIND` to the rows [N] of the last call that were lost for this reason."""
-        errors = [result.error for _, result in self._executed]
         return {
-            f"tools/errors/{name}": torch.tensor([isinstance(error, kind) for error in errors], dtype=torch.bool)
+            f"tools/errors/{name}": torch.tensor([isinstance(result.error, kind) for _, result in self._ran]).bool()
             for name, kind in LOST_CALLS.items()
         }
 
     def call_metrics(self) -> dict[str, tuple[float, float]]:
         """Map each metric of a tool to (count, sum) over the last call. A count of 0 marks a total. See `per_tool`."""
         parts = []
-        for call, result in self._executed:
+        for call, result in self._ran:
             tool = None if call is None or self.per_tool is None else self.per_tool.get(call.tool)
             if tool is not None and not isinstance(result.error, LostCallError):
                 values = {"errors": not result.ok, "seconds": result.seconds, "cost": tool.cost}
@@ -138,60 +149,31 @@ class ToolRewards(WeightedRewards):
                 parts.append({f"tools/{tool.name}/calls": (0.0, 1.0)} | means)
         return add_call_metrics(parts)
 
-    def _run(self, given: Sequence[InFolder]) -> list[ToolResult]:
-        """Execute all calls, and count for each tool how many calls were lost in a row."""
-        calls, folders = [call for call, _ in given], [folder for _, folder in given]
-        run: Callable[..., list[ToolResult]] = self.executor.run
-        results = run(calls) if self.folder_of is None else run(calls, folders=folders)
-        for call, result in zip(calls, results, strict=True):
-            tool, error = plain_name(call.tool), result.error
-            self._lost_in_a_row[tool] = self._lost_in_a_row[tool] + 1 if isinstance(error, LostCallError) else 0
-            if isinstance(error, LostCallError) and self._lost_in_a_row[tool] == self.max_lost_in_a_row:
-                raise type(error)(
-                    f"{self.max_lost_in_a_row} calls of the tool {tool} were lost in a row (ToolRewards.max_lost_in_a_row). "
-                    f"The last error: {error} Repair the worker or server and resume the run."
-                ) from error
-        return results
-
-    def _run_once(self, given: Sequence[InFolder]) -> list[ToolResult]:
-        """Execute equal calls in the same folder once, and share their result."""
-        keys = [(call_key(call) or place, folder) for place, (call, folder) in enumerate(given)]
-        different = dict(zip(keys, given, strict=True))
-        results = dict(zip(different, self._run(list(different.values())), strict=True))
-        return [results[key] for key in keys]
-
 
 def call_key(call: ToolCall) -> str | None:
     """A text key that is equal only for calls that execute identically. None if the call is invalid."""
-    name = plain_name(call.tool)
-    try:
-        return None if name is None else f"{name} {encode_arguments(call.arguments)}"
-    except RefusedArgumentsError:
-        return None
+    name, arguments = plain_name(call.tool), json_arguments(call.arguments)
+    return None if name is None or arguments is None else f"{name} {json.dumps(arguments)}"
 
 
 def _of_rows(name: str, function: CallReward) -> Callable[[Any, Any], list[float]]:
     """Convert a function of one row to a function of all rows, where an action is a pair of a call and its result."""
+    require_type("ToolRewards", Callable, "a mapping of names to functions", functions=function)  # type: ignore[arg-type]
 
-    def ask(states: Sequence[Any], executed: Sequence[tuple[Any, ToolResult]]) -> list[float]:
-        answers = []
-        for task, (call, result) in zip(states, executed, strict=True):
-            try:
-                is_lost = isinstance(result.error, LostCallError)
-                answers.append(math.nan if is_lost else function(task, call, result))
-            except GRPOError:
-                raise
-            except Exception as error:
-                what = (
-                    "no call"
-                    if call is None
-                    else f"{bounded_text(call.tool, 100)}({bounded_text(call.arguments, 300)})"
-                )
-                raise RuntimeError(f"The reward {name} raised {type(error).__name__} for {what}: {error}") from error
-        return answers
+    def of_row(task: Any, call: Any, result: ToolResult) -> float:
+        try:
+            return math.nan if isinstance(result.error, LostCallError) else function(task, call, result)
+        except GRPOError:
+            raise
+        except Exception as error:
+            made = "no call" if call is None else f"{bounded_text(call.tool, 100)}({bounded_text(call.arguments, 300)})"
+            raise RuntimeError(f"The reward {name} raised {type(error).__name__} for {made}: {error}") from error
 
-    ask.__name__ = name
-    return ask
+    def of_rows(states: Sequence[Any], executed: Sequence[tuple[Any, ToolResult]]) -> list[float]:
+        return [of_row(task, call, result) for task, (call, result) in zip(states, executed, strict=True)]
+
+    of_rows.__name__ = name
+    return of_rows
 
 
 def standard_rewards(catalogue: ToolCatalogue) -> dict[str, CallReward]:
@@ -200,28 +182,22 @@ def standard_rewards(catalogue: ToolCatalogue) -> dict[str, CallReward]:
     States must be `ToolTask`s, which hold the right calls. If a task has several, the best comparison counts. Where no tool is
     right, no call (None) gets 1.
     """
-    return {
-        "tool": right_tool(catalogue),
-        "parameters": right_parameters,
-        "executed": executed,
-    }
+    return {"tool": right_tool(catalogue), "parameters": right_parameters, "executed": executed}
 
 
 def right_tool(catalogue: ToolCatalogue) -> CallReward:
     """Reward 0.5 for a right tool, 0.2 for another tool of the same category, and 0 otherwise."""
 
-    def compare(name: str | None, right: ToolCall | None) -> float:
-        if right is None or name is None:
-            return 0.0
-        called, wanted = catalogue.get(name), catalogue.get(right.tool)
-        if name == right.tool:
-            return RIGHT_TOOL
-        return SAME_CATEGORY if called and wanted and called.category == wanted.category else 0.0
-
     def tool(task: ToolTask, call: ToolCall | None, result: ToolResult) -> float:  # noqa: ARG001
+        rights = _right_calls(task)
         if call is None:
-            return RIGHT_TOOL * (None in _right_calls(task))
-        return max(compare(plain_name(call.tool), right) for right in _right_calls(task))
+            return RIGHT_TOOL * (None in rights)
+        names = {right.tool for right in rights if right is not None}
+        if plain_name(call.tool) in names:
+            return RIGHT_TOOL
+        called = catalogue.get(call.tool)
+        categories = {catalogue[name].category for name in names if name in catalogue}
+        return SAME_CATEGORY if called is not None and called.category in categories else 0.0
 
     return tool
 
@@ -235,20 +211,19 @@ def right_parameters(task: ToolTask, call: ToolCall | None, result: ToolResult) 
         >>> round(right_parameters(task, call, ToolResult()), 9)  # one of a, b, d
         0.1
     """
+    rights = _right_calls(task)
     if call is None:
-        return RIGHT_PARAMETERS * (None in _right_calls(task))
-    given: Any = call.arguments
-    if type(given) is not dict:  # reading another mapping could run arbitrary code
-        given = json_arguments(given)
-    name = plain_name(call.tool)
-    rights = [right.arguments for right in _right_calls(task) if right is not None and right.tool == name]
-    return RIGHT_PARAMETERS * max((_share_right(given, right) for right in rights if given is not None), default=0.0)
-
-
-def _share_right(given: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
-    names = given.keys() | expected.keys()
-    right = [name for name in given if name in expected and same_json(given[name], expected[name])]
-    return len(right) / len(names) if names else 1.0
+        return RIGHT_PARAMETERS * (None in rights)
+    # Reading another mapping than a dict could run arbitrary code.
+    given: Any = call.arguments if type(call.arguments) is dict else json_arguments(call.arguments)
+    shares = [0.0]
+    for right in rights:
+        if given is not None and right is not None and right.tool == plain_name(call.tool):
+            expected = right.arguments
+            names = given.keys() | expected.keys()
+            same = [name for name in given if name in expected and same_json(given[name], expected[name])]
+            shares.append(len(same) / len(names) if names else 1.0)
+    return RIGHT_PARAMETERS * max(shares)
 
 
 def executed(task: Any, call: ToolCall | None, result: ToolResult) -> float:
@@ -259,9 +234,8 @@ def executed(task: Any, call: ToolCall | None, result: ToolResult) -> float:
 
 def latency_cost(per_second: float) -> CallReward:
     """Subtract `per_second` for each second of the call. A larger value avoids slow tools even where they are right."""
-    require_real("latency_cost", per_second=per_second)
-    if per_second < 0:
-        raise ConfigError(f"latency_cost: per_second must be >= 0; got {per_second}.")
+    if not 0 <= per_second < math.inf:
+        raise ConfigError(f"latency_cost: per_second must be a finite number >= 0; got {per_second}.")
 
     def latency(task: Any, call: ToolCall | None, result: ToolResult) -> float:  # noqa: ARG001
         return -per_second * result.seconds

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from adapters.tools.catalogue.calls import ToolCall
 from grpo import ExperienceBatch
@@ -33,32 +34,38 @@ def groups_from_batch(batch: ExperienceBatch) -> list[ToolGroup]:
         )
     if batch.rewards.dim() != 1:
         raise SampleError(f"groups_from_batch: rewards must be one per row, [N]; got {list(batch.rewards.shape)}.")
-    lengths = batch.mask.sum(1)
-    if not torch.equal(batch.mask, torch.arange(batch.mask.shape[1], device=lengths.device) < lengths.unsqueeze(1)):
+    if bool((batch.mask[:, 1:] > batch.mask[:, :-1]).any()):
         raise SampleError("groups_from_batch: the mask must be True from the first column on, without holes.")
-    final_values = torch.zeros(batch.num_rows) if batch.final_values is None else batch.final_values
-    members: dict[int, list[ToolSample]] = {}
-    contexts: dict[int, Mapping[str, Any]] = {}
-    for row, (group, length) in enumerate(zip(batch.group_ids.tolist(), lengths.tolist(), strict=True)):
-        state: Any = batch.states[row]
+
+    def sample(row: int) -> ToolSample:
+        def steps(values: Float[Tensor, "N T"] | None) -> Any:
+            return None if values is None else values[row, batch.mask[row]].tolist()
+
         call: Any = batch.actions[row]
         if not isinstance(call, ToolCall):
             raise SampleError(f"groups_from_batch: actions must be ToolCalls; got {call!r:.120}.")
-        contexts.setdefault(group, state.to_dict() if isinstance(state, ToolTask) else {})
-        final_value = final_values[row].item()
-        sample = ToolSample(
-            state=_plain(state),
+        final_value = 0.0 if batch.final_values is None else batch.final_values[row].item()
+        return ToolSample(
+            state=_plain(batch.states[row]),
             tool=call.tool,
             arguments=call.arguments,
-            log_prob=_row(log_probs, row, length),
-            ref_log_prob=None if batch.ref_log_probs is None else _row(batch.ref_log_probs, row, length),
+            log_prob=steps(log_probs),
+            ref_log_prob=steps(batch.ref_log_probs),
             reward=batch.rewards[row].item(),
-            value=None if batch.values is None else _row(batch.values, row, length),
+            value=steps(batch.values),
             done=final_value == 0.0,
             final_value=final_value or None,
         )
-        members.setdefault(group, []).append(sample)
-    return [ToolGroup(id=group, context=contexts[group], samples=tuple(found)) for group, found in members.items()]
+
+    rows_of: dict[int, list[int]] = {}
+    for row, group in enumerate(batch.group_ids.tolist()):
+        rows_of.setdefault(group, []).append(row)
+    groups = []
+    for group, rows in rows_of.items():
+        state: Any = batch.states[rows[0]]
+        context = state.to_dict() if isinstance(state, ToolTask) else {}
+        groups.append(ToolGroup(id=group, context=context, samples=tuple(map(sample, rows))))
+    return groups
 
 
 def batch_from_groups(
@@ -82,30 +89,26 @@ def batch_from_groups(
     """
     if isinstance(groups, Mapping):
         groups = [ToolGroup(id=str(key), samples=tuple(samples)) for key, samples in groups.items()]
-    listed = list(groups)
-    rows = [(group, sample) for group in listed for sample in group.samples]
+    rows = [(number, group, sample) for number, group in enumerate(groups) for sample in group.samples]
     if not rows:
         raise SampleError("batch_from_groups needs at least one group; got none. Wait until the buffer holds a group.")
-    samples = [sample for _, sample in rows]
-    mask, log_probs = _padded([sample.log_prob for sample in samples])
+    samples = [sample for _, _, sample in rows]
+    values = _padded([sample.value for sample in samples])
+    final_values = torch.tensor([sample.final_value or 0.0 for sample in samples], dtype=torch.float64)
     batch = ExperienceBatch.from_rows(
-        states=_states(samples) if state is None else [state(group, sample) for group, sample in rows],
+        states=_states(samples) if state is None else [state(group, sample) for _, group, sample in rows],
         actions=[sample.call for sample in samples],
         rewards=[sample.reward for sample in samples],
-        group_ids=[place for place, group in enumerate(listed) for _ in group.samples],
-        behaviour_log_probs=log_probs,
-        mask=mask,
+        group_ids=[number for number, _, _ in rows],
+        behaviour_log_probs=_padded([sample.log_prob for sample in samples]),
+        mask=pad_sequence([torch.ones(len(sample.log_prob), dtype=torch.bool) for sample in samples], batch_first=True),
     )
-    references = [sample.ref_log_prob for sample in samples if sample.ref_log_prob is not None]
-    if len(references) == len(samples):
-        batch = replace(batch, ref_log_probs=_padded(references)[1])
-    values = [sample.value for sample in samples if sample.value is not None]
-    if len(values) == len(samples):
-        final_values = torch.tensor(
-            [0.0 if sample.done else sample.final_value for sample in samples], dtype=torch.float64
-        )
-        batch = replace(batch, values=_padded(values)[1], final_values=final_values)
-    return batch
+    return replace(
+        batch,
+        ref_log_probs=_padded([sample.ref_log_prob for sample in samples]),
+        values=values,
+        final_values=None if values is None else final_values,
+    )
 
 
 def _plain(state: Any) -> Any:
@@ -114,28 +117,19 @@ def _plain(state: Any) -> Any:
     return state.text if isinstance(state, ToolTask) else state
 
 
-def _states(samples: Sequence[ToolSample]) -> Float[Tensor, "N F"] | list[str]:
-    texts = [sample.state for sample in samples if isinstance(sample.state, str)]
-    lengths = {len(sample.state) for sample in samples if not isinstance(sample.state, str)}
-    if len(texts) == len(samples):
-        return texts
-    if texts or len(lengths) > 1:
+def _states(samples: Sequence[ToolSample]) -> Float[Tensor, "N F"] | list[Any]:
+    states = [sample.state for sample in samples]
+    if all(isinstance(state, str) for state in states):
+        return states
+    try:
+        return torch.tensor(states)
+    except (TypeError, ValueError) as error:
         raise SampleError(
-            "batch_from_groups: states must all be texts, or all vectors of one length; got "
-            f"{len(texts)} texts and vectors of {sorted(lengths)} numbers."
-        )
-    return torch.tensor([sample.state for sample in samples])
+            f"batch_from_groups: states must all be texts, or all vectors of one length: {error}."
+        ) from error
 
 
-def _row(values: Float[Tensor, "N T"], row: int, length: int) -> Steps:
-    return tuple(values[row, :length].tolist())
-
-
-def _padded(rows: Sequence[Steps]) -> tuple[Bool[Tensor, "N T"], Float64[Tensor, "N T"]]:
-    """Mask and padded values [N, T]. float64 represents Python's floats exactly."""
-    mask = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.bool)
-    values = torch.zeros(mask.shape, dtype=torch.float64)
-    for place, row in enumerate(rows):
-        mask[place, : len(row)] = True
-        values[place, : len(row)] = torch.tensor(row, dtype=torch.float64)
-    return mask, values
+def _padded(rows: Sequence[Steps | None]) -> Float64[Tensor, "N T"] | None:
+    """None if a row has no values. float64 represents Python's floats exactly."""
+    tensors = [torch.tensor(row, dtype=torch.float64) for row in rows if row is not None]
+    return pad_sequence(tensors, batch_first=True) if len(tensors) == len(rows) else None

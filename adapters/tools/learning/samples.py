@@ -1,6 +1,6 @@
 """Recorded tool choices, single and in groups, that can be stored as JSON. `sample_batches` converts them to batches."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, ClassVar
 
 import pydantic
@@ -8,14 +8,14 @@ import pydantic
 from adapters.tools.catalogue.calls import ToolCall
 from grpo.errors import GRPOError
 
-from .records import JSONObject, Number, Record, Steps
+from .records import JSONObject, Number, Record, Steps, record
 
 
 class SampleError(GRPOError, ValueError):
     """Data is not a valid sample, group or batch of samples. The message names the field."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ToolSample(Record):
     """One tool choice with its reward: a row of an `ExperienceBatch`.
 
@@ -45,21 +45,15 @@ class ToolSample(Record):
     """The critic's value after the last step of a truncated row. Give both `value` and `final_value`, or neither."""
 
     def __post_init__(self) -> None:
-        """Check and convert the fields."""
-        Record.__post_init__(self)
         if any(steps is not None and len(steps) != len(self.log_prob) for steps in (self.ref_log_prob, self.value)):
-            raise SampleError(
-                f"ToolSample: ref_log_prob and value must be as long as log_prob={self.log_prob!r:.120}; got "
-                f"{self.ref_log_prob!r:.120} and {self.value!r:.120}."
+            raise ValueError(
+                f"ref_log_prob and value must be as long as log_prob={self.log_prob!r:.120}; got {self.ref_log_prob!r:.120} "
+                f"and {self.value!r:.120}."
             )
-        if self.done and self.final_value is not None:
-            raise SampleError(
-                f"ToolSample.final_value must be None if done=True; got {self.final_value!r}. Set done=False."
-            )
-        if not self.done and (self.value is None) != (self.final_value is None):
-            raise SampleError(
-                f"ToolSample: a truncated sample (done=False) must have both value and final_value, or neither; "
-                f"got value={self.value!r:.120}, final_value={self.final_value!r}. Pass both from the critic, or omit both."
+        if (self.final_value is None) == (not self.done and self.value is not None):
+            raise ValueError(
+                "final_value must be a number if done=False and value is given, and None otherwise; got "
+                f"final_value={self.final_value!r}, done={self.done}, value={self.value!r:.120}."
             )
 
     @property
@@ -68,7 +62,7 @@ class ToolSample(Record):
         return ToolCall(tool=self.tool, arguments=self.arguments)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ToolGroup(Record):
     """Samples of one task. Advantages compare the samples of a group with each other.
 

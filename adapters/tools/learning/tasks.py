@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -12,14 +12,14 @@ import pydantic
 from adapters.tools.catalogue.calls import ToolCall
 from grpo.errors import ConfigError, GRPOError
 
-from .records import Record
+from .records import Record, record
 
 
 class TaskError(GRPOError, ValueError):
     """Data is not a valid task. The message names the field, and the line if the task comes from a file."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ToolTask(Record):
     """A request and its right call.
 
@@ -51,10 +51,8 @@ class ToolTask(Record):
     """Kinds of this task, such as `{"difficulty": "hard"}`. `evaluate_tools` reports the accuracy for each label."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
-        Record.__post_init__(self)
         if self.tool is None and self.arguments:
-            raise TaskError(f"a task without a tool must have no arguments; got {self.arguments!r:.120}.")
+            raise ValueError(f"a task without a tool must have no arguments; got {self.arguments!r:.120}.")
 
     @property
     def right_calls(self) -> tuple[ToolCall | None, ...]:

@@ -135,6 +135,7 @@ def test_the_best_comparison_counts_where_several_calls_are_right(subtests: pyte
         (several, None, 0.0, 0.0, 0.0),
         (no_tool, None, 0.5, 0.3, 0.2),
         (no_tool, call("sort"), 0.0, 0.0, 0.2),
+        (no_tool, ToolCall(tool=None), 0.0, 0.0, 0.2),  # type: ignore[arg-type]
         (either, None, 0.5, 0.3, 0.2),
         (either, call("add", number=1), 0.5, 0.3, 0.2),
         (either, call("shuffle"), 0.0, 0.0, 0.2),
