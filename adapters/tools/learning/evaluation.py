@@ -5,17 +5,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, assert_never
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import pydantic
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 
 from adapters.tools.catalogue.calls import ToolCall, plain_name
 from adapters.tools.catalogue.tools import ToolCatalogue
 from grpo.errors import ConfigError
 
-from .task_errors import classify_error, require_tools
+from .task_errors import classify_error
 from .tasks import ToolTask
 
 NO_TOOL, UNKNOWN = "no tool", "?"
@@ -84,36 +84,31 @@ class ToolReport:
 
     def confusion_matrix(self, of: Literal["tool", "category"] = "tool") -> np.ndarray:
         """Number of tasks by right tool (row) and called tool (column), or by the categories of these tools."""
-        counts = np.array(self.confusion)
-        match of:
-            case "tool":
-                return counts
-            case "category":
-                belongs = np.array([[own == category for category in self.categories] for own in self.category_of])
-                return belongs.T.astype(int) @ counts @ belongs.astype(int)
-            case _:
-                assert_never(of)
+        names = {"tool": self.tools, "category": self.category_of}[of]
+        belongs = np.array([[own == name for name in dict.fromkeys(names)] for own in names], dtype=int)
+        return belongs.T @ np.array(self.confusion) @ belongs
 
     def __str__(self) -> str:
         """Table of accuracies by label, then the use of no tool, the kinds of errors and the most confused pairs."""
-        lines = [f"{'':24s}{'tasks':>8s}{'right tool':>12s}{'right call':>12s}", _line("all", self.overall)]
-        for parts in self.by_label.values():
-            lines += ["", *(_line(name, accuracy) for name, accuracy in parts.items())]
+        lines = [f"{'':24s}{'tasks':>8s}{'right tool':>12s}{'right call':>12s}"]
+        for parts in ({"all": self.overall}, *self.by_label.values()):
+            for name, part in parts.items():
+                lines.append(f"{name:24s}{part.num_tasks:8d}{part.right_tool:12.1%}{part.right_call:12.1%}")
+            lines.append("")
         if self.abstention is not None:
-            auroc = self.abstention.auroc
-            lines += [
-                "",
-                f"no tool: rightly {self.abstention.rightly:.1%}, wrongly {self.abstention.wrongly:.1%}"
-                + ("" if auroc is None else f", AUROC {auroc:.3f}"),
-            ]
-        lines += ["", "errors: " + (", ".join(f"{kind} {count}" for kind, count in self.errors.items()) or "none")]
-        matrix = self.confusion_matrix()
-        np.fill_diagonal(matrix, 0)
-        worst = np.argsort(-matrix, axis=None, kind="stable")[:5]
-        for right, called in zip(*np.unravel_index(worst, matrix.shape), strict=True):
-            if matrix[right, called]:
-                lines.append(f"  {self.tools[called]} instead of {self.tools[right]}: {matrix[right, called]}")
-        return "\n".join(lines)
+            rightly, wrongly, auroc = self.abstention.rightly, self.abstention.wrongly, self.abstention.auroc
+            ranking = "" if auroc is None else f", AUROC {auroc:.3f}"
+            lines += [f"no tool: rightly {rightly:.1%}, wrongly {wrongly:.1%}{ranking}", ""]
+        lines.append("errors: " + (", ".join(f"{kind} {count}" for kind, count in self.errors.items()) or "none"))
+        wrong = Counter(
+            {
+                f"{called} instead of {right}": count
+                for right, counts in zip(self.tools, self.confusion, strict=True)
+                for called, count in zip(self.tools, counts, strict=True)
+                if called != right and count
+            }
+        )
+        return "\n".join([*lines, *(f"  {pair}: {count}" for pair, count in wrong.most_common(5))])
 
     def to_json(self, path: str | Path) -> None:
         """Write the report to a file. The folder is created if it does not exist."""
@@ -149,42 +144,37 @@ def evaluate_tools(policy: PredictsCalls, tasks: Sequence[ToolTask], catalogue: 
     """
     if not tasks:
         raise ConfigError("evaluate_tools needs at least one task; got none.")
-    for task in tasks:
-        require_tools(task, catalogue)
+    tools = (*catalogue, NO_TOOL, UNKNOWN)
+    category_of = (*(tool.category for tool in catalogue.values()), NO_TOOL, UNKNOWN)
+    place = {name: number for number, name in enumerate(tools)}
+
+    def place_of(call: ToolCall | None) -> int:
+        return place[NO_TOOL if call is None else plain_name(call.tool) if call.tool in catalogue else UNKNOWN]
+
     calls = policy.predict(tasks)
     errors = [classify_error(task, call, catalogue) for task, call in zip(tasks, calls, strict=True)]
-    tools = (*catalogue, NO_TOOL, UNKNOWN)
-    place = {name: i for i, name in enumerate(tools)}
-    called = np.array([place[_name(call, catalogue)] for call in calls])
-    answers = [[place[_name(call, catalogue)] for call in task.right_calls] for task in tasks]
+    called = [place_of(call) for call in calls]
+    answers = [list(map(place_of, task.right_calls)) for task in tasks]
     # A right call of one of the other right tools counts for that tool.
-    right = np.array([own if own in several else several[0] for own, several in zip(called, answers, strict=True)])
+    right = [own if own in several else several[0] for own, several in zip(called, answers, strict=True)]
     confusion = np.zeros((len(tools), len(tools)), dtype=int)
     np.add.at(confusion, (right, called), 1)
-    right_tool, right_call = right == called, np.array([error is None for error in errors])
+    is_right = np.array([np.equal(right, called), [error is None for error in errors]])
 
-    def accuracy(chosen: Bool[np.ndarray, " N"]) -> Accuracy:
-        return Accuracy(
-            num_tasks=int(chosen.sum()),
-            right_tool=float(right_tool[chosen].mean()),
-            right_call=float(right_call[chosen].mean()),
-        )
+    def accuracy(rows: Sequence[int]) -> Accuracy:
+        right_tool, right_call = is_right[:, rows].mean(1).tolist()
+        return Accuracy(num_tasks=len(rows), right_tool=right_tool, right_call=right_call)
 
-    category_of = (*(tool.category for tool in catalogue.values()), NO_TOOL, UNKNOWN)
-    labels = [
-        {"category": category_of[several[0]], **task.labels} for task, several in zip(tasks, answers, strict=True)
-    ]
-    by_label: dict[str, dict[str, Accuracy]] = {}
-    for key in dict.fromkeys(key for own in labels for key in own):
-        values = np.array([own.get(key) for own in labels], dtype=object)
-        order = dict.fromkeys(category_of if key == "category" else ()) | dict.fromkeys(values)
-        by_label[key] = {
-            name: accuracy(values == name) for name in order if name is not None and (values == name).any()
-        }
+    rows_of: dict[str, dict[str, list[int]]] = {"category": {name: [] for name in category_of}}
+    for row, task in enumerate(tasks):
+        for label, value in {"category": category_of[answers[row][0]], **task.labels}.items():
+            rows_of.setdefault(label, {}).setdefault(value, []).append(row)
     return ToolReport(
-        overall=accuracy(np.ones(len(tasks), dtype=bool)),
-        by_label=by_label,
-        abstention=_abstention(policy, tasks, called == place[NO_TOOL]),
+        overall=accuracy(range(len(tasks))),
+        by_label={
+            label: {value: accuracy(rows) for value, rows in parts.items() if rows} for label, parts in rows_of.items()
+        },
+        abstention=_abstention(policy, tasks, np.array([call is None for call in calls])),
         errors=dict(Counter(error for error in errors if error is not None).most_common()),
         tools=tools,
         category_of=category_of,
@@ -203,27 +193,12 @@ def _abstention(
     predict_top = getattr(policy, "predict_top", None)
     if needs_tool.any() and predict_top is not None:
         confidences = np.array([best[0].confidence for best in predict_top(tasks, 1)])
-        auroc = _auroc(confidences[needs_tool], confidences[needs_none])
+        lower, higher = np.sort(confidences[needs_none]), confidences[needs_tool]
+        below = np.searchsorted(lower, higher, "left") + np.searchsorted(lower, higher, "right")
+        auroc = float(below.mean() / (2 * len(lower)))
     return Abstention(
         num_tasks=int(needs_none.sum()),
         rightly=float(without_tool[needs_none].mean()),
         wrongly=float(without_tool[needs_tool].mean()) if needs_tool.any() else 0.0,
         auroc=auroc,
     )
-
-
-def _auroc(higher: Float[np.ndarray, " N"], lower: Float[np.ndarray, " M"]) -> float:
-    """Probability that a random entry of `higher` exceeds a random entry of `lower`. Equal entries count half."""
-    ordered = np.sort(lower)
-    below = np.searchsorted(ordered, higher, "left") + np.searchsorted(ordered, higher, "right")
-    return float(below.mean() / (2 * len(lower)))
-
-
-def _name(call: ToolCall | None, catalogue: ToolCatalogue) -> str:
-    if call is None:
-        return NO_TOOL
-    return plain_name(call.tool) or UNKNOWN if call.tool in catalogue else UNKNOWN
-
-
-def _line(name: str, accuracy: Accuracy) -> str:
-    return f"{name:24s}{accuracy.num_tasks:8d}{accuracy.right_tool:12.1%}{accuracy.right_call:12.1%}"

@@ -38,7 +38,11 @@ def classify_error(task: ToolTask, call: ToolCall | None, catalogue: ToolCatalog
     Raises:
         ConfigError: The catalogue lacks a tool of the task.
     """
-    require_tools(task, catalogue)
+    lacking = [right.tool for right in task.right_calls if right is not None and right.tool not in catalogue]
+    if lacking:
+        raise ConfigError(
+            f"the catalogue must have the task's tool {lacking[0]!r}; it has {', '.join(catalogue)}. Add the tool."
+        )
     if call is None:
         return None if None in task.right_calls else "wrong_tool"
     called, arguments = catalogue.get(call.tool), json_arguments(call.arguments)
@@ -60,15 +64,6 @@ def _difference(called: Tool, arguments: dict[str, Any], right: ToolCall | None)
     if any(name not in right.arguments for name in different):
         return "redundant"
     return "wrong_parameter" if different else None
-
-
-def require_tools(task: ToolTask, catalogue: ToolCatalogue) -> None:
-    """Check that the catalogue has every tool of a task's right calls."""
-    lacking = [call.tool for call in task.right_calls if call is not None and call.tool not in catalogue]
-    if lacking:
-        raise ConfigError(
-            f"the catalogue must have the task's tool {lacking[0]!r}; it has {', '.join(catalogue)}. Add the tool."
-        )
 
 
 def _refuses(tool: Tool, arguments: dict[str, Any]) -> bool:

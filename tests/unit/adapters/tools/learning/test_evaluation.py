@@ -72,7 +72,7 @@ TASKS = [task for task, _ in ROWS]
 class Answers:
     """A policy that gives the answers it was made with."""
 
-    def __init__(self, calls: Sequence[ToolCall]) -> None:
+    def __init__(self, calls: Sequence[ToolCall | None]) -> None:
         self.calls = list(calls)
         self.asked: list[Any] = []
 
@@ -203,7 +203,7 @@ def test_missing_tasks_and_tasks_of_unknown_tools_are_refused() -> None:
     with pytest.raises(ConfigError, match="evaluate_tools needs at least one task"):
         evaluate_tools(Answers([]), [], CATALOGUE)
     with pytest.raises(ConfigError, match="must have the task's tool 'shuffle'; it has sort, add"):
-        evaluate_tools(Answers([]), TASKS, CATALOGUE.without("shuffle"))
+        evaluate_tools(Answers([None] * len(TASKS)), TASKS, CATALOGUE.without("shuffle"))
 
 
 def test_fewer_calls_than_tasks_are_refused() -> None:
