@@ -53,9 +53,10 @@ from .errors import (
     WorkerDiedError,
     WorkerLostError,
 )
-from .learning.evaluation import Abstention, Accuracy, ToolReport, evaluate_tools
+from .learning.evaluation import Abstention, Accuracy, ToolReport, classify_error, evaluate_tools
 from .learning.log_evaluation import LogEstimate, LogReport, evaluate_from_logs
 from .learning.logs import LoggedRewards
+from .learning.records import SampleError, ToolGroup, ToolSample
 from .learning.reward_regression import RewardRegression
 from .learning.rewards import (
     ToolRewards,
@@ -67,8 +68,6 @@ from .learning.rewards import (
     standard_rewards,
 )
 from .learning.sample_batches import batch_from_groups, groups_from_batch
-from .learning.samples import SampleError, ToolGroup, ToolSample
-from .learning.task_errors import classify_error
 from .learning.tasks import TaskError, ToolTask, load_tasks, save_tasks, split_tasks
 from .policy.distribution import Prediction
 from .policy.encoders import HashingEncoder

@@ -5,20 +5,27 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from statistics import fmean
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
+import jsonschema
 import numpy as np
 import pydantic
-from jaxtyping import Bool
+import referencing
 
-from adapters.tools.catalogue.calls import ToolCall, plain_name
-from adapters.tools.catalogue.tools import ToolCatalogue
+from adapters.tools.catalogue.arguments import json_arguments
+from adapters.tools.catalogue.calls import ToolCall, same_json
+from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from grpo.errors import ConfigError
 
-from .task_errors import classify_error
 from .tasks import ToolTask
 
 NO_TOOL, UNKNOWN = "no tool", "?"
+
+ErrorKind = Literal["invalid", "wrong_tool", "missing", "redundant", "wrong_parameter"]
+"""Kind of error in a call, in the order of `classify_error`, which defines each kind."""
+Row: TypeAlias = tuple[str, str, ErrorKind | None]
+"""The right tool, the called tool and the error of one task."""
 
 
 class PredictsCalls(Protocol):
@@ -144,61 +151,115 @@ def evaluate_tools(policy: PredictsCalls, tasks: Sequence[ToolTask], catalogue: 
     """
     if not tasks:
         raise ConfigError("evaluate_tools needs at least one task; got none.")
-    tools = (*catalogue, NO_TOOL, UNKNOWN)
-    category_of = (*(tool.category for tool in catalogue.values()), NO_TOOL, UNKNOWN)
-    place = {name: number for number, name in enumerate(tools)}
-
-    def place_of(call: ToolCall | None) -> int:
-        return place[NO_TOOL if call is None else plain_name(call.tool) if call.tool in catalogue else UNKNOWN]
-
+    category_of = {name: tool.category for name, tool in catalogue.items()} | {NO_TOOL: NO_TOOL, UNKNOWN: UNKNOWN}
+    rows: list[Row] = []
+    labelled: dict[str, dict[str, list[Row]]] = {"category": {category: [] for category in category_of.values()}}
     calls = policy.predict(tasks)
-    errors = [classify_error(task, call, catalogue) for task, call in zip(tasks, calls, strict=True)]
-    called = [place_of(call) for call in calls]
-    answers = [list(map(place_of, task.right_calls)) for task in tasks]
-    # A right call of one of the other right tools counts for that tool.
-    right = [own if own in several else several[0] for own, several in zip(called, answers, strict=True)]
-    confusion = np.zeros((len(tools), len(tools)), dtype=int)
-    np.add.at(confusion, (right, called), 1)
-    is_right = np.array([np.equal(right, called), [error is None for error in errors]])
-
-    def accuracy(rows: Sequence[int]) -> Accuracy:
-        right_tool, right_call = is_right[:, rows].mean(1).tolist()
-        return Accuracy(num_tasks=len(rows), right_tool=right_tool, right_call=right_call)
-
-    rows_of: dict[str, dict[str, list[int]]] = {"category": {name: [] for name in category_of}}
-    for row, task in enumerate(tasks):
-        for label, value in {"category": category_of[answers[row][0]], **task.labels}.items():
-            rows_of.setdefault(label, {}).setdefault(value, []).append(row)
+    for task, call in zip(tasks, calls, strict=True):
+        called, *answers = (_name(one, catalogue) for one in (call, *task.right_calls))
+        # A right call of one of the other right tools counts for that tool.
+        row = (called if called in answers else answers[0], called, classify_error(task, call, catalogue))
+        rows.append(row)
+        for label, value in {"category": category_of[answers[0]], **task.labels}.items():
+            labelled.setdefault(label, {}).setdefault(value, []).append(row)
+    pairs = Counter((right, called) for right, called, _ in rows)
     return ToolReport(
-        overall=accuracy(range(len(tasks))),
+        overall=_accuracy(rows),
         by_label={
-            label: {value: accuracy(rows) for value, rows in parts.items() if rows} for label, parts in rows_of.items()
+            label: {value: _accuracy(part) for value, part in parts.items() if part}
+            for label, parts in labelled.items()
         },
-        abstention=_abstention(policy, tasks, np.array([call is None for call in calls])),
-        errors=dict(Counter(error for error in errors if error is not None).most_common()),
-        tools=tools,
-        category_of=category_of,
-        confusion=tuple(map(tuple, confusion.tolist())),
+        abstention=_abstention(policy, tasks, calls),
+        errors=dict(Counter(error for _, _, error in rows if error is not None).most_common()),
+        tools=tuple(category_of),
+        category_of=tuple(category_of.values()),
+        confusion=tuple(tuple(pairs[right, called] for called in category_of) for right in category_of),
+    )
+
+
+def _name(call: ToolCall | None, catalogue: ToolCatalogue) -> str:
+    return NO_TOOL if call is None else catalogue[call.tool].name if call.tool in catalogue else UNKNOWN
+
+
+def _accuracy(rows: Sequence[Row]) -> Accuracy:
+    return Accuracy(
+        num_tasks=len(rows),
+        right_tool=fmean(right == called for right, called, _ in rows),
+        right_call=fmean(error is None for _, _, error in rows),
     )
 
 
 def _abstention(
-    policy: PredictsCalls, tasks: Sequence[ToolTask], without_tool: Bool[np.ndarray, " N"]
+    policy: PredictsCalls, tasks: Sequence[ToolTask], calls: Sequence[ToolCall | None]
 ) -> Abstention | None:
-    needs_none = np.array([set(task.right_calls) == {None} for task in tasks])
-    needs_tool = np.array([None not in task.right_calls for task in tasks])
-    if not needs_none.any():
+    needs_none = [row for row, task in enumerate(tasks) if set(task.right_calls) == {None}]
+    needs_tool = [row for row, task in enumerate(tasks) if None not in task.right_calls]
+    if not needs_none:
         return None
     auroc = None
     predict_top = getattr(policy, "predict_top", None)
-    if needs_tool.any() and predict_top is not None:
+    if needs_tool and predict_top is not None:
         confidences = np.array([best[0].confidence for best in predict_top(tasks, 1)])
         lower, higher = np.sort(confidences[needs_none]), confidences[needs_tool]
         below = np.searchsorted(lower, higher, "left") + np.searchsorted(lower, higher, "right")
         auroc = float(below.mean() / (2 * len(lower)))
     return Abstention(
-        num_tasks=int(needs_none.sum()),
-        rightly=float(without_tool[needs_none].mean()),
-        wrongly=float(without_tool[needs_tool].mean()) if needs_tool.any() else 0.0,
+        num_tasks=len(needs_none),
+        rightly=fmean(calls[row] is None for row in needs_none),
+        wrongly=fmean(calls[row] is None for row in needs_tool) if needs_tool else 0.0,
         auroc=auroc,
     )
+
+
+def classify_error(task: ToolTask, call: ToolCall | None, catalogue: ToolCatalogue) -> ErrorKind | None:
+    """Classify the error of a call (None: no tool was called). Returns the first kind that applies, or None if it is right.
+
+    1. `invalid`: the catalogue lacks the tool, JSON cannot represent the arguments, or the tool's schema rejects an argument.
+       A missing required argument does not count as invalid.
+    2. `wrong_tool`: the call names another tool than the task, or there is a call where no tool is right, or no call where a
+       tool is right.
+    3. `missing`: the call lacks an argument of the task, even if the schema does not require it. An argument whose expected
+       value is the schema's default may be omitted.
+    4. `redundant`: the call has an argument that the task lacks, with a value other than the schema's default.
+    5. `wrong_parameter`: an argument differs from the task's value. Values are compared as JSON: 1 equals 1.0, but not true.
+
+    If the task has several right answers, the call is compared with each, and the error that comes last in this list counts.
+
+    Raises:
+        ConfigError: The catalogue lacks a tool of the task.
+    """
+    lacking = [right.tool for right in task.right_calls if right is not None and right.tool not in catalogue]
+    if lacking:
+        raise ConfigError(
+            f"the catalogue must have the task's tool {lacking[0]!r}; it has {', '.join(catalogue)}. Add the tool."
+        )
+    if call is None:
+        return None if None in task.right_calls else "wrong_tool"
+    called, arguments = catalogue.get(call.tool), json_arguments(call.arguments)
+    if called is None or arguments is None or not _is_valid(called, arguments):
+        return "invalid"
+    kinds = [_difference(called, arguments, right) for right in task.right_calls]
+    return max(kinds, key=(*get_args(ErrorKind), None).index)
+
+
+def _difference(called: Tool, arguments: dict[str, Any], right: ToolCall | None) -> ErrorKind | None:
+    """The error of a valid call, compared with one right answer."""
+    if right is None or called.name != right.tool:
+        return "wrong_tool"
+    defaults = {name: schema["default"] for name, schema in called.properties.items() if "default" in schema}
+    expected, given = defaults | dict(right.arguments), defaults | arguments
+    if not expected.keys() <= given.keys():
+        return "missing"
+    different = [name for name in given if name not in expected or not same_json(given[name], expected[name])]
+    if any(name not in right.arguments for name in different):
+        return "redundant"
+    return "wrong_parameter" if different else None
+
+
+def _is_valid(tool: Tool, arguments: dict[str, Any]) -> bool:
+    """Whether the schema allows the arguments. Unknown arguments are refused as in `ArgumentChecker`, missing ones are not."""
+    schema = {"additionalProperties": False} | dict(tool.parameters) | {"required": []}
+    try:  # an empty registry: nothing is fetched for a `$ref`
+        return jsonschema.Draft202012Validator(schema, registry=referencing.Registry()).is_valid(arguments)
+    except Exception:  # the schema cannot be applied to these arguments; the executor rejects them too
+        return False

@@ -15,8 +15,8 @@ from adapters.tools.catalogue.tools import ToolCatalogue
 from grpo.errors import GRPOWarning
 
 from .logs import LoggedRows
+from .records import ToolSample
 from .reward_regression import FitsEstimate
-from .samples import ToolSample
 
 
 class DecidesCalls(Protocol):

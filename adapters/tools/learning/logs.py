@@ -14,8 +14,8 @@ from adapters.tools.catalogue.inputs import require_whole
 from adapters.tools.catalogue.tools import ToolCatalogue
 from grpo.errors import ConfigError, ContractError
 
+from .records import SampleError, ToolSample
 from .reward_regression import Decisions, Estimate, FitsEstimate, state_key
-from .samples import SampleError, ToolSample
 
 
 class LoggedRewards:

@@ -12,7 +12,7 @@ from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import ToolCatalogue
 from grpo.errors import ConfigError
 
-from .samples import ToolSample
+from .records import ToolSample
 from .tasks import ToolTask
 
 Estimate: TypeAlias = Callable[[Sequence[Any], Sequence[ToolCall]], Tensor]

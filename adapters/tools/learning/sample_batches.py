@@ -13,8 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from adapters.tools.catalogue.calls import ToolCall
 from grpo import ExperienceBatch
 
-from .records import Steps
-from .samples import SampleError, ToolGroup, ToolSample
+from .records import SampleError, Steps, ToolGroup, ToolSample
 from .tasks import ToolTask
 
 
@@ -29,43 +28,47 @@ def groups_from_batch(batch: ExperienceBatch) -> list[ToolGroup]:
     """
     log_probs = batch.old_log_probs if batch.behaviour_log_probs is None else batch.behaviour_log_probs
     if log_probs is None:
+        raise SampleError("groups_from_batch needs behaviour_log_probs. Return them from the policy's sample_actions.")
+    if batch.rewards.dim() != 1 or bool((batch.mask[:, 1:] > batch.mask[:, :-1]).any()):
         raise SampleError(
-            "groups_from_batch: the batch has no behaviour_log_probs. Return them from the policy's sample_actions."
+            "groups_from_batch: rewards must be one per row, [N], and the mask must be True from the first column on, without "
+            f"holes; got rewards {list(batch.rewards.shape)} and the mask {batch.mask.tolist()!r:.120}."
         )
-    if batch.rewards.dim() != 1:
-        raise SampleError(f"groups_from_batch: rewards must be one per row, [N]; got {list(batch.rewards.shape)}.")
-    if bool((batch.mask[:, 1:] > batch.mask[:, :-1]).any()):
-        raise SampleError("groups_from_batch: the mask must be True from the first column on, without holes.")
-
-    def sample(row: int) -> ToolSample:
-        def steps(values: Float[Tensor, "N T"] | None) -> Any:
-            return None if values is None else values[row, batch.mask[row]].tolist()
-
-        call: Any = batch.actions[row]
-        if not isinstance(call, ToolCall):
-            raise SampleError(f"groups_from_batch: actions must be ToolCalls; got {call!r:.120}.")
-        final_value = 0.0 if batch.final_values is None else batch.final_values[row].item()
-        return ToolSample(
-            state=_plain(batch.states[row]),
-            tool=call.tool,
-            arguments=call.arguments,
-            log_prob=steps(log_probs),
-            ref_log_prob=steps(batch.ref_log_probs),
-            reward=batch.rewards[row].item(),
-            value=steps(batch.values),
-            done=final_value == 0.0,
-            final_value=final_value or None,
-        )
-
     rows_of: dict[int, list[int]] = {}
     for row, group in enumerate(batch.group_ids.tolist()):
         rows_of.setdefault(group, []).append(row)
     groups = []
     for group, rows in rows_of.items():
-        state: Any = batch.states[rows[0]]
-        context = state.to_dict() if isinstance(state, ToolTask) else {}
-        groups.append(ToolGroup(id=group, context=context, samples=tuple(map(sample, rows))))
+        task: Any = batch.states[rows[0]]
+        context = task.to_dict() if isinstance(task, ToolTask) else {}
+        groups.append(
+            ToolGroup(id=group, context=context, samples=tuple(_sample(batch, log_probs, row) for row in rows))
+        )
     return groups
+
+
+def _sample(batch: ExperienceBatch, log_probs: Float[Tensor, "N T"], row: int) -> ToolSample:
+    def steps(values: Float[Tensor, "N T"] | None) -> Any:
+        return None if values is None else values[row, batch.mask[row]].tolist()
+
+    state: Any = batch.states[row]
+    call: Any = batch.actions[row]
+    if not isinstance(call, ToolCall):
+        raise SampleError(f"groups_from_batch: actions must be ToolCalls; got {call!r:.120}.")
+    if isinstance(state, Tensor | np.ndarray):
+        state = state.tolist()
+    final_value = 0.0 if batch.final_values is None else batch.final_values[row].item()
+    return ToolSample(
+        state=state.text if isinstance(state, ToolTask) else state,
+        tool=call.tool,
+        arguments=call.arguments,
+        log_prob=steps(log_probs),
+        ref_log_prob=steps(batch.ref_log_probs),
+        reward=batch.rewards[row].item(),
+        value=steps(batch.values),
+        done=final_value == 0.0,
+        final_value=final_value or None,
+    )
 
 
 def batch_from_groups(
@@ -109,12 +112,6 @@ def batch_from_groups(
         values=values,
         final_values=None if values is None else final_values,
     )
-
-
-def _plain(state: Any) -> Any:
-    if isinstance(state, Tensor | np.ndarray):
-        return state.tolist()
-    return state.text if isinstance(state, ToolTask) else state
 
 
 def _states(samples: Sequence[ToolSample]) -> Float[Tensor, "N F"] | list[Any]:

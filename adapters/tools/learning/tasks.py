@@ -67,14 +67,10 @@ def save_tasks(path: str | os.PathLike[str], tasks: Iterable[ToolTask]) -> None:
     Raises:
         ValueError: JSON cannot represent an argument, for example NaN.
     """
-    target = Path(path)
-    unfinished = target.with_name(target.name + ".unfinished")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.writelines(task.to_json() + "\n" for task in tasks)
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    text = "".join(task.to_json() + "\n" for task in tasks)
+    unfinished = Path(f"{os.fspath(path)}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
 
 
 def load_tasks(path: str | os.PathLike[str]) -> list[ToolTask]:
@@ -99,13 +95,13 @@ def split_tasks(
     seed: int,
     key: Callable[[ToolTask], Hashable] | None = None,
 ) -> tuple[list[ToolTask], list[ToolTask]]:
-    """Split tasks into training tasks and held-out tasks, both in their original order.
+    """Split each tool's tasks into training tasks and held-out tasks, both in their original order.
 
     Args:
-        tasks: The tasks. Each tool's tasks are split separately.
+        tasks: The tasks.
         held_out_fraction: Share of each tool's tasks (or keys, if `key` is given) to hold out, from 0 to 1, rounded to the
             nearest count.
-        seed: Seed of the random selection.
+        seed: Seed of the random selection. The split of one tool does not depend on the other tools.
         key: Tasks of one tool with equal keys stay together. Use it to hold out whole wordings.
 
     Raises:
@@ -113,16 +109,16 @@ def split_tasks(
     """
     if not 0 <= held_out_fraction <= 1:
         raise ConfigError(f"split_tasks: held_out_fraction must be from 0 to 1; got {held_out_fraction}.")
-    bundles: dict[str | None, dict[Hashable, list[int]]] = {}
-    for index, task in enumerate(tasks):
-        bundles.setdefault(task.tool, {}).setdefault(index if key is None else key(task), []).append(index)
-    held_out: set[int] = set()
-    for tool, by_key in bundles.items():
-        keys = list(by_key)
-        # Seed with the tool's name, so that the split of one tool does not depend on the other tools.
-        chosen = Random(f"{seed} {tool}").sample(keys, round(held_out_fraction * len(keys)))
-        held_out.update(index for one in chosen for index in by_key[one])
-    return (
-        [task for index, task in enumerate(tasks) if index not in held_out],
-        [task for index, task in enumerate(tasks) if index in held_out],
-    )
+    keys = [index if key is None else key(task) for index, task in enumerate(tasks)]
+    keys_of: dict[str | None, dict[Hashable, None]] = {}
+    for task, own in zip(tasks, keys, strict=True):
+        keys_of.setdefault(task.tool, {})[own] = None
+    held_out = {
+        (tool, one)
+        for tool, own in keys_of.items()
+        for one in Random(f"{seed} {tool}").sample([*own], round(held_out_fraction * len(own)))
+    }
+    parts: tuple[list[ToolTask], list[ToolTask]] = ([], [])
+    for task, own in zip(tasks, keys, strict=True):
+        parts[(task.tool, own) in held_out].append(task)
+    return parts

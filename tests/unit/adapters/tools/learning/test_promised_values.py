@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from adapters.tools.catalogue.calls import ToolCall
+from adapters.tools.learning.records import ToolSample
 from adapters.tools.learning.sample_batches import batch_from_groups
-from adapters.tools.learning.samples import ToolSample
 from grpo import (
     ActionScores,
     AdvantageEstimator,

@@ -7,8 +7,8 @@ import torch
 
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.learning.records import ToolSample
 from adapters.tools.learning.reward_regression import Decisions, RewardRegression, _Scores, state_key
-from adapters.tools.learning.samples import ToolSample
 from adapters.tools.learning.tasks import ToolTask
 from grpo.errors import ConfigError
 

@@ -7,7 +7,7 @@ import pytest
 
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
-from adapters.tools.learning.task_errors import classify_error
+from adapters.tools.learning.evaluation import classify_error
 from adapters.tools.learning.tasks import ToolTask
 from examples.tool_workbench import make_workbench_tasks, workbench_catalogue
 
