@@ -40,25 +40,24 @@ class RunsCalls(Protocol):
 class ToolRewards(WeightedRewards):
     """Execute each call and return the weighted sum of reward functions: R = sum_k weight_k f_k(task, call, result).
 
-    A call is lost if its result holds a `LostCallError`: its worker was killed, or its server is gone. The reward functions are
-    not called for it, its row is dropped, and the metric `tools/errors/KIND` counts it, for each KIND of `LOST_CALLS`. If all
-    calls of a batch are lost, the batch is executed again.
+    An action of None is no call: nothing is executed, and the functions get None with an empty `ToolResult`.
+
+    A call is lost if its result holds a `LostCallError`: its worker was killed, or its server is gone. The functions are not
+    called for it, its row is dropped, and the metric `tools/errors/KIND` counts it, for each KIND of `LOST_CALLS`. If all calls
+    of a batch are lost, the batch is executed again.
 
     Args:
         executor: Executes the calls.
         functions: Reward functions by name. See `standard_rewards`.
         weights: Weights by name. None uses weight 1 for all functions.
-        reuse_results: Whether to execute equal calls of one batch only once. Use it for tools without side effects. Reuse
-            saves much work when the calls of a group agree.
+        reuse_results: Whether to execute equal calls of one batch only once. Use it for tools without side effects.
         max_lost_in_a_row: Number of executed calls of one tool that may be lost in a row. The last of them ends the run with a
             `LostCallError`. A larger number survives longer outages, and drops more rows before it reports one.
-        per_tool: Catalogue of the tools to log metrics for: `tools/TOOL/calls` is the number of calls, and `tools/TOOL/errors`,
-            `tools/TOOL/seconds` and `tools/TOOL/cost` are the share of calls with an error, the mean duration and the mean
-            `Tool.cost`. Tools that were not called are left out, and so are lost calls. None logs no metrics per tool.
+        per_tool: Catalogue of the tools to log metrics for: the number of calls `tools/TOOL/calls`, the share of calls with an
+            error `tools/TOOL/errors`, the mean duration `tools/TOOL/seconds` and the mean `Tool.cost` `tools/TOOL/cost`. Lost
+            calls are left out. None logs no metrics per tool.
         folder_of: Maps a task to the name of a folder in `executor.root`, in which the calls for this task run; see
             `ToolExecutor.run`. A group has one task, so its calls share a folder. None leaves the folder to the executor.
-
-    An action of None is no call: nothing is executed, and the reward functions get None with an empty `ToolResult`.
 
     Raises:
         ConfigError: There is no function, `weights` names other functions, or an argument has the wrong type.
@@ -83,14 +82,13 @@ class ToolRewards(WeightedRewards):
     ) -> None:
         require_type("ToolRewards", RunsCalls, "an object with a method run(calls)", executor=executor)
         require_type("ToolRewards", Mapping, "a mapping of names to functions", functions=functions)
+        for function in functions.values():
+            require_type("ToolRewards", Callable, "a mapping of names to functions", functions=function)  # type: ignore[arg-type]
         require_type("ToolRewards", (ToolCatalogue, NoneType), "a ToolCatalogue, or None", per_tool=per_tool)
         require_whole("ToolRewards", max_lost_in_a_row=max_lost_in_a_row)
         super().__init__({name: _of_rows(name, function) for name, function in functions.items()}, weights)
-        self.executor = executor
-        self.reuse_results = reuse_results
-        self.max_lost_in_a_row = max_lost_in_a_row
-        self.per_tool = per_tool
-        self.folder_of = folder_of
+        self.executor, self.per_tool, self.folder_of = executor, per_tool, folder_of
+        self.reuse_results, self.max_lost_in_a_row = reuse_results, max_lost_in_a_row
         self._lost_in_a_row: Counter[str | None] = Counter()
         self._ran: list[tuple[ToolCall | None, ToolResult]] = []
 
@@ -102,7 +100,7 @@ class ToolRewards(WeightedRewards):
         Raises:
             RewardError: A function does not return a number for a call.
             LostCallError: The last `max_lost_in_a_row` calls of a tool were lost.
-            RuntimeError: A function raised. The message names the function and the call, and the cause is chained.
+            RuntimeError: A function raised. The message names the function and the call.
         """
         folders = [None if self.folder_of is None else self.folder_of(task) for task in states]
         keys = [
@@ -158,7 +156,6 @@ def call_key(call: ToolCall) -> str | None:
 
 def _of_rows(name: str, function: CallReward) -> Callable[[Any, Any], list[float]]:
     """Convert a function of one row to a function of all rows, where an action is a pair of a call and its result."""
-    require_type("ToolRewards", Callable, "a mapping of names to functions", functions=function)  # type: ignore[arg-type]
 
     def of_row(task: Any, call: Any, result: ToolResult) -> float:
         try:
@@ -189,15 +186,13 @@ def right_tool(catalogue: ToolCatalogue) -> CallReward:
     """Reward 0.5 for a right tool, 0.2 for another tool of the same category, and 0 otherwise."""
 
     def tool(task: ToolTask, call: ToolCall | None, result: ToolResult) -> float:  # noqa: ARG001
-        rights = _right_calls(task)
         if call is None:
-            return RIGHT_TOOL * (None in rights)
-        names = {right.tool for right in rights if right is not None}
+            return RIGHT_TOOL * (None in _right_calls(task))
+        names = {right.tool for right in _right_calls(task) if right is not None}
         if plain_name(call.tool) in names:
             return RIGHT_TOOL
-        called = catalogue.get(call.tool)
-        categories = {catalogue[name].category for name in names if name in catalogue}
-        return SAME_CATEGORY if called is not None and called.category in categories else 0.0
+        called, known = catalogue.get(call.tool), [catalogue[name] for name in names if name in catalogue]
+        return SAME_CATEGORY if called is not None and called.category in {tool.category for tool in known} else 0.0
 
     return tool
 
@@ -211,19 +206,18 @@ def right_parameters(task: ToolTask, call: ToolCall | None, result: ToolResult) 
         >>> round(right_parameters(task, call, ToolResult()), 9)  # one of a, b, d
         0.1
     """
-    rights = _right_calls(task)
     if call is None:
-        return RIGHT_PARAMETERS * (None in rights)
+        return RIGHT_PARAMETERS * (None in _right_calls(task))
     # Reading another mapping than a dict could run arbitrary code.
     given: Any = call.arguments if type(call.arguments) is dict else json_arguments(call.arguments)
-    shares = [0.0]
-    for right in rights:
-        if given is not None and right is not None and right.tool == plain_name(call.tool):
+    best = 0.0
+    for right in _right_calls(task):
+        if right is not None and right.tool == plain_name(call.tool) and given is not None:
             expected = right.arguments
             names = given.keys() | expected.keys()
             same = [name for name in given if name in expected and same_json(given[name], expected[name])]
-            shares.append(len(same) / len(names) if names else 1.0)
-    return RIGHT_PARAMETERS * max(shares)
+            best = max(best, len(same) / len(names) if names else 1.0)
+    return RIGHT_PARAMETERS * best
 
 
 def executed(task: Any, call: ToolCall | None, result: ToolResult) -> float:
@@ -254,9 +248,9 @@ def call_cost(catalogue: ToolCatalogue, per_unit: float = 1.0) -> CallReward:
 
 
 def _right_calls(task: Any) -> tuple[ToolCall | None, ...]:
-    if not isinstance(task, ToolTask):
-        raise ContractError(
-            f"The standard rewards require states that are ToolTasks, which hold the right call; got {type(task).__name__}. "
-            "Pass ToolTasks, or your own reward functions (state, call, result) -> float to ToolRewards."
-        )
-    return task.right_calls
+    if isinstance(task, ToolTask):
+        return task.right_calls
+    raise ContractError(
+        "The standard rewards require states that are ToolTasks, which hold the right call; got "
+        f"{type(task).__name__}. Pass ToolTasks, or your own reward functions (state, call, result) -> float to ToolRewards."
+    )

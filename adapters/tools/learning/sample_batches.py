@@ -116,14 +116,12 @@ def batch_from_groups(
 
 def _states(samples: Sequence[ToolSample]) -> Float[Tensor, "N F"] | list[Any]:
     states = [sample.state for sample in samples]
-    if all(isinstance(state, str) for state in states):
-        return states
-    try:
-        return torch.tensor(states)
-    except (TypeError, ValueError) as error:
+    kinds = {"text" if isinstance(state, str) else f"{len(state)} numbers" for state in states}
+    if len(kinds) > 1:
         raise SampleError(
-            f"batch_from_groups: states must all be texts, or all vectors of one length: {error}."
-        ) from error
+            f"batch_from_groups: states must all be texts, or all vectors of one length; got {sorted(kinds)}."
+        )
+    return states if kinds == {"text"} else torch.tensor(states)
 
 
 def _padded(rows: Sequence[Steps | None]) -> Float64[Tensor, "N T"] | None:
