@@ -54,8 +54,7 @@ from .errors import (
     WorkerLostError,
 )
 from .learning.evaluation import Abstention, Accuracy, ToolReport, classify_error, evaluate_tools
-from .learning.log_evaluation import LogEstimate, LogReport, evaluate_from_logs
-from .learning.logs import LoggedRewards
+from .learning.logs import LogEstimate, LoggedRewards, LogReport, evaluate_from_logs
 from .learning.records import SampleError, ToolGroup, ToolSample
 from .learning.reward_regression import RewardRegression
 from .learning.rewards import (

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
-from adapters.tools.learning.log_evaluation import LogEstimate, LogReport, evaluate_from_logs
-from adapters.tools.learning.logs import LoggedRewards
+from adapters.tools.learning.logs import LogEstimate, LoggedRewards, LogReport, evaluate_from_logs
 from adapters.tools.learning.records import SampleError, ToolSample
 from adapters.tools.learning.tasks import ToolTask
 from adapters.tools.policy.encoders import HashingEncoder
