@@ -101,7 +101,7 @@ class ToolSample(Record):
         SampleError: A field has an invalid value.
     """
 
-    error: ClassVar[type[GRPOError]] = SampleError
+    error = SampleError
 
     state: str | Steps
     """The request: a text or a vector."""
@@ -120,14 +120,12 @@ class ToolSample(Record):
     done: pydantic.StrictBool = True
     """True if the episode terminated after this row. False if it was truncated."""
     final_value: Number | None = None
-    """The critic's value after the last step of a truncated row. Give both `value` and `final_value`, or neither."""
+    """The critic's value after the last step of a truncated row that has a `value`. None otherwise."""
 
     def __post_init__(self) -> None:
-        if any(steps is not None and len(steps) != len(self.log_prob) for steps in (self.ref_log_prob, self.value)):
-            raise ValueError(
-                f"ref_log_prob and value must be as long as log_prob={self.log_prob!r:.120}; got {self.ref_log_prob!r:.120} "
-                f"and {self.value!r:.120}."
-            )
+        lengths = [None if steps is None else len(steps) for steps in (self.log_prob, self.ref_log_prob, self.value)]
+        if len({*lengths} - {None}) > 1:
+            raise ValueError(f"ref_log_prob and value must be as long as log_prob; got the lengths {lengths}.")
         if (self.final_value is None) == (not self.done and self.value is not None):
             raise ValueError(
                 "final_value must be a number if done=False and value is given, and None otherwise; got "
@@ -148,7 +146,7 @@ class ToolGroup(Record):
         SampleError: There is no sample, the id is neither text nor an integer, or JSON cannot represent the context.
     """
 
-    error: ClassVar[type[GRPOError]] = SampleError
+    error = SampleError
 
     id: pydantic.StrictStr | pydantic.StrictInt
     """Identifier of the group. Two groups with the same id are not merged."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar
+from typing import Any
 
 import pydantic
 
@@ -33,7 +33,7 @@ class ToolTask(Record):
         (None,)
     """
 
-    error: ClassVar[type[GRPOError]] = TaskError
+    error = TaskError
 
     text: pydantic.StrictStr
     """The request."""
@@ -45,8 +45,7 @@ class ToolTask(Record):
     other_calls: tuple[ToolCall, ...] = ()
     """Other calls that are right too."""
     slots: Mapping[str, Any] = field(default_factory=dict)
-    """Values in the request for parameters that are not enumerated, by parameter. They fill the call's free parameters. Empty:
-    the policy's `fill` has to find the values."""
+    """Values of the parameters that are not enumerated. Empty: the policy's `fill` has to find the values."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Kinds of this task, such as `{"difficulty": "hard"}`. `evaluate_tools` reports the accuracy for each label."""
 
