@@ -66,7 +66,7 @@ class Record:
         except pydantic.ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = "".join(f".{part}" for part in first["loc"])
-            got = "" if first["type"] == "value_error" else f"; got {first['input']!r:.120}."
+            got = "" if first["type"] in ("missing", "value_error") else f"; got {first['input']!r:.120}."
             raise cls.error(f"{cls.__name__}{place}: {first['msg'].removeprefix('Value error, ')}{got}") from error
         except (ValueError, RecursionError) as error:
             raise cls.error(f"a {cls.__name__} must be JSON: {error}. Write one object per line.") from error
