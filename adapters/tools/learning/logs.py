@@ -5,6 +5,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -66,7 +67,7 @@ class LoggedRewards:
         """The different logged requests, to train on: `trainer.train(rewards.states)`."""
         self._rows = rows
         weights = (-rows.log_probs).exp().clamp(max=max_weight)
-        residuals = weights * (rows.rewards - rows.logged_estimates()) / rows.places.bincount()[rows.places]
+        residuals = weights * (rows.rewards - rows.estimates) / rows.places.bincount()[rows.places]
         self._corrections: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)
         for place, made, residual in zip(rows.places.tolist(), rows.made, residuals.tolist(), strict=True):
             if made:
@@ -83,11 +84,11 @@ class LoggedRewards:
         """
         rows = self._rows
         keys = list(map(state_key, states))
-        unknown = next((key for key in keys if key not in rows.states), None)
-        if unknown is not None:
-            raise ContractError(
-                f"LoggedRewards: every state must have a logged decision; {unknown!r:.100} has none. Train on rewards.states."
-            )
+        for key in keys:
+            if key not in rows.states:
+                raise ContractError(
+                    f"LoggedRewards: every state must have a logged decision; {key!r:.100} has none. Train on rewards.states."
+                )
         pairs = [(rows.states[key], rows.decisions.of(call)) for key, call in zip(keys, actions, strict=True)]
         new = {pair: row for row, pair in enumerate(pairs) if pair not in self._known}
         total = torch.tensor([self._corrections.get(pair, 0.0) for pair in new], dtype=torch.float64)
@@ -116,7 +117,7 @@ class LoggedRows:
                 f"learning from logs needs a decision, and from 2 to {len(logs)} folds for an estimate; got {len(logs)} "
                 f"decisions and num_folds={num_folds}."
             )
-        self.logs, self.decisions = logs, Decisions(catalogue)
+        self.decisions = Decisions(catalogue)
         keys = [state_key(row.state) for row in logs]
         self.states = {key: place for place, key in enumerate(dict.fromkeys(keys))}
         self.places = torch.tensor([self.states[key] for key in keys])
@@ -126,26 +127,21 @@ class LoggedRows:
         order = torch.randperm(len(logs), generator=torch.Generator().manual_seed(0))
         self.folds = order % num_folds
         self.fitted: list[Estimate] = []
+        self.estimates = torch.zeros(len(logs), dtype=torch.float64)
+        """q of each logged decision, from the estimate that has not seen it. 0 without q."""
         if fit is not None:
-            parts = self.folds.tolist()
             for fold in range(num_folds):
-                self.fitted.append(fit([row for row, part in zip(logs, parts, strict=True) if part != fold]))
+                is_own = self.folds == fold
+                estimate = fit([*compress(logs, (~is_own).tolist())])
+                own = [*compress(logs, is_own.tolist())]
+                self.estimates[is_own] = estimate([row.state for row in own], [row.call for row in own]).double()
+                self.fitted.append(estimate)
 
     def fold_shares(self) -> Float64[Tensor, "S K"]:
         """Share of each state's decisions that are in each fold."""
         counts = torch.zeros(len(self.states), int(self.folds.max()) + 1, dtype=torch.float64)
         counts.index_put_((self.places, self.folds), torch.ones(len(self.places)).double(), accumulate=True)
         return counts / counts.sum(1, keepdim=True)
-
-    def logged_estimates(self) -> Float64[Tensor, " N"]:
-        """q of each logged decision, from the estimate that has not seen it. 0 without q."""
-        found = torch.zeros(len(self.logs), dtype=torch.float64)
-        for fold, estimate in enumerate(self.fitted):
-            rows = (self.folds == fold).nonzero().flatten().tolist()
-            found[rows] = estimate(
-                [self.logs[row].state for row in rows], [self.logs[row].call for row in rows]
-            ).double()
-        return found
 
     def estimates_of(self, calls: Sequence[ToolCall | None]) -> Float64[Tensor, " N"]:
         """q of one call per state, for each row of the state, from the row's own estimate. 0 for no call."""
@@ -252,7 +248,7 @@ def evaluate_from_logs(
     weights = torch.tensor(hits).double() * (-rows.log_probs).exp()
     doubly_robust = None
     if fit is not None:
-        doubly_robust = _mean(rows.estimates_of(calls) + weights * (rows.rewards - rows.logged_estimates()))
+        doubly_robust = _mean(rows.estimates_of(calls) + weights * (rows.rewards - rows.estimates))
     report = LogReport(
         num_decisions=len(logs),
         logged=_mean(rows.rewards),

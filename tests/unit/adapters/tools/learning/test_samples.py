@@ -1,9 +1,12 @@
 """Samples and groups: JSON there and back, and batches of them that train."""
 
+import copy
 import json
 import math
+import pickle
 import struct
 import threading
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
@@ -139,6 +142,25 @@ def test_a_group_survives_a_json_round_trip() -> None:
     assert ToolGroup.from_json(ToolGroup(id=3, samples=(sample(),)).to_json()).id == 3
 
 
+def test_records_are_frozen_dataclasses_that_can_be_copied_and_pickled(subtests: pytest.Subtests) -> None:
+    for first in (sample(state="not UTF-8: \ud800"), ToolGroup(id=1, samples=(sample(),)), TASK):
+        with subtests.test(type(first).__name__):
+            for again in (
+                pickle.loads(pickle.dumps(first)),
+                copy.deepcopy(first),
+                replace(first),
+                type(first).from_json(first.to_json()),
+            ):
+                assert again == first
+                assert again is not first
+            with pytest.raises(FrozenInstanceError):
+                setattr(first, fields(first)[0].name, None)
+            with pytest.raises(
+                type(first).error, match=f"^{type(first).__name__}.colour: Unexpected keyword argument; got 1"
+            ):
+                replace(first, colour=1)
+
+
 def test_a_sample_copies_its_arguments() -> None:
     given_arguments: dict[str, Any] = {"sizes": (1, 2)}
     first = sample(arguments=given_arguments)
@@ -193,6 +215,10 @@ def test_json_that_is_no_sample_or_group_is_refused(subtests: pytest.Subtests) -
         (lambda: ToolGroup.from_json('{"id": 1, "samples": []}'), "at least 1 item"),
         (lambda: ToolGroup.from_json('{"id": 1, "samples": {}}'), "samples: Input should be a valid tuple"),
         (lambda: ToolGroup.from_json('{"id": 1, "samples": [{}]}'), "ToolGroup.samples.0.state: Field required"),
+        (
+            lambda: ToolGroup.from_dict({"id": 1, "samples": [{**sample().to_dict(), "mood": 1}]}),
+            "samples.0.mood: Unexpected",
+        ),
         (lambda: ToolGroup.from_json('{"samples": []}'), "ToolGroup.id: Field required"),
         (lambda: ToolGroup(id=1.5, samples=(sample(),)), "ToolGroup.id.str: Input should be a valid string"),  # type: ignore[arg-type]
         (lambda: ToolGroup(id=1, samples=("no",)), "an instance of ToolSample"),  # type: ignore[arg-type]
