@@ -34,17 +34,12 @@ def groups_from_batch(batch: ExperienceBatch) -> list[ToolGroup]:
             "groups_from_batch: rewards must be one per row, [N], and the mask must be True from the first column on, without "
             f"holes; got rewards {list(batch.rewards.shape)} and the mask {batch.mask.tolist()!r:.120}."
         )
-    rows_of: dict[int, list[int]] = {}
+    found: dict[int, tuple[dict[str, Any], list[ToolSample]]] = {}
     for row, group in enumerate(batch.group_ids.tolist()):
-        rows_of.setdefault(group, []).append(row)
-    groups = []
-    for group, rows in rows_of.items():
-        task: Any = batch.states[rows[0]]
+        task: Any = batch.states[row]
         context = task.to_dict() if isinstance(task, ToolTask) else {}
-        groups.append(
-            ToolGroup(id=group, context=context, samples=tuple(_sample(batch, log_probs, row) for row in rows))
-        )
-    return groups
+        found.setdefault(group, (context, []))[1].append(_sample(batch, log_probs, row))
+    return [ToolGroup(id=group, context=context, samples=tuple(rows)) for group, (context, rows) in found.items()]
 
 
 def _sample(batch: ExperienceBatch, log_probs: Float[Tensor, "N T"], row: int) -> ToolSample:

@@ -19,8 +19,6 @@ from grpo import (
     GRPOTrainer,
     presets,
 )
-from grpo._training.coefficients import Coefficients
-from grpo.advantage_estimator import generalized_advantages
 from grpo.buffers import GroupBuffer
 
 TOOLS = ("first", "second", "third")
@@ -92,7 +90,7 @@ def test_every_preset_for_tools_trains_on_drained_samples(subtests: pytest.Subte
             assert policy.a < 0 > policy.b
 
 
-# --- advantages and returns
+# --- advantages
 
 
 def test_group_advantages_of_the_preset_equal_hand_worked_values() -> None:
@@ -100,17 +98,6 @@ def test_group_advantages_of_the_preset_equal_hand_worked_values() -> None:
     found = estimator(batch_from_groups({"one": four_samples(), "other": four_samples()[:2]}))
     # .8 and .6 alone: mean .7, deviations .1 and -.1, std .1
     assert found.tolist() == pytest.approx([*ADVANTAGES, 1.0, -1.0], abs=1e-6)
-
-
-def test_the_advantage_of_a_terminal_step_is_reward_minus_value() -> None:
-    rewards = torch.tensor([[0.0, 0.8]], dtype=torch.float64)
-    values = torch.tensor([[0.5, 0.3]], dtype=torch.float64)
-    settings = presets.tool_default().advantage
-    found = generalized_advantages(
-        rewards, values, torch.ones(1, 2, dtype=torch.bool), gamma=settings.gamma, gae_lambda=settings.gae_lambda
-    )
-    # last: .8 - .3 = .5; before it: delta = 0 + .99 * .3 - .5 = -.203, plus .99 * .95 * .5 = .47025
-    assert found[0].tolist() == pytest.approx([0.26725, 0.5])
 
 
 # --- the result of an update
@@ -197,35 +184,6 @@ def test_the_clip_fraction_equals_hand_worked_values() -> None:
     assert metrics["train/clip_fraction"] == pytest.approx(1 / 8)
     assert metrics["train/clip_fraction_high"] == pytest.approx(1 / 8)
     assert metrics["train/ratio_mean"] == pytest.approx((4 + 3 * 0.889695 + 1.220610) / 8, abs=1e-5)
-
-
-# --- adaptive KL
-
-
-def test_the_kl_coefficient_follows_a_sequence_of_measured_values() -> None:
-    config = presets.tool_default()  # from .02, towards .01, between .001 and .1
-    coefficients = Coefficients(config, 0.02)
-    sequence = [
-        (0.05, 0.03),  # above .015: x 1.5
-        (0.016, 0.045),  # still
-        (0.012, 0.045),  # between .005 and .015: as it was
-        (0.0051, 0.045),
-        (0.004, 0.03),  # below .005: / 1.5
-        (math.nan, 0.03),  # not measured
-        (0.0, 0.02),
-        (1.0, 0.03),
-        (1.0, 0.045),
-        (1.0, 0.0675),
-        (1.0, 0.1),  # .10125 is more than .1
-        (1.0, 0.1),
-        (0.0, 0.066667),
-    ]
-    for measured, expected in sequence:
-        coefficients.follow({"kl": (measured, 0.0)})
-        assert coefficients.kl_coef == pytest.approx(expected, abs=1e-6)
-    for _ in range(11):  # .066667 / 1.5 ** 11 = .00077
-        coefficients.follow({"kl": (0.0, 0.0)})
-    assert coefficients.kl_coef == 0.001
 
 
 # --- what is left over of the mini-batches
