@@ -60,7 +60,7 @@ def request_row(part: str, asked: Sequence[Question], fill: Fill) -> str:
             name for name in question.offered.parameters["required"] if name in found and name in question.allowed
         ]
         if required:
-            numbers = [one.value for one in find_values(question.text) if one.kind == "number"]
+            numbers = [float(one.value) for one in find_values(question.text) if one.kind == "number"]
             allowed = [[value for value in question.allowed[name] if value != ""] for name in required]
             all_required.append(all(found[name] for name in required))
             readable.append(all(any(stands_in(one, question.text, numbers) for one in values) for values in allowed))

@@ -65,9 +65,9 @@ def test_a_date_is_written_as_the_description_and_the_request_say() -> None:
     iso = TEXT | {"format": "date"}
     assert read("12/1/2024", iso) == "2024-12-01"
     assert read("1/32/2024", iso) is None
-    assert read("May 2nd", TEXT | {"description": "Such as '2021-12-31', as DD.MM.YYYY"}) == "02.05.2021"
+    assert read("May 2nd 2021", TEXT | {"description": "Such as '2021-12-31', as DD.MM.YYYY"}) == "02.05.2021"
     assert read("May 2nd, this year is 2019", iso) == "2019-05-02"
-    assert read("February 29th", TEXT, "date") == "February 29th"
+    assert read("May 2nd", iso) is None  # of which year?
     assert read("99/99/2023", iso) is None
     both = tool("start_date end_date", start_date=iso, end_date=iso)
     assert fill_from_request("from April 3rd to April 5th 2023", both) == {
@@ -99,9 +99,8 @@ def test_times_are_read_as_the_request_has_them() -> None:
         ("my user ID is U123456", "user_id", "U123456"), ("Web ID 0012345", "id", "0012345"),
         ("release 1.2.3", "version", "1.2.3"),
         ("call 555-123-4567", "phone", "555-123-4567"), ("Compose for Rome", "x", "Rome"),
-        ("in Benicia, CA.", "x", "Benicia, CA"),
+        ("in Benicia, CA.", "x", "Benicia"),
         ("Find vegan brownies", "dish", "vegan brownies"), ("I've seen Paris", "city", "Paris"),
-        ("row my_table", "table", "my_table"),
     ],
 )  # fmt: skip
 def test_texts_are_read_by_their_kind(text: str, name: str, value: str) -> None:
@@ -127,18 +126,14 @@ def test_lists_are_values_with_commas_or_and_between_them() -> None:
     assert read("get milk, brown bread and eggs", TEXTS) == ["milk", "brown bread", "eggs"]
     assert read("for 'a b', 'c' or 'd'", TEXTS) == ["a b", "c", "d"]
     assert read("only Paris", TEXTS) == ["Paris"]
-    assert read("the matrix [[1, 2], [3, 4]]", {"type": "array", "items": NUMBERS}) == [[1, 2], [3, 4]]
+    assert read("the matrix [[1, 2], [3, 4]]", {"type": "array", "items": NUMBERS}) is None
     assert read("take 1, 2", {"type": "array", "items": INTEGER, "minItems": 3}) is None
     assert read("[[1, 'a'], {]", {"type": "array", "items": NUMBERS}) is None
 
 
-def test_objects_are_read_as_json() -> None:
-    assert read("with {'a': 1, \"b\": [2]}", {"type": "object"}) == {"a": 1, "b": [2]}
-    both = tool("data x", data={"type": "object"}, x=INTEGER)
-    assert fill_from_request("with {'a': 1} 3 times", both) == {"data": {"a": 1}, "x": 3}
-    person = {"type": "object", "properties": {"name": TEXT, "age": INTEGER}, "required": ["name", "age"]}
-    assert read("add {'name': 'Ann', 'age': 41}", person) == {"name": "Ann", "age": 41}
-    assert read("add {'name': 'Ann'}", person) is None  # an object without what it requires is invalid
+def test_objects_are_left_out() -> None:
+    assert read("with {'a': 1, \"b\": [2]}", {"type": "object"}) is None
+    assert read("with {'a': 1}", {"type": ["null", "object"]}) is None
 
 
 def test_values_go_to_the_parameters_whose_names_stand_next_to_them() -> None:
@@ -186,16 +181,17 @@ def test_parameters_that_the_policy_decides_and_defaults_are_left_alone() -> Non
     assert fill_from_request("x true", decided) == {}
 
 
-def test_a_value_that_may_be_null_is_filled_and_other_unions_are_left_out() -> None:
+def test_a_value_that_may_be_null_is_filled_and_of_a_union_the_first_type() -> None:
     null = {"type": "null"}
     assert read("it is 3", {"anyOf": [INTEGER, null], "default": None}) == 3
     assert read("it is 3", {"type": ["null", "integer"]}) == 3
     assert read("it is 3", {"type": ["integer", "null"]}) == 3
-    assert read("it is 3", {"anyOf": [INTEGER, TEXT]}) is None
+    assert read("it is 3", {"anyOf": [INTEGER, TEXT]}) == read("it is 3", {"anyOf": [INTEGER, TEXT, null]}) == 3
+    assert read("it is 3", {"type": ["string", "integer"]}) == "3"
+    assert read("it is 3", {"type": ["null"]}) is None
     assert read("it is 3", {"$ref": "#/$defs/a"}) is None
     assert read("it is [[3]]", {"type": "array", "items": {"$ref": "#/$defs/a"}}) is None
     assert read("see Rome", {}) == "Rome"
-    assert read("it is 3", {"anyOf": [INTEGER, TEXT, null]}) is None
     assert fill_from_request("it is 3", tool("x", x={"not": TEXT})) == {}, "null is no value of the request"
     assert read("ask Ann, Bob", {"type": "array", "items": True}) == ["Ann", "Bob"]
     assert fill_from_request("ask Ann, Bob", tool("x", x={"type": "array", "items": {"type": "null"}})) == {}
