@@ -1,12 +1,10 @@
 """Text encoders: requests, tools and parameter values as vectors."""
 
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import pairwise
-from threading import Lock
+from itertools import islice, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -129,72 +127,45 @@ def with_own_feature(
 
 
 class CachedEncoder:
-    """A least-recently-used cache of an encoder's vectors.
-
-    The cache is thread-safe. Threads that encode the same new text at the same time may each call the encoder for it.
+    """A cache of an encoder's vectors. Threads may share it: its dict is replaced, and never changed.
 
     Args:
-        encoder: A frozen encoder. Its vectors are cached.
-        capacity: Number of cached texts. Larger values use more memory and call the encoder less often.
+        encoder: A frozen encoder.
+        capacity: Maximum number of cached texts. The older half is dropped when it is reached. Larger values use more memory
+            and call the encoder less often.
     """
 
     def __init__(self, encoder: Encoder, capacity: int = 10_000) -> None:
         self.encoder = encoder
         self.capacity = capacity
-        self._known: OrderedDict[str, Tensor] = OrderedDict()
-        self._num_features: int | None = None
-        self._lock = Lock()
+        self._known: dict[str, Tensor] = {}
+        self._num_features = 0
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> Float[Tensor, "N F"]:
-        """Encode each text as one vector, float32, on the CPU.
+        """Encode each text as one vector, float32, on the CPU. F is 0 if no text was ever encoded.
 
         Raises:
-            ContractError: The encoder did not return one finite vector per text, or the first call has no text.
+            ContractError: The encoder did not return one finite vector per text.
         """
-        if len(texts) == 0:
-            return self._of_no_texts()
-        with self._lock:
-            found = {text: self._known[text] for text in texts if text in self._known}
-            for text in found:
-                self._known.move_to_end(text)
-        new = [text for text in dict.fromkeys(texts) if text not in found]
+        known = self._known
+        new = [text for text in dict.fromkeys(texts) if text not in known]
         if new:
             # Copy each row: a view would keep the whole batch in memory.
-            encoded = {text: vector.clone() for text, vector in zip(new, self._encode(new), strict=True)}
-            found |= encoded
-            with self._lock:
-                self._known.update(encoded)
-                while len(self._known) > self.capacity:
-                    self._known.popitem(last=False)
-        return torch.stack([found[text] for text in texts])
+            known = known | {text: vector.clone() for text, vector in zip(new, self._encode(new), strict=True)}
+            num_dropped = len(known) - self.capacity // 2 if len(known) > self.capacity else 0
+            self._known = dict(islice(known.items(), num_dropped, None)) if num_dropped else known
+        return torch.stack([known[text] for text in texts]) if len(texts) else torch.zeros(0, self._num_features)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """State without the lock, so that a policy can be copied and pickled while it is used."""
-        with self._lock:
-            return {name: value for name, value in self.__dict__.items() if name != "_lock"} | {
-                "_known": self._known.copy()
-            }
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """Restore the state and create a new lock."""
-        self.__dict__.update(state, _lock=Lock())
-
-    def _of_no_texts(self) -> Tensor:
-        if self._num_features is None:
-            raise ContractError(
-                "CachedEncoder: the first call must have at least one text, from which it learns the vector length F; got none."
-            )
-        return torch.zeros(0, self._num_features)
-
-    def _encode(self, texts: list[str]) -> Tensor:
+    def _encode(self, texts: list[str]) -> Float[Tensor, "N F"]:
         answer = self.encoder(texts)
         vectors = torch.as_tensor(np.asarray(answer) if isinstance(answer, list) else answer)
         vectors = vectors.detach().to("cpu", torch.float32)
-        if vectors.dim() != 2 or len(vectors) != len(texts) or not bool(vectors.isfinite().all()):
+        is_finite = bool(vectors.isfinite().all())
+        if vectors.dim() != 2 or len(vectors) != len(texts) or not is_finite:
             raise ContractError(
                 f"The encoder must return finite vectors [N, F] for N = {len(texts)} texts; got {list(vectors.shape)}"
-                f"{'' if bool(vectors.isfinite().all()) else ' with NaN or infinity'}."
+                f"{'' if is_finite else ' with NaN or infinity'}."
             )
         self._num_features = vectors.shape[1]
         return vectors

@@ -147,26 +147,28 @@ def test_a_cached_encoder_encodes_each_text_once() -> None:
     assert encoder.asked == [["a", "bb"], ["ccc"]]
 
 
-def test_a_cached_encoder_gives_no_vectors_for_no_texts_after_its_first_call() -> None:
-    """The width of the vectors is known only after a first call, and the model is not called without texts."""
+def test_a_cached_encoder_gives_no_vectors_for_no_texts() -> None:
+    """The model is not called without texts."""
     encoder = Counting()
     cached = CachedEncoder(encoder)
-    with pytest.raises(ContractError, match=r"CachedEncoder: the first call must have at least one text.* got none"):
-        cached([])
+    assert cached([]).shape == (0, 0)
     cached(["a"])
     assert cached([]).shape == (0, 2)
     assert cached([]).dtype == torch.float32
     assert encoder.asked == [["a"]]
 
 
-def test_a_cached_encoder_forgets_the_least_recently_used_text() -> None:
+def test_a_full_cached_encoder_forgets_the_older_half() -> None:
     encoder = Counting()
-    cached = CachedEncoder(encoder, capacity=2)
-    for text in ("a", "b", "a", "c"):  # c drives out b, because a was used since
+    cached = CachedEncoder(encoder, capacity=4)
+    for text in "abcd":
         cached([text])
-    cached(["a"])
-    cached(["b"])
-    assert encoder.asked == [["a"], ["b"], ["c"], ["b"]]
+    cached(["e", "a"])  # a is forgotten only after this
+    del encoder.asked[:]
+    cached(["d", "e"])
+    assert encoder.asked == []
+    cached(["c", "e", "a"])
+    assert encoder.asked == [["c", "a"]]
 
 
 def test_a_cached_encoder_handles_more_texts_at_once_than_its_capacity() -> None:
@@ -227,7 +229,7 @@ def test_a_cached_encoder_frees_the_memory_of_forgotten_texts() -> None:
     cached = CachedEncoder(HashingEncoder(64), capacity=10)
     cached([f"text {number}" for number in range(1000)])
     kept = {vector.untyped_storage().data_ptr(): vector.untyped_storage().nbytes() for vector in cached._known.values()}
-    assert list(kept.values()) == [64 * 4] * 10
+    assert list(kept.values()) == [64 * 4] * 5
 
 
 @pytest.fixture
@@ -264,7 +266,7 @@ def test_threads_that_evict_each_others_texts_get_correct_vectors() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert len(cached._known) == 8
+    assert 4 <= len(cached._known) <= 8
 
 
 def test_a_copied_cached_encoder_keeps_its_cache_and_is_independent() -> None:
