@@ -21,8 +21,8 @@ from adapters.tools import (
 )
 from adapters.tools.catalogue.tools import ABSENT, ParameterChoices, Tool
 from adapters.tools.learning.rewards import RIGHT_TOOL, RunsCalls, call_key
-from adapters.tools.policy.choice_tables import ChoiceTables
 from adapters.tools.policy.encoders import CachedEncoder
+from adapters.tools.policy.menu import Menu
 
 BASELINE_STEP = 0.1
 """Step size of REINFORCE's running mean and mean square, per update."""
@@ -84,15 +84,14 @@ class NearestDescription:
 
     def __init__(self, catalogue: ToolCatalogue) -> None:
         self.encoder = HashingEncoder()
-        self.tables = ChoiceTables(catalogue)
-        self.tool_vectors = self.encoder(self.tables.tool_texts)
+        self.menu = Menu(catalogue, self.encoder)
         self.usual = [[_usual(tool, choice) for choice in tool.choices] for tool in catalogue.values()]
 
     def predict(self, states: Sequence[ToolTask]) -> list[ToolCall]:
         """One call per task."""
-        nearest = (self.encoder([task.text for task in states]) @ self.tool_vectors.T).argmax(1).tolist()
+        nearest = (self.encoder([task.text for task in states]) @ self.menu.tool_vectors.T).argmax(1).tolist()
         pairs = zip(states, nearest, strict=True)
-        return [self.tables.call([tool, *self.usual[tool]], task.slots) for task, tool in pairs]
+        return [self.menu.call([tool, *self.usual[tool]], task.slots) for task, tool in pairs]
 
 
 def _usual(tool: Tool, choice: ParameterChoices) -> int:
@@ -198,11 +197,11 @@ class LinUCB:
         self, catalogue: ToolCatalogue, features: Callable[[Sequence[str]], Tensor], *, alpha: float, seed: int
     ) -> None:
         self.features = CachedEncoder(features)
-        self.tables = ChoiceTables(catalogue)
+        self.menu = Menu(catalogue, self.features)
         self.generator = torch.Generator().manual_seed(seed)
         num_arms = len(catalogue)
         self.value_arms: list[list[slice]] = []
-        for choices in self.tables.choices:
+        for choices in self.menu.choices:
             self.value_arms.append([])
             for choice in choices:
                 self.value_arms[-1].append(slice(num_arms, num_arms + len(choice.values)))
@@ -215,7 +214,7 @@ class LinUCB:
 
     def choose(self, contexts: Tensor, *, explore: bool) -> list[list[int]]:
         """Choose a tool for each context, then the value of each of the tool's parameters."""
-        tools = self._best(contexts, slice(0, len(self.tables.names)), explore)
+        tools = self._best(contexts, slice(0, len(self.menu.tools)), explore)
         steps = [[int(tool)] for tool in tools]
         for tool in tools.unique().tolist():
             rows = (tools == tool).nonzero().flatten()
@@ -231,7 +230,7 @@ class LinUCB:
     def predict(self, states: Sequence[ToolTask]) -> list[ToolCall]:
         """One call per task, with the highest mean reward."""
         steps = self.choose(self._contexts([task.text for task in states]), explore=False)
-        return [self.tables.call(taken, task.slots) for task, taken in zip(states, steps, strict=True)]
+        return [self.menu.call(taken, task.slots) for task, taken in zip(states, steps, strict=True)]
 
     def train(
         self, tasks: Sequence[ToolTask], rewards: ToolRewards, *, num_calls: int, batch_size: int, seed: int
@@ -240,7 +239,7 @@ class LinUCB:
         for states in in_batches(tasks, num_calls, batch_size, seed):
             contexts = self._contexts([task.text for task in states])
             steps = self.choose(contexts, explore=True)
-            calls = [self.tables.call(taken, task.slots) for task, taken in zip(states, steps, strict=True)]
+            calls = [self.menu.call(taken, task.slots) for task, taken in zip(states, steps, strict=True)]
             parts = rewards.compute_components(states, calls)
             of_tool, of_parameters = (
                 torch.as_tensor(parts[name], dtype=torch.float32) for name in ("tool", "parameters")
@@ -252,7 +251,7 @@ class LinUCB:
                     for values, value in zip(self.value_arms[taken[0]], taken[1:], strict=True):
                         pulls.setdefault(values.start + value, []).append(row)
             for arm, rows in pulls.items():
-                reward = of_tool if arm < len(self.tables.names) else of_parameters
+                reward = of_tool if arm < len(self.menu.tools) else of_parameters
                 self.arms.learn(arm, contexts[rows], reward[rows])
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from adapters.tools import Tool, ToolCall, ToolCatalogue, ToolExecutor, ToolSelectionPolicy
-from adapters.tools.policy.network import SIMILARITY_GAIN
+from adapters.tools.policy.distribution import SIMILARITY_GAIN
 from benchmarks import _slow_tools
 from benchmarks._timing import keep_freed_memory, time_pairs
 from grpo import ActionScores

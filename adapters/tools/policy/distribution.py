@@ -1,22 +1,67 @@
-"""The distribution of a policy's calls: a tool, then a value for each of the tool's enumerated parameters.
+"""The network of a policy, and its distribution of calls: a tool, then a value for each enumerated parameter of the tool.
 
-Axes as in `grpo`: B states, N rows, T steps. In addition: K tools, J enumerated parameters, V values, C value texts.
+Axes as in `grpo`: B states, N rows, T steps. In addition: K tools, J enumerated parameters, V values, C value texts, F features
+of a state, D of a text.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapters.tools.catalogue.calls import ToolCall
 from grpo.types import ActionScores
 
-from .menu import Menu
+SIMILARITY_GAIN = 20.0
+"""Factor of the weight s in the tool logits, where s multiplies the similarity of request and description. Similarities are
+small, and without the factor Adam would change s too slowly."""
+
+ROWS_AT_ONCE = 4
+"""Rows are padded to a multiple of this number. On a CPU, a matrix product of 1 to 3 rows sums in another order than a larger
+product, and would give slightly different log-probs."""
 
 CONFIDENCE_TEMPERATURE = 3.0
 """Temperature of confidences. Training makes probabilities extreme; at this temperature, confidences separate requests without
 a right tool better (on BFCL, AUROC 0.94 instead of 0.91). The order of the tools is that of pi."""
+
+
+class ToolNetwork(nn.Module):
+    """See `ToolSelectionPolicy` for the formula. No weight belongs to a single tool.
+
+    Args:
+        num_features: Length of the states' vectors. None: of texts, which can be compared with tools.
+        num_text_features: Length of the vectors of tools and values.
+        hidden: Widths of the layers of h.
+    """
+
+    def __init__(self, num_features: int | None, num_text_features: int, hidden: Sequence[int]) -> None:
+        super().__init__()
+        widths = [num_text_features if num_features is None else num_features, *hidden]
+        layers = [[nn.Linear(a, b), nn.Tanh()] for a, b in pairwise(widths)]
+        self.body = nn.Sequential(*(layer for pair in layers for layer in pair))
+        self.tool_query = nn.Linear(widths[-1], num_text_features)
+        self.value_query = nn.Linear(widths[-1], num_text_features)
+        for weight in (*self.tool_query.parameters(), *self.value_query.parameters()):
+            nn.init.zeros_(weight)
+        self.similarity = nn.Parameter(torch.tensor([0.5, 0.0])) if num_features is None else None
+
+    def forward(
+        self, vectors: Float[Tensor, "B F"], tools: Float[Tensor, "K D"], values: Float[Tensor, "C D"]
+    ) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B C"]]:
+        """Logits of all tools and of all values, both at least in float32."""
+        num_states = len(vectors)
+        vectors = nn.functional.pad(vectors, (0, 0, 0, -num_states % ROWS_AT_ONCE))
+        hidden = self.body(vectors)
+        tool_query, value_query = self.tool_query(hidden), self.value_query(hidden)
+        if self.similarity is not None:
+            tool_query = tool_query + SIMILARITY_GAIN * self.similarity[0] * vectors
+            value_query = value_query + self.similarity[1] * vectors
+        # bfloat16 has only 3 digits, and float16 cannot represent values below -65504.
+        wide = torch.promote_types(vectors.dtype, torch.float32)
+        return (tool_query @ tools.T)[:num_states].to(wide), (value_query @ values.T)[:num_states].to(wide)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +76,14 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallDistribution:
-    """pi(call | state) for B states. Steps [N, T] are the index of a tool, then the indices of its values, 0 at padding."""
+    """pi(call | state) for B states. Steps are those of a `Menu`: a tool, then its values, then -1."""
 
     tools: Float[Tensor, "B K"]
     """log pi(tool | state)."""
     values: Float[Tensor, "B C"]
     """Logits of all value texts."""
-    menu: Menu
-    """The tools."""
+    places: Int64[Tensor, "K J V"]
+    """Index into the value texts of each value of each tool, and -1 at padding."""
 
     @property
     def confidences(self) -> Float[Tensor, "B K"]:
@@ -50,43 +95,46 @@ class CallDistribution:
     ) -> tuple[Int64[Tensor, " N"], Int64[Tensor, "N T"]]:
         """Draw calls for each state. Returns the state and the steps of each call."""
         tools = torch.multinomial(self.tools.exp(), num_calls, replacement=True, generator=generator)
-        rows = torch.arange(len(tools), device=tools.device).repeat_interleave(num_calls)
-        of_values = self._of_values(rows, tools.flatten()).exp()
-        chosen = rows.new_zeros(len(rows), 0)
-        if of_values.numel():
-            chosen = torch.multinomial(of_values.flatten(0, 1), 1, generator=generator).view(len(rows), -1)
-        return rows, self._steps(tools.flatten(), chosen)
+        return self._calls(tools, lambda log_probs: torch.multinomial(log_probs.exp(), 1, generator=generator))
 
     def best(self, num_tools: int) -> tuple[Int64[Tensor, " N"], Int64[Tensor, "N T"], Float[Tensor, " N"]]:
         """The most likely tools of each state, with their most likely values. Returns states, steps and confidences."""
         found = self.confidences.topk(num_tools, dim=1)
-        rows = torch.arange(len(self.tools), device=self.tools.device).repeat_interleave(num_tools)
-        of_values = self._of_values(rows, found.indices.flatten())
-        chosen = of_values.argmax(2) if of_values.numel() else rows.new_zeros(len(rows), 0)
-        return rows, self._steps(found.indices.flatten(), chosen), found.values.flatten()
+        return *self._calls(found.indices, lambda log_probs: log_probs.argmax(1)), found.values.flatten()
 
     def score(self, rows: Int64[Tensor, " N"], steps: Int64[Tensor, "N T"]) -> ActionScores:
-        """Log-probs and exact entropy of each step of calls in the states `rows`."""
-        of_values = self._of_values(rows, steps[:, 0])
-        mask = self.menu.decides[steps[:, 0]][:, : 1 + of_values.shape[1]]
+        """Log-probs and exact entropy of each step of calls in the states `rows`. Steps of -1 are masked."""
+        rows, steps = rows.to(self.tools.device), steps.to(self.tools.device)
+        of_values, mask = self._of_values(rows, steps[:, 0]), steps >= 0
         log_probs = self.tools[rows, steps[:, 0]].unsqueeze(1)
         entropy = _entropy(self.tools)[rows].unsqueeze(1)
         if of_values.shape[1]:
-            later = of_values.gather(2, steps[:, 1 : mask.shape[1]].unsqueeze(2)).squeeze(2)
+            later = of_values.gather(2, steps[:, 1:].clamp(min=0).unsqueeze(2)).squeeze(2)
             log_probs = torch.cat([log_probs, later.where(mask[:, 1:], 0.0)], dim=1)
             entropy = torch.cat([entropy, _entropy(of_values).where(mask[:, 1:], 0.0)], dim=1)
         return ActionScores(log_probs=log_probs, mask=mask, entropy=entropy)
 
-    def _steps(self, tools: Int64[Tensor, " N"], chosen: Int64[Tensor, "N J"]) -> Int64[Tensor, "N T"]:
-        decided = self.menu.decides[tools, 1 : 1 + chosen.shape[1]]
-        return torch.cat([tools.unsqueeze(1), chosen.where(decided, 0)], dim=1)
+    def _calls(
+        self, tools: Int64[Tensor, "B G"], pick: Callable[[Tensor], Tensor]
+    ) -> tuple[Int64[Tensor, " N"], Int64[Tensor, "N T"]]:
+        """The state and the steps of calls of `tools`, with values that `pick` takes from rows of log-probs."""
+        rows = torch.arange(len(tools), device=tools.device).repeat_interleave(tools.shape[1])
+        tools = tools.flatten()
+        of_values = self._of_values(rows, tools)
+        num_values = of_values.shape[1]
+        exists = self.places[tools, :num_values] >= 0
+        chosen = (
+            pick(of_values.flatten(0, 1)).view(-1, num_values) if of_values.numel() else rows.new_zeros(len(rows), 0)
+        )
+        return rows, torch.cat([tools.unsqueeze(1), chosen.where(exists.any(2), -1)], dim=1)
 
     def _of_values(self, rows: Int64[Tensor, " N"], tools: Int64[Tensor, " N"]) -> Float[Tensor, "N J V"]:
         """log pi(value | state, tool) for each parameter of each row's tool, and almost -inf at padding."""
-        width = int(self.menu.decides[tools].sum(1).max()) - 1 if len(tools) else 0
-        places, exists = self.menu.values[tools][:, :width], self.menu.exists[tools][:, :width]
-        logits = self.values[rows.view(-1, 1, 1), places]
-        return logits.masked_fill(~exists, torch.finfo(logits.dtype).min).log_softmax(2)
+        places = self.places[tools]
+        width = int((places >= 0).any(2).sum(1).max()) if len(tools) else 0
+        places = places[:, :width]
+        logits = self.values[rows.view(-1, 1, 1), places.clamp(min=0)]
+        return logits.masked_fill(places < 0, torch.finfo(logits.dtype).min).log_softmax(2)
 
 
 def _entropy(log_probs: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows"]:

@@ -1,72 +1,134 @@
-"""The tools that a policy chooses from, as tensors."""
+"""The tools that a policy chooses from, as tensors; calls as rows of choices, and back.
+
+Axes: K tools, J enumerated parameters (maximum over tools), V values (maximum over parameters), C distinct value texts.
+A row of T steps is the index of a tool, then the index of each of its enumerated values, then -1 as padding.
+"""
+
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Int64
 from torch import Tensor, nn
 
-from adapters.tools.catalogue.tools import Tool, ToolCatalogue
-from grpo.errors import ConfigError
+from adapters.tools.catalogue.calls import ToolCall
+from adapters.tools.catalogue.tools import ABSENT, Tool, ToolCatalogue
+from grpo.errors import ContractError, GRPOWarning
 
-from .choice_tables import ChoiceTables
-from .encoders import CachedEncoder, with_own_feature
+from .encoders import with_own_feature
+
+NUM_CALLS = 100
+"""Calls of a tool without a required value before a warning. A call of a wrong tool often has no value, because the request has
+none."""
 
 
 class Menu(nn.Module):
-    """The encoded tools and their tables, on the policy's device and in its precision, with the offsets of added tools."""
+    """The encoded tools and their choices, on the policy's device and in its precision."""
 
     tool_vectors: Tensor
     """Encoded text of each tool, [K, D]."""
     value_vectors: Tensor
-    """Encoded text of each distinct parameter value, [C, D]."""
+    """Encoded text of each distinct value, [C, D]."""
+    values: Tensor
+    """Index into `value_texts` of each value, [K, J, V], and -1 at padding."""
     offsets: Tensor
     """c_k of each tool, [K]."""
-    values: Tensor
-    exists: Tensor
-    decides: Tensor
 
-    def __init__(self, catalogue: ToolCatalogue, encoder: CachedEncoder) -> None:
+    def __init__(self, catalogue: ToolCatalogue, encoder: Callable[[Sequence[str]], Tensor]) -> None:
         super().__init__()
         self.encoder = encoder
-        self.added: frozenset[str] = frozenset()
         self.offset_of: dict[str, float] = {}
-        """c_k by name. 0 for the other tools."""
-        self._use(catalogue)
+        """c_k of each added tool by name."""
+        self._num_missing: dict[tuple[str, str], float] = defaultdict(float)
+        for name in ("tool_vectors", "value_vectors", "values", "offsets"):
+            self.register_buffer(name, torch.zeros(0), persistent=False)
+        self.use(catalogue)
 
-    def add(self, *tools: Tool) -> None:
-        """See `ToolSelectionPolicy.add_tools`."""
-        self._use(self.catalogue.with_tools(*tools))
-        self.added |= {tool.name for tool in tools}
+    def use(self, catalogue: ToolCatalogue) -> None:
+        """Replace the tools."""
+        self.catalogue, self.tools = catalogue, list(catalogue.values())
+        self.position = {name: place for place, name in enumerate(catalogue)}
+        self.choices = [tool.choices for tool in self.tools]
+        self._other = [(tool.free_parameters, tool.constants, tool.required_free) for tool in self.tools]
+        every_choice = [choice for of in self.choices for choice in of]
+        self.value_texts = texts = list(dict.fromkeys(text for choice in every_choice for text in choice.texts))
+        place = {text: i for i, text in enumerate(texts)}
+        num_values = max((len(choice.texts) for choice in every_choice), default=0)
+        values = torch.full((len(self.tools), max(map(len, self.choices)), num_values), -1)
+        for row, of in zip(values, self.choices, strict=True):
+            for column, choice in zip(row, of, strict=False):
+                column[: len(choice.texts)] = torch.tensor([place[text] for text in choice.texts])
+        self.values = values.to(self.offsets.device)
+        self.tool_vectors = self.encoder([tool.text for tool in self.tools]).to(self.offsets)
+        of_values = with_own_feature(texts, self.encoder(texts)) if texts else self.tool_vectors[:0]
+        self.value_vectors = of_values.to(self.offsets)
+        self.set_offsets(self.offset_of)
 
-    def remove(self, *names: str) -> None:
-        """See `ToolSelectionPolicy.remove_tools`."""
-        unknown = [name for name in names if name not in self.catalogue]
-        if unknown:
-            raise ConfigError(
-                f"ToolSelectionPolicy.remove_tools: the catalogue must have the tools; it lacks {', '.join(unknown)}."
-            )
-        self._use(self.catalogue.without(*names))
-        self.added -= set(names)
-        self.set_offsets({name: offset for name, offset in self.offset_of.items() if name not in names})
+    def set_offsets(self, offset_of: Mapping[str, float]) -> None:
+        """Set c_k of the added tools by name, and 0 for all others. Names that the catalogue lacks are ignored."""
+        self.offset_of = {name: offset for name, offset in offset_of.items() if name in self.catalogue}
+        self.offsets = torch.tensor([self.offset_of.get(name, 0.0) for name in self.catalogue]).to(self.offsets)
 
-    def set_offsets(self, offsets: dict[str, float]) -> None:
-        """Set c_k of the named tools, and 0 for all others."""
-        self.offset_of = offsets
-        self.offsets.copy_(self._offsets())
+    def steps_of(self, calls: Sequence[ToolCall], *, partial: bool = False) -> Int64[Tensor, "N T"]:
+        """The steps of each call. T is that of the longest call. A `partial` call may leave choices open, which become -1.
 
-    def _offsets(self) -> Float[Tensor, " K"]:
-        return torch.tensor([self.offset_of.get(name, 0.0) for name in self.catalogue])
+        Raises:
+            ContractError: A call's tool is not in the catalogue, or a value is not enumerated in the tool's schema.
+        """
+        rows = []
+        for call in calls:
+            if call.tool not in self.position:
+                names = ", ".join(list(self.position)[:40])
+                raise ContractError(
+                    f"ToolSelectionPolicy: a call must name one of the tools {names}; got {call.tool!r}."
+                )
+            row = [self.position[call.tool]]
+            for choice in self.choices[row[0]]:
+                index = choice.index(call.arguments)
+                if index is None and not partial:
+                    listed = ["left out" if value is ABSENT else value for value in choice.values]
+                    raise ContractError(
+                        f"ToolSelectionPolicy: {call.tool}.{choice.name} must be one of {listed}; got {call}."
+                    )
+                row.append(-1 if index is None else index)
+            rows.append(row)
+        width = max(map(len, rows), default=1)
+        return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int64).view(-1, width)
 
-    def _use(self, catalogue: ToolCatalogue) -> None:
-        self.catalogue, self.tables = catalogue, ChoiceTables(catalogue)
-        known = next(self.buffers(), torch.zeros(()))  # the current tools' vectors
-        tool_vectors, texts = self.encoder(self.tables.tool_texts), self.tables.value_texts
-        for name, value in {
-            "tool_vectors": tool_vectors,
-            "value_vectors": with_own_feature(texts, self.encoder(texts)) if texts else tool_vectors[:0],
-            "offsets": self._offsets(),
-            "values": self.tables.values,
-            "exists": self.tables.exists,
-            "decides": self.tables.decides,
-        }.items():
-            dtype = known.dtype if value.is_floating_point() else value.dtype
-            self.register_buffer(name, value.to(known.device, dtype), persistent=False)
+    def call(self, steps: Sequence[int], given: Mapping[str, Any]) -> ToolCall:
+        """The call of a row of steps, with given values. Names that the tool lacks, or that a policy decides, are ignored."""
+        free, constants, _ = self._other[steps[0]]
+        arguments = {name: given[name] for name in free if name in given} | dict(constants)
+        for choice, step in zip(self.choices[steps[0]], steps[1:], strict=False):
+            if choice.values[step] is not ABSENT:
+                arguments[choice.name] = choice.values[step]
+        return ToolCall(tool=self.tools[steps[0]].name, arguments=arguments)
+
+    def calls(
+        self,
+        fill: Callable[[Any, Tool], Mapping[str, Any]],
+        states: Any,
+        rows: Int64[Tensor, " N"],
+        steps: Int64[Tensor, "N T"],
+    ) -> list[ToolCall]:
+        """The calls of steps in the states `rows`, with the values of `fill`. Warns if a required value is never given."""
+        calls = []
+        filled: dict[tuple[int, int], Mapping[str, Any]] = {}  # the calls of a group often agree
+        for row, taken in zip(rows.tolist(), steps.tolist(), strict=True):
+            tool, key = self.tools[taken[0]], (row, taken[0])
+            if key not in filled:
+                filled[key] = fill(states[row], tool)
+            calls.append(self.call(taken, filled[key]))
+            for name in self._other[taken[0]][2]:
+                self._num_missing[tool.name, name] += -math.inf if name in filled[key] else 1
+                if self._num_missing[tool.name, name] == NUM_CALLS:
+                    warnings.warn(
+                        f"ToolSelectionPolicy: fill gave no value for the required parameter {name} in {NUM_CALLS} calls of "
+                        f"{tool.name}, and such calls fail. Pass fill=..., a function (state, tool) -> values.",
+                        GRPOWarning,
+                        stacklevel=4,
+                    )
+        return calls

@@ -3,31 +3,37 @@
 Axes as in `grpo`: B states, N rows, T steps. In addition: K tools, C value texts, F features of a state, D of a text.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from adapters.tools.catalogue.calls import ToolCall
-from adapters.tools.catalogue.inputs import require_type, require_whole
+from adapters.tools.catalogue.inputs import require_real, require_type, require_whole
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.learning.tasks import ToolTask
+from grpo.errors import ConfigError, ContractError
 from grpo.types import ActionScores, SampledActions
 
-from .calibration import best_threshold, offset_of_added
-from .distribution import CallDistribution, Prediction
+from .distribution import CallDistribution, Prediction, ToolNetwork
 from .encoders import CachedEncoder, Encoder, HashingEncoder
 from .fill import fill_from_request
-from .filled_calls import FilledCalls
 from .menu import Menu
-from .network import ToolNetwork
 from .saved import load_policy, save_policy
-from .states import Available, availability, require_available, state_text, state_vectors
-from .supervised import fit_to_tasks
+from .training import best_threshold, negative_log_likelihood, offset_of_added
+
+UNAVAILABLE = -1e30
+"""Log-probs below this threshold belong to unavailable tools."""
+
+
+def state_text(state: Any) -> Any:
+    """The text of a `ToolTask`, or the state itself (a text or a vector)."""
+    return state.text if isinstance(state, ToolTask) else state
 
 
 class ToolSelectionPolicy(nn.Module):
@@ -80,7 +86,7 @@ class ToolSelectionPolicy(nn.Module):
         hidden: Sequence[int] = (),
         describe: Callable[[Any], Any] = state_text,
         fill: Callable[[Any, Tool], Mapping[str, Any]] = fill_from_request,
-        available: Available | None = None,
+        available: Callable[[Any], Collection[str] | None] | None = None,
     ) -> None:
         super().__init__()
         owner = "ToolSelectionPolicy"
@@ -94,7 +100,6 @@ class ToolSelectionPolicy(nn.Module):
         self.encoder = CachedEncoder(HashingEncoder() if encoder is None else encoder)
         self.num_features, self.hidden = num_features, tuple(hidden)
         self.describe, self.fill, self.available = describe, fill, available
-        self._filled_calls = FilledCalls()
         self.menu = Menu(catalogue, self.encoder)
         self.network = ToolNetwork(num_features, self.menu.tool_vectors.shape[1], hidden)
 
@@ -106,7 +111,7 @@ class ToolSelectionPolicy(nn.Module):
     @property
     def added(self) -> frozenset[str]:
         """Names of the tools that were added since the policy was created."""
-        return self.menu.added
+        return frozenset(self.menu.offset_of)
 
     @torch.no_grad()
     def sample_actions(
@@ -116,7 +121,7 @@ class ToolSelectionPolicy(nn.Module):
         distribution = self.distribution(states)
         rows, steps = distribution.draw(num_actions_per_state, generator)
         scores = distribution.score(rows, steps)
-        calls = self._filled_calls(self.menu.tables, self.fill, states, rows.tolist(), steps.tolist())
+        calls = self.menu.calls(self.fill, states, rows, steps)
         groups = [calls[i : i + num_actions_per_state] for i in range(0, len(calls), num_actions_per_state)]
         return SampledActions(actions=groups, mask=scores.mask, behaviour_log_probs=scores.log_probs, scores=scores)
 
@@ -154,7 +159,7 @@ class ToolSelectionPolicy(nn.Module):
         require_whole("ToolSelectionPolicy.predict_top", num_tools=num_tools)
         num_tools = min(num_tools, len(self.catalogue))
         rows, steps, confidences = self.distribution(states).best(num_tools)
-        calls = self._filled_calls(self.menu.tables, self.fill, states, rows.tolist(), steps.tolist())
+        calls = self.menu.calls(self.fill, states, rows, steps)
         found = [Prediction(call=call, confidence=p) for call, p in zip(calls, confidences.tolist(), strict=True)]
         groups = (found[i : i + num_tools] for i in range(0, len(found), num_tools))
         return [[one for one in group if one.confidence > 0] for group in groups]
@@ -192,9 +197,24 @@ class ToolSelectionPolicy(nn.Module):
             ConfigError: No task has a tool, or a number is out of range.
             ContractError: The catalogue lacks the tool of a right call.
         """
-        return fit_to_tasks(
-            self, tasks, num_epochs=num_epochs, learning_rate=learning_rate, batch_size=batch_size, seed=seed
-        )
+        require_whole("ToolSelectionPolicy.fit", num_epochs=num_epochs, batch_size=batch_size)
+        require_real("ToolSelectionPolicy.fit", learning_rate=learning_rate)
+        with_tool = [task for task in tasks if task.tool is not None]
+        if not with_tool:
+            raise ConfigError("ToolSelectionPolicy.fit needs tasks with a right tool; got none.")
+        generator = torch.Generator().manual_seed(seed)
+        optimizer = torch.optim.Adam(self.parameters(), lr=learning_rate)
+        losses = []
+        for _ in range(num_epochs):
+            order, total = torch.randperm(len(with_tool), generator=generator), 0.0
+            for places in order.split(batch_size):
+                loss = negative_log_likelihood(self, [with_tool[i] for i in places.tolist()])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                total += float(loss.detach()) * len(places)
+            losses.append(total / len(with_tool))
+        return losses
 
     def add_tools(self, *tools: Tool) -> None:
         """Add tools to the catalogue. The weights do not change. Call `calibrate` if the policy prefers the trained tools.
@@ -202,7 +222,8 @@ class ToolSelectionPolicy(nn.Module):
         Raises:
             ConfigError: The catalogue already has a tool of that name.
         """
-        self.menu.add(*tools)
+        self.menu.use(self.catalogue.with_tools(*tools))
+        self.menu.set_offsets(self.menu.offset_of | {tool.name: 0.0 for tool in tools})
 
     def remove_tools(self, *names: str) -> None:
         """Remove tools from the catalogue. The weights do not change.
@@ -210,7 +231,12 @@ class ToolSelectionPolicy(nn.Module):
         Raises:
             ConfigError: The catalogue lacks a tool, or no tool is left.
         """
-        self.menu.remove(*names)
+        unknown = [name for name in names if name not in self.catalogue]
+        if unknown:
+            raise ConfigError(
+                f"ToolSelectionPolicy.remove_tools: the catalogue must have the tools; it lacks {', '.join(unknown)}."
+            )
+        self.menu.use(self.catalogue.without(*names))
 
     @torch.no_grad()
     def calibrate(self, states: Any, *, share: float = 0.05) -> None:
@@ -225,7 +251,7 @@ class ToolSelectionPolicy(nn.Module):
         """
         is_added = torch.tensor([name in self.added for name in self.catalogue])
         offset = offset_of_added(self._logits(states)[0].cpu(), is_added, share)
-        self.menu.set_offsets(self.menu.offset_of | dict.fromkeys(self.added, offset))
+        self.menu.set_offsets(dict.fromkeys(self.added, offset))
 
     @torch.no_grad()
     def calibrate_threshold(self, states: Any, no_tool_states: Any) -> float:
@@ -266,32 +292,58 @@ class ToolSelectionPolicy(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """The calibration, which is part of `state_dict`."""
-        return {"threshold": self.threshold, "added": sorted(self.added), "offsets": dict(self.menu.offset_of)}
+        return {"threshold": self.threshold, "offsets": self.menu.offset_of}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore what `get_extra_state` returned. Offsets of tools that the catalogue lacks are ignored."""
         self.threshold = state["threshold"]
-        self.menu.added = frozenset(state["added"]) & set(self.catalogue)
-        self.menu.set_offsets({name: offset for name, offset in state["offsets"].items() if name in self.catalogue})
+        self.menu.set_offsets(state["offsets"])
 
     def distribution(self, states: Any) -> CallDistribution:
         """pi(call | state) for each state."""
         tools, values = self._logits(states)
         tools = tools + self.menu.offsets
-        if self.available is not None:
-            allowed = availability(self.available, states, self.catalogue).to(tools.device)
-            tools = tools.masked_fill(~allowed, torch.finfo(tools.dtype).min)
-        return CallDistribution(tools=tools.log_softmax(1), values=values, menu=self.menu)
+        if self.available is not None and len(states):
+            allowed = torch.tensor([self._allowed(place, state) for place, state in enumerate(states)])
+            tools = tools.masked_fill(~allowed.to(tools.device), torch.finfo(tools.dtype).min)
+        return CallDistribution(tools=tools.log_softmax(1), values=values, places=self.menu.values)
+
+    def _allowed(self, place: int, state: Any) -> list[bool]:
+        """Whether each tool may be chosen in a state."""
+        assert self.available is not None
+        allowed = self.available(state)
+        row = [allowed is None or name in allowed for name in self.catalogue]
+        if not any(row):
+            raise ContractError(
+                f"ToolSelectionPolicy: available(state) must name at least one tool of the catalogue; for state {place} it "
+                f"named {list(allowed or ())[:9]}."
+            )
+        return row
 
     def _logits(self, states: Any) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B C"]]:
         """Logits of all tools, available or not and without the offsets c_k, and of all values."""
         described = [self.describe(state) for state in states]
-        vectors = state_vectors(described, self.num_features, self.encoder, self.menu.tool_vectors)
-        return self.network.forward(vectors, self.menu.tool_vectors, self.menu.value_vectors)
+        num_features, like = self.num_features, self.menu.tool_vectors
+        for what in described:
+            shape = None if isinstance(what, str) else tuple(np.shape(what))
+            if shape != (None if num_features is None else (num_features,)):
+                raise ContractError(
+                    "ToolSelectionPolicy: states must be "
+                    f"{'texts' if num_features is None else f'vectors of num_features = {num_features}'}; got {what!r:.100}. "
+                    "Pass num_features=... if states are vectors, or describe=... to convert states to texts."
+                )
+        if num_features is None:
+            vectors = self.encoder(described)
+        else:
+            rows = [torch.as_tensor(what, dtype=like.dtype) for what in described]
+            vectors = torch.stack(rows) if rows else like.new_zeros(0, num_features)
+        return self.network.forward(vectors.to(like), like, self.menu.value_vectors)
 
     def _score(self, states: Any, calls: Sequence[ToolCall], rows: Int64[Tensor, " N"]) -> ActionScores:
-        steps = self.menu.tables.steps_of(calls).to(self.menu.values.device)
-        scores = self.distribution(states).score(rows.to(steps.device), steps)
-        if self.available is not None:
-            require_available(scores.log_probs[:, 0], calls)
+        scores = self.distribution(states).score(rows, self.menu.steps_of(calls))
+        for row in (scores.log_probs[:, 0] < UNAVAILABLE).nonzero().flatten().tolist():
+            raise ContractError(
+                f"ToolSelectionPolicy: {calls[row].tool} must be available in the state of row {row} to be scored, but "
+                "available(state) does not name it. Let available(state) name the same tools on every call."
+            )
         return scores

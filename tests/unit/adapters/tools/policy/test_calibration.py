@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adapters.tools.catalogue.tools import Tool
-from adapters.tools.policy.calibration import best_threshold, offset_of_added
+from adapters.tools.policy.training import best_threshold, offset_of_added
 from grpo.errors import ConfigError
 from tests.support.tool_policies import CATALOGUE, TEXTS, policy, pong
 

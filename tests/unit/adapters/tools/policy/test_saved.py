@@ -70,7 +70,9 @@ def test_a_loaded_encoder_may_return_another_precision(tmp_path) -> None:
 def test_a_folder_without_a_policy_is_refused(tmp_path) -> None:
     (tmp_path / "file").touch()
     for folder in ("nowhere", "file"):
-        with pytest.raises(ConfigError, match=rf"{folder} holds no policy: policy\.safetensors is missing"):
+        with pytest.raises(
+            ConfigError, match=rf"{folder}.policy\.safetensors must be a file that ToolSelectionPolicy\.save"
+        ):
             ToolSelectionPolicy.load(tmp_path / folder, CATALOGUE)
 
 
@@ -85,7 +87,7 @@ def test_a_truncated_file_is_refused_by_name(tmp_path, subtests: pytest.Subtests
             file = tmp_path / "policy.safetensors"
             file.write_bytes(file.read_bytes()[:length])
             with pytest.raises(
-                ConfigError, match=r"policy\.safetensors is truncated or altered.* Save the policy again"
+                ConfigError, match=r"policy\.safetensors must .*not be truncated or altered.* Save the policy again"
             ):
                 load(tmp_path)
 
@@ -94,7 +96,7 @@ def test_weights_that_are_no_policy_are_refused(tmp_path, subtests: pytest.Subte
     for metadata in (None, {"format": "pt"}, {"description": "{"}):
         with subtests.test(str(metadata)):
             save_file({"weight": torch.zeros(2)}, tmp_path / "policy.safetensors", metadata)
-            with pytest.raises(ConfigError, match=r"was not written by ToolSelectionPolicy\.save"):
+            with pytest.raises(ConfigError, match=r"must be a file that ToolSelectionPolicy\.save wrote"):
                 load(tmp_path)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adapters.tools.learning.tasks import ToolTask
-from adapters.tools.policy.supervised import negative_log_likelihood
+from adapters.tools.policy.training import negative_log_likelihood
 from grpo.errors import ConfigError, ContractError
 from tests.support.tool_policies import TEXTS, call, policy
 

@@ -1,0 +1,117 @@
+"""A catalogue as tensors, calls as steps and back, worked by hand, and the warning for values that `fill` never gives."""
+
+import pytest
+import torch
+
+from adapters.tools.catalogue.calls import ToolCall
+from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.policy.encoders import HashingEncoder
+from adapters.tools.policy.menu import Menu
+from grpo.errors import GRPOWarning
+
+UNIT = {"enum": ["mile", "foot"]}
+
+
+def nothing() -> None:
+    """A placeholder for a function that is not called here."""
+
+
+def tool(name: str, properties: dict, required: tuple[str, ...]) -> Tool:
+    schema = {"type": "object", "properties": properties, "required": list(required)}
+    return Tool(name=name, description=f"Do {name}.", function=nothing, parameters=schema)
+
+
+CATALOGUE = ToolCatalogue(
+    [
+        tool("ping", {}, ()),
+        tool(
+            "convert",
+            {"value": {"type": "number"}, "unit": UNIT, "version": {"const": 2}, "exact": {"type": "boolean"}},
+            ("value", "unit", "version"),
+        ),
+        tool("measure", {"unit": UNIT}, ("unit",)),
+    ]
+)
+MENU = Menu(CATALOGUE, HashingEncoder(8))
+
+
+def call(name: str, **arguments: object) -> ToolCall:
+    return ToolCall(tool=name, arguments=arguments)
+
+
+def test_the_tables_of_a_small_catalogue_equal_hand_worked_ones() -> None:
+    # "mile unit" belongs to two tools and is listed once
+    assert MENU.value_texts == ["mile unit", "foot unit", "false exact", "true exact", "left out exact"]
+    assert MENU.values.tolist() == [
+        [[-1, -1, -1], [-1, -1, -1]],
+        [[0, 1, -1], [2, 3, 4]],
+        [[0, 1, -1], [-1, -1, -1]],
+    ]
+
+
+def test_a_catalogue_without_decisions_has_tables_without_columns() -> None:
+    menu = Menu(CATALOGUE.without("convert", "measure"), HashingEncoder(8))
+    assert menu.value_texts == []
+    assert menu.values.shape == (1, 0, 0)
+    assert menu.value_vectors.shape == (0, 8)
+    assert menu.steps_of([call("ping"), call("ping")]).tolist() == [[0], [0]]
+    assert menu.call([0], {"value": 1}) == call("ping")
+
+
+def test_calls_and_steps_convert_into_each_other(subtests: pytest.Subtests) -> None:
+    for made, steps in (
+        (call("ping"), [0]),
+        (call("convert", value=3.0, version=2, unit="foot", exact=True), [1, 1, 1]),
+        (call("convert", value=3.0, version=2, unit="mile"), [1, 0, 2]),  # left out
+        (call("measure", unit="foot"), [2, 1]),
+    ):
+        with subtests.test(made.tool, steps=steps):
+            assert MENU.steps_of([made]).tolist() == [steps]
+            assert MENU.call(steps, {"value": 3.0}) == made
+
+
+def test_steps_are_padded_to_the_longest_call() -> None:
+    assert MENU.steps_of([call("ping"), call("measure", unit="foot")]).tolist() == [[0, -1], [2, 1]]
+    assert MENU.steps_of([]).shape == (0, 1)
+    assert MENU.steps_of([]).dtype == torch.int64
+
+
+def test_a_partial_call_leaves_choices_open() -> None:
+    assert MENU.steps_of([call("convert", exact=True), call("ping")], partial=True).tolist() == [
+        [1, -1, 1],
+        [0, -1, -1],
+    ]
+
+
+def test_given_values_fill_only_parameters_without_a_decision_or_constant() -> None:
+    """`unit` is decided, `version` constant, and there is no `tone`."""
+    given = {"value": 3.0, "unit": "foot", "version": 9, "tone": "loud", "exact": True}
+    assert MENU.call([1, 0, 2], given) == call("convert", value=3.0, version=2, unit="mile")
+    assert MENU.call([1, 0, 0], {}) == call("convert", version=2, unit="mile", exact=False)
+
+
+# --- required values that `fill` never gives
+
+
+def convert(menu: Menu, *is_given: bool) -> None:
+    """Make calls of `convert`, each in a state of its own, with or without its required value."""
+    steps = torch.tensor([[1, 0, 2]] * len(is_given))
+    menu.calls(lambda given, _: {"value": 1.0} if given else {}, is_given, torch.arange(len(is_given)), steps)
+
+
+def test_the_hundredth_call_without_a_required_value_warns_once(recwarn: pytest.WarningsRecorder) -> None:
+    menu = Menu(CATALOGUE, HashingEncoder(8))
+    convert(menu, *[False] * 99)
+    assert len(recwarn) == 0
+    with pytest.warns(
+        GRPOWarning, match=r"no value for the required parameter value in 100 calls of convert.*Pass fill="
+    ):
+        convert(menu, False)
+    convert(menu, *[False] * 300)
+    assert len(recwarn) == 0
+
+
+def test_one_value_is_enough_for_silence(recwarn: pytest.WarningsRecorder) -> None:
+    menu = Menu(CATALOGUE, HashingEncoder(8))
+    convert(menu, *[False] * 99, True, *[False] * 300)
+    assert len(recwarn) == 0
