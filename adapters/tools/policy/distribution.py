@@ -1,7 +1,6 @@
 """The network of a policy, and its distribution of calls: a tool, then a value for each enumerated parameter of the tool.
 
-Axes as in `grpo`: B states, N rows, T steps. In addition: K tools, J enumerated parameters, V values, C value texts, F features
-of a state, D of a text.
+Axes: those of `menu.py`, and as in `grpo` B states, N rows. In addition F features of a state, D of a text.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ small, and without the factor Adam would change s too slowly."""
 
 ROWS_AT_ONCE = 4
 """Rows are padded to a multiple of this number. On a CPU, a matrix product of 1 to 3 rows sums in another order than a larger
-product, and would give slightly different log-probs."""
+product."""
 
 CONFIDENCE_TEMPERATURE = 3.0
 """Temperature of confidences. Training makes probabilities extreme; at this temperature, confidences separate requests without
@@ -29,19 +28,12 @@ a right tool better (on BFCL, AUROC 0.94 instead of 0.91). The order of the tool
 
 
 class ToolNetwork(nn.Module):
-    """See `ToolSelectionPolicy` for the formula. No weight belongs to a single tool.
-
-    Args:
-        num_features: Length of the states' vectors. None: of texts, which can be compared with tools.
-        num_text_features: Length of the vectors of tools and values.
-        hidden: Widths of the layers of h.
-    """
+    """See `ToolSelectionPolicy` for the formula, `num_features` and `hidden`. `num_text_features` is D."""
 
     def __init__(self, num_features: int | None, num_text_features: int, hidden: Sequence[int]) -> None:
         super().__init__()
         widths = [num_text_features if num_features is None else num_features, *hidden]
-        layers = [[nn.Linear(a, b), nn.Tanh()] for a, b in pairwise(widths)]
-        self.body = nn.Sequential(*(layer for pair in layers for layer in pair))
+        self.body = nn.Sequential(*(layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())))
         self.tool_query = nn.Linear(widths[-1], num_text_features)
         self.value_query = nn.Linear(widths[-1], num_text_features)
         for weight in (*self.tool_query.parameters(), *self.value_query.parameters()):
@@ -106,13 +98,12 @@ class CallDistribution:
         """Log-probs and exact entropy of each step of calls in the states `rows`. Steps of -1 are masked."""
         rows, steps = rows.to(self.tools.device), steps.to(self.tools.device)
         of_values, mask = self._of_values(rows, steps[:, 0]), steps >= 0
-        log_probs = self.tools[rows, steps[:, 0]].unsqueeze(1)
-        entropy = _entropy(self.tools)[rows].unsqueeze(1)
+        log_probs, entropy = [self.tools[rows, steps[:, 0]].unsqueeze(1)], [_entropy(self.tools)[rows].unsqueeze(1)]
         if of_values.shape[1]:
             later = of_values.gather(2, steps[:, 1:].clamp(min=0).unsqueeze(2)).squeeze(2)
-            log_probs = torch.cat([log_probs, later.where(mask[:, 1:], 0.0)], dim=1)
-            entropy = torch.cat([entropy, _entropy(of_values).where(mask[:, 1:], 0.0)], dim=1)
-        return ActionScores(log_probs=log_probs, mask=mask, entropy=entropy)
+            log_probs.append(later.where(mask[:, 1:], 0.0))
+            entropy.append(_entropy(of_values).where(mask[:, 1:], 0.0))
+        return ActionScores(log_probs=torch.cat(log_probs, dim=1), mask=mask, entropy=torch.cat(entropy, dim=1))
 
     def _calls(
         self, tools: Int64[Tensor, "B G"], pick: Callable[[Tensor], Tensor]
@@ -121,18 +112,14 @@ class CallDistribution:
         rows = torch.arange(len(tools), device=tools.device).repeat_interleave(tools.shape[1])
         tools = tools.flatten()
         of_values = self._of_values(rows, tools)
-        num_values = of_values.shape[1]
-        exists = self.places[tools, :num_values] >= 0
-        chosen = (
-            pick(of_values.flatten(0, 1)).view(-1, num_values) if of_values.numel() else rows.new_zeros(len(rows), 0)
-        )
-        return rows, torch.cat([tools.unsqueeze(1), chosen.where(exists.any(2), -1)], dim=1)
+        exists = (self.places[tools] >= 0).any(2)[:, : of_values.shape[1]]
+        chosen = pick(of_values.flatten(0, 1)).view_as(exists) if of_values.numel() else exists.long()
+        return rows, torch.cat([tools.unsqueeze(1), chosen.where(exists, -1)], dim=1)
 
     def _of_values(self, rows: Int64[Tensor, " N"], tools: Int64[Tensor, " N"]) -> Float[Tensor, "N J V"]:
         """log pi(value | state, tool) for each parameter of each row's tool, and almost -inf at padding."""
         places = self.places[tools]
-        width = int((places >= 0).any(2).sum(1).max()) if len(tools) else 0
-        places = places[:, :width]
+        places = places[:, : int((places >= 0).any(2).sum(1).max()) if len(tools) else 0]
         logits = self.values[rows.view(-1, 1, 1), places.clamp(min=0)]
         return logits.masked_fill(places < 0, torch.finfo(logits.dtype).min).log_softmax(2)
 

@@ -115,10 +115,9 @@ def _hash(feature: str) -> int:
 def with_own_feature(
     texts: Sequence[str], vectors: Float[Tensor, "N F"], weight: float = OWN_FEATURE
 ) -> Float[Tensor, "N F"]:
-    """Add to each vector a feature that is specific to its text, and normalise: (e + weight u) / |e + weight u|.
+    """(e + weight u) / |e + weight u| for each vector e, where u is +1 or -1 at one position that depends on the whole text.
 
-    u has one nonzero entry, +1 or -1, at a position that depends on the whole text. Two texts that differ in one word have
-    nearly the same e. u lets a policy learn something about one of the two texts only.
+    Two texts that differ in one word have nearly the same e. u lets a policy learn something about one of them only.
     """
     places, signs = zip(*(_hashed(f"text {text}", 1.0) for text in texts), strict=True)
     own = vectors.clone()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jsonschema
 
@@ -17,25 +17,22 @@ from .encoders import STOP_WORDS
 MAX_CHARACTERS = 4_000
 """Characters of a request that are read."""
 
-Kind = Literal["quoted", "address", "date", "time", "code", "number", "name", "phrase"]
-"""`address`: an e-mail address, URL or path. `code`: a word with digits. `name`: words with capitals. `phrase`: words without
-capitals, up to a stop word."""
-
 
 class Found(NamedTuple):
     """A value in a request, and where it stands."""
 
-    kind: Kind
+    kind: str
     value: Any
     text: str
     start: int
     end: int
 
 
-_FITS: Mapping[Kind, float] = {
+_FITS = {
     "quoted": 3, "address": 2, "name": 2, "code": 2, "phrase": 0, "number": -1, "date": -1, "time": -1,
 }  # fmt: skip
-"""How well each kind of value fits a text. A word of the parameter's name next to the value counts 2."""
+"""How well each kind of value fits a text. `address`: an e-mail address, URL or path. `code`: a word with digits. `name`: words
+with capitals. `phrase`: words without capitals, up to a stop word."""
 _NAMED, _IS_NEAR, _HINTED = 2.0, 0.25, 0.3
 _PREPOSITIONS = {
     "from": "from start origin departure source", "to": "to end destination arrival target", "by": "author artist",
@@ -54,7 +51,7 @@ _SCALE, _IN_WORDS = rf"\s?(?P<scale>{'|'.join(_SCALES)})\b", rf"(?i:\b(?P<word>{
 _STOP = rf"(?:{'|'.join(STOP_WORDS)})(?![\w-])"
 _CONTENT = rf"(?!{_STOP})[a-z][\w'-]*"
 _NAME = r"(?:[A-Z][\w.&’'-]*\w|[A-Z])"
-_PATTERNS: Sequence[tuple[Kind, str]] = (
+_PATTERNS = (
     ("quoted", r"(?<!\w)'([^'\n]+(?:'\w[^'\n]*)*)'(?!\w)|\"([^\"\n]+)\"|“([^”\n]+)”|`([^`\n]+)`"),
     ("address", r"https?://[^\s'\"<>]*[\w/]|[\w.+-]{1,64}@[\w-]+(?:\.[\w-]+)+|(?<![\w/])[~.]{0,2}/[\w./-]*\w"),
     ("address", r"\b[\w-]{1,64}(?:\.[\w-]{1,64}){0,9}\.[a-z]{2,4}\b"),

@@ -39,8 +39,7 @@ def state_text(state: Any) -> Any:
 class ToolSelectionPolicy(nn.Module):
     """A policy that chooses tools by their descriptions, not by their position in a list.
 
-    Let x be the vector of a state, e(.) the vector of a text, and e'(.) the vector of a value text with its own feature
-    (`with_own_feature`):
+    Let x be the vector of a state, e(.) that of a text, and e'(.) that of a value with its own feature (`with_own_feature`):
 
         logit(tool k) = e(text of k) . (W h(x) + b + 20 s x) + c_k
         logit(value v of a parameter) = e'(v) . (W' h(x) + b' + s' x)
@@ -50,8 +49,7 @@ class ToolSelectionPolicy(nn.Module):
     No weight belongs to a single tool, so the policy generalises to added tools. c_k is 0, except for these after `calibrate`.
 
     Scope: one call per request. The policy decides the tool, then each enumerated parameter (`ParameterChoices`), in the
-    schema's order. `fill` gives the other parameters, which are not decisions. Unavailable tools have probability 0 and no
-    gradient.
+    schema's order. `fill` gives the other parameters. Unavailable tools have probability 0 and no gradient.
 
     Args:
         catalogue: The tools.
@@ -157,12 +155,13 @@ class ToolSelectionPolicy(nn.Module):
     def predict_top(self, states: Any, num_tools: int) -> list[list[Prediction]]:
         """The `num_tools` most likely tools for each state, the most likely one first. Unavailable tools are left out."""
         require_whole("ToolSelectionPolicy.predict_top", num_tools=num_tools)
-        num_tools = min(num_tools, len(self.catalogue))
-        rows, steps, confidences = self.distribution(states).best(num_tools)
+        rows, steps, confidences = self.distribution(states).best(min(num_tools, len(self.catalogue)))
+        found: list[list[Prediction]] = [[] for _ in states]
         calls = self.menu.calls(self.fill, states, rows, steps)
-        found = [Prediction(call=call, confidence=p) for call, p in zip(calls, confidences.tolist(), strict=True)]
-        groups = (found[i : i + num_tools] for i in range(0, len(found), num_tools))
-        return [[one for one in group if one.confidence > 0] for group in groups]
+        for row, call, confidence in zip(rows.tolist(), calls, confidences.tolist(), strict=True):
+            if confidence > 0:
+                found[row].append(Prediction(call=call, confidence=confidence))
+        return found
 
     @torch.no_grad()
     def tool_probabilities(self, states: Any) -> Float[Tensor, "B K"]:
@@ -231,11 +230,8 @@ class ToolSelectionPolicy(nn.Module):
         Raises:
             ConfigError: The catalogue lacks a tool, or no tool is left.
         """
-        unknown = [name for name in names if name not in self.catalogue]
-        if unknown:
-            raise ConfigError(
-                f"ToolSelectionPolicy.remove_tools: the catalogue must have the tools; it lacks {', '.join(unknown)}."
-            )
+        if unknown := [name for name in names if name not in self.catalogue]:
+            raise ConfigError(f"ToolSelectionPolicy.remove_tools: the catalogue lacks {', '.join(unknown)}.")
         self.menu.use(self.catalogue.without(*names))
 
     @torch.no_grad()
@@ -249,9 +245,10 @@ class ToolSelectionPolicy(nn.Module):
         Raises:
             ConfigError: There is no state, no added tool or no other tool, or `share` is not from 0 to 1.
         """
-        is_added = torch.tensor([name in self.added for name in self.catalogue])
+        added = self.menu.offset_of
+        is_added = torch.tensor([name in added for name in self.catalogue])
         offset = offset_of_added(self._logits(states)[0].cpu(), is_added, share)
-        self.menu.set_offsets(dict.fromkeys(self.added, offset))
+        self.menu.set_offsets(dict.fromkeys(added, offset))
 
     @torch.no_grad()
     def calibrate_threshold(self, states: Any, no_tool_states: Any) -> float:
@@ -304,33 +301,25 @@ class ToolSelectionPolicy(nn.Module):
         tools, values = self._logits(states)
         tools = tools + self.menu.offsets
         if self.available is not None and len(states):
-            allowed = torch.tensor([self._allowed(place, state) for place, state in enumerate(states)])
+            named = [self.available(state) for state in states]
+            allowed = torch.tensor([[of is None or name in of for name in self.catalogue] for of in named])
+            if nowhere := (~allowed.any(1)).nonzero().flatten().tolist():
+                raise ContractError(
+                    "ToolSelectionPolicy: available(state) must name at least one tool of the catalogue; for state "
+                    f"{nowhere[0]} it named {list(named[nowhere[0]] or ())[:9]}."
+                )
             tools = tools.masked_fill(~allowed.to(tools.device), torch.finfo(tools.dtype).min)
         return CallDistribution(tools=tools.log_softmax(1), values=values, places=self.menu.values)
-
-    def _allowed(self, place: int, state: Any) -> list[bool]:
-        """Whether each tool may be chosen in a state."""
-        assert self.available is not None
-        allowed = self.available(state)
-        row = [allowed is None or name in allowed for name in self.catalogue]
-        if not any(row):
-            raise ContractError(
-                f"ToolSelectionPolicy: available(state) must name at least one tool of the catalogue; for state {place} it "
-                f"named {list(allowed or ())[:9]}."
-            )
-        return row
 
     def _logits(self, states: Any) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B C"]]:
         """Logits of all tools, available or not and without the offsets c_k, and of all values."""
         described = [self.describe(state) for state in states]
-        num_features, like = self.num_features, self.menu.tool_vectors
+        like, num_features = self.menu.tool_vectors, self.num_features
         for what in described:
-            shape = None if isinstance(what, str) else tuple(np.shape(what))
-            if shape != (None if num_features is None else (num_features,)):
+            if not (isinstance(what, str) if num_features is None else np.shape(what) == (num_features,)):
                 raise ContractError(
-                    "ToolSelectionPolicy: states must be "
-                    f"{'texts' if num_features is None else f'vectors of num_features = {num_features}'}; got {what!r:.100}. "
-                    "Pass num_features=... if states are vectors, or describe=... to convert states to texts."
+                    f"ToolSelectionPolicy: states must be texts, or vectors of num_features numbers; got {what!r:.100} with "
+                    f"num_features={num_features}. Pass num_features=..., or describe=... to convert states to texts."
                 )
         if num_features is None:
             vectors = self.encoder(described)
@@ -341,9 +330,9 @@ class ToolSelectionPolicy(nn.Module):
 
     def _score(self, states: Any, calls: Sequence[ToolCall], rows: Int64[Tensor, " N"]) -> ActionScores:
         scores = self.distribution(states).score(rows, self.menu.steps_of(calls))
-        for row in (scores.log_probs[:, 0] < UNAVAILABLE).nonzero().flatten().tolist():
+        if unavailable := (scores.log_probs[:, 0] < UNAVAILABLE).nonzero().flatten().tolist():
             raise ContractError(
-                f"ToolSelectionPolicy: {calls[row].tool} must be available in the state of row {row} to be scored, but "
-                "available(state) does not name it. Let available(state) name the same tools on every call."
+                f"ToolSelectionPolicy: {calls[unavailable[0]].tool} must be available in the state of row {unavailable[0]} to "
+                "be scored, but available(state) does not name it. Let it name the same tools on every call."
             )
         return scores

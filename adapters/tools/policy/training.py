@@ -50,9 +50,9 @@ def offset_of_added(logits: Float[Tensor, "B K"], is_added: Bool[Tensor, " K"], 
 
 
 def best_threshold(wanted: Float[Tensor, " P"], unwanted: Float[Tensor, " Q"]) -> float:
-    """The threshold t with the highest balanced accuracy: the mean of P(wanted >= t) and P(unwanted < t).
+    """The lowest threshold t with the highest balanced accuracy: the mean of P(wanted >= t) and P(unwanted < t).
 
-    t lies halfway between two adjacent confidences. Ties go to the lowest threshold.
+    t lies halfway between two adjacent confidences.
 
     Source: Youden 1950, Index for Rating Diagnostic Tests, Cancer 3, 32-35.
     """

@@ -59,10 +59,10 @@ def test_calls_the_policy_cannot_have_made_are_refused_by_name(subtests: pytest.
 def test_states_that_are_no_texts_are_refused_by_default() -> None:
     with pytest.raises(
         ContractError,
-        match=r"states must be texts; got \[1\.0, 2\.0\]\. Pass num_features=\.\.\. if states are vectors",
+        match=r"states must be texts.*; got \[1\.0, 2\.0\] with num_features=None\. Pass num_features=",
     ):
         policy().predict([TEXTS[0], [1.0, 2.0]])
-    with pytest.raises(ContractError, match=r"states must be texts; got \{'text'"):
+    with pytest.raises(ContractError, match=r"states must be texts.*; got \{'text'"):
         policy(describe=lambda state: state | {}).predict([{"text": TEXTS[0]}])
 
 
@@ -76,7 +76,7 @@ def test_state_vectors_of_another_length_are_refused(subtests: pytest.Subtests) 
     ):
         with (
             subtests.test(got),
-            pytest.raises(ContractError, match=rf"states must be vectors of num_features = 3; got {got}\."),
+            pytest.raises(ContractError, match=rf"states must be .*vectors.*; got {got} with num_features=3\."),
         ):
             policy(num_features=3).predict(states)
 
