@@ -1,4 +1,4 @@
-"""The network of a policy, and its distribution of calls: a tool, then a value for each enumerated parameter of the tool.
+"""The network of a policy, its distribution of calls (a tool, then a value for each enumerated parameter), and its calibration.
 
 Axes: those of `menu.py`, and as in `grpo` B states, N rows. In addition F features of a state, D of a text.
 """
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from adapters.tools.catalogue.calls import ToolCall
+from grpo.errors import ConfigError
 from grpo.types import ActionScores
 
 SIMILARITY_GAIN = 20.0
@@ -105,6 +106,19 @@ class CallDistribution:
             entropy.append(_entropy(of_values).where(mask[:, 1:], 0.0))
         return ActionScores(log_probs=torch.cat(log_probs, dim=1), mask=mask, entropy=torch.cat(entropy, dim=1))
 
+    def negative_log_likelihood(self, rows: Int64[Tensor, " N"], steps: Int64[Tensor, "N T"]) -> Float[Tensor, ""]:
+        """Mean over the states of -log(sum over the calls in a state of pi(call | state)), in nats.
+
+        Each state must have a call. Steps of -1 are left out of pi(call | state).
+        """
+        log_probs = self.score(rows, steps).log_probs.sum(1)
+        rows = rows.to(log_probs.device)
+        largest = log_probs.new_full(self.tools.shape[:1], -torch.inf).scatter_reduce(
+            0, rows, log_probs.detach(), "amax"
+        )
+        sums = torch.zeros_like(largest).index_add(0, rows, (log_probs - largest[rows]).exp())
+        return -(largest + sums.log()).mean()  # logsumexp over the calls of each state
+
     def _calls(
         self, tools: Int64[Tensor, "B G"], pick: Callable[[Tensor], Tensor]
     ) -> tuple[Int64[Tensor, " N"], Int64[Tensor, "N T"]]:
@@ -128,3 +142,36 @@ def _entropy(log_probs: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows"]:
     """H = - sum p log p, in nats, exact and differentiable. A choice with probability 0 adds 0."""
     # Without the clamp, at p = 0 a log-prob of almost -inf times a gradient above 1 is -inf, and -inf times p is NaN.
     return -torch.linalg.vecdot(log_probs.exp(), log_probs.clamp(min=-1000.0))
+
+
+def offset_of_added(logits: Float[Tensor, "B K"], is_added: Bool[Tensor, " K"], share: float) -> float:
+    """The number to add to the logits of all added tools, so that they win the given share of requests of known tools.
+
+    It is the `share`-quantile over the requests of (max over known tools of the logit - max over added tools of the logit).
+    Training raises the logits of known tools for all requests, also for those of added tools.
+    """
+    if len(logits) == 0 or not 0 <= share <= 1 or bool(is_added.all()) or not bool(is_added.any()):
+        raise ConfigError(
+            "ToolSelectionPolicy.calibrate needs states, a share from 0 to 1, and both added and other tools; got "
+            f"{len(logits)} states, share={share}, {int(is_added.sum())} added and {int((~is_added).sum())} other tools. "
+            "Call it after add_tools, with requests of the other tools."
+        )
+    gap = logits[:, ~is_added].amax(1) - logits[:, is_added].amax(1)
+    return float(gap.double().quantile(share))
+
+
+def best_threshold(wanted: Float[Tensor, " P"], unwanted: Float[Tensor, " Q"]) -> float:
+    """The lowest threshold t with the highest balanced accuracy: the mean of P(wanted >= t) and P(unwanted < t).
+
+    t lies halfway between two adjacent confidences. Source: Youden 1950, Index for Rating Diagnostic Tests, Cancer 3, 32-35.
+    """
+    if len(wanted) == 0 or len(unwanted) == 0:
+        raise ConfigError(
+            "ToolSelectionPolicy.calibrate_threshold needs requests of both kinds; got "
+            f"{len(wanted)} with a right tool and {len(unwanted)} without one."
+        )
+    confidences = torch.cat([wanted, unwanted]).double().unique()
+    thresholds = torch.cat([confidences[:1], (confidences[1:] + confidences[:-1]) / 2, confidences[-1:] + 1e-12])
+    kept = (wanted.double() >= thresholds.unsqueeze(1)).double().mean(1)
+    refused = (unwanted.double() < thresholds.unsqueeze(1)).double().mean(1)
+    return float(thresholds[(kept + refused).argmax()])

@@ -42,8 +42,7 @@ class HashingEncoder:
     """Feature hashing of words, word pairs and word pieces. It needs no training and no download, and is for English.
 
     x = h / |h|, where h_j is the sum of weight(f) sign(f) over the features f of the text that hash to j. All numbers count as
-    the same word. Two texts without a common feature have a cosine near 0, up to collisions. A text without any feature is the
-    zero vector.
+    the same word. A text without any feature is the zero vector.
 
     Args:
         num_features: Vector length F. Larger values give fewer collisions and use more memory.
@@ -126,17 +125,13 @@ def with_own_feature(
 
 
 class CachedEncoder:
-    """A cache of an encoder's vectors. Threads may share it: its dict is replaced, and never changed.
+    """A cache of the vectors of a frozen encoder. Threads may share it: its dict is replaced, and never changed.
 
-    Args:
-        encoder: A frozen encoder.
-        capacity: Maximum number of cached texts. The older half is dropped when it is reached. Larger values use more memory
-            and call the encoder less often.
+    When there are more than `capacity` texts, the older half is dropped.
     """
 
     def __init__(self, encoder: Encoder, capacity: int = 10_000) -> None:
-        self.encoder = encoder
-        self.capacity = capacity
+        self.encoder, self.capacity = encoder, capacity
         self._known: dict[str, Tensor] = {}
         self._num_features = 0
 

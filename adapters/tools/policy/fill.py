@@ -33,12 +33,11 @@ _FITS = {
 }  # fmt: skip
 """How well each kind of value fits a text. `address`: an e-mail address, URL or path. `code`: a word with digits. `name`: words
 with capitals. `phrase`: words without capitals, up to a stop word."""
-_NAMED, _IS_NEAR, _HINTED = 2.0, 0.25, 0.3
 _PREPOSITIONS = {
     "from": "from start origin departure source", "to": "to end destination arrival target", "by": "author artist",
     "in": "city location place country area", "near": "location", "at": "location place", "on": "date day",
 }  # fmt: skip
-"""Words in the names of parameters whose values often stand after a preposition."""
+"""Words in the names of parameters whose values often stand after a preposition. A hint counts 0.3 of a word of the name."""
 _WITH_DIGITS = {"id", "code", "key", "phone", "versi", "zip", "time"}
 """Stems of the names of parameters whose values have digits."""
 _ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
@@ -51,7 +50,7 @@ _SCALE, _IN_WORDS = rf"\s?(?P<scale>{'|'.join(_SCALES)})\b", rf"(?i:\b(?P<word>{
 _STOP = rf"(?:{'|'.join(STOP_WORDS)})(?![\w-])"
 _CONTENT = rf"(?!{_STOP})[a-z][\w'-]*"
 _NAME = r"(?:[A-Z][\w.&’'-]*\w|[A-Z])"
-_PATTERNS = (
+_PATTERNS = tuple((kind, re.compile(pattern)) for kind, pattern in (
     ("quoted", r"(?<!\w)'([^'\n]+(?:'\w[^'\n]*)*)'(?!\w)|\"([^\"\n]+)\"|“([^”\n]+)”|`([^`\n]+)`"),
     ("address", r"https?://[^\s'\"<>]*[\w/]|[\w.+-]{1,64}@[\w-]+(?:\.[\w-]+)+|(?<![\w/])[~.]{0,2}/[\w./-]*\w"),
     ("address", r"\b[\w-]{1,64}(?:\.[\w-]{1,64}){0,9}\.[a-z]{2,4}\b"),
@@ -65,9 +64,8 @@ _PATTERNS = (
     ("number", rf"{_DIGITS}(?:%|{_SCALE})?|{_IN_WORDS}"),
     ("name", rf"(?<!^)(?<![.?!:\n] )\b(?!(?i:{_STOP})(?! [A-Z])){_NAME}(?:\s(?:(?:of|the|de|da|van)\s)?{_NAME})*(?<!['’]s)"),
     ("phrase", rf"(?<!['’\w]){_CONTENT}(?: {_CONTENT})*"),
-)  # fmt: skip
+))  # fmt: skip
 """The kinds of values in the order in which they are read. No name starts at the first word of a sentence."""
-_COMPILED = tuple((kind, re.compile(pattern)) for kind, pattern in _PATTERNS)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _CLAUSE_END = re.compile(r"[.?!;,]\s|\sand\s")
 _AND = re.compile(r"\s*(?:,|;|&|,?\s*\b(?:and|or)\b)\s*")
@@ -78,41 +76,34 @@ _EXAMPLE = re.compile(r"['\"]([^'\"]+)['\"]|(?:e\.g\.|such as|like|instance),? (
 
 
 def fill_from_request(state: Any, tool: Tool) -> dict[str, Any]:
-    """Values of the parameters that the policy does not decide, read from the request.
+    """Values of the parameters that the policy does not decide: the slots of a task, or values read from another request.
 
-    The slots of a task are returned as they are. From other requests the values are read: numbers, dates, times, quoted text,
-    addresses, names, identifiers, and lists of them. A parameter gets a value of its schema's first type: the kind that fits
-    best, preferably next to a word of the parameter's name. An optional parameter only gets a date, or a value that is next to
-    a word of its name. A parameter without such a value is left out, and so are objects. Defaults are not filled in.
+    These are numbers, dates, times, quoted text, addresses, names, identifiers, and lists of them. A parameter gets a value of
+    its schema's first type: the kind that fits best, preferably next to a word of the parameter's name. An optional parameter
+    only gets a date, or a value that is next to a word of its name. A parameter without such a value is left out.
 
     Args:
         state: A `ToolTask`, a text, or a state with the text as its attribute `text`. Other states give no values.
         tool: The tool.
 
     Returns:
-        Values by parameter name. Each value is valid under its parameter's schema.
-
-    Example:
-        >>> properties = {"day": {"type": "string", "format": "date"}, "seats": {"type": "integer"}}
-        >>> schema = {"type": "object", "properties": properties}
-        >>> tool = Tool(name="book", description="Book a table.", function=print, parameters=schema)
-        >>> fill_from_request("Book four seats for the day May 5th, 2027.", tool)
-        {'day': '2027-05-05', 'seats': 4}
+        Values by parameter name, such as {"day": "2027-05-05", "seats": 4} for "four seats for the day May 5th, 2027". Each
+        value is valid under its parameter's schema.
     """
     if slots := getattr(state, "slots", None):
         return dict(slots)
     text = state if isinstance(state, str) else getattr(state, "text", None)
     if not isinstance(text, str):
         return {}
-    text, own = text[:MAX_CHARACTERS], _stems(f"{tool.text} {' '.join(tool.properties)}")
-    found = find_values(text)
+    text = text[:MAX_CHARACTERS]
+    found, own, required = find_values(text), _stems(tool.text), tool.required_free
     near = {one: _nearness(text, one) for one in found}
-    matches, required = [], tool.required_free
+    matches = []
     for name in tool.free_parameters:
         for value, fit, used in _candidates(tool.properties.get(name, {}), name, found, text, own):
             named = sum(near[used[0]].get(stem, 0.0) for stem in _stems(name))
-            if name in required or named > _IS_NEAR or used[0].kind == "date":
-                matches.append((fit + _NAMED * named, name, value, used))
+            if name in required or named > 0.25 or used[0].kind == "date":
+                matches.append((fit + 2 * named, name, value, used))
     filled: dict[str, Any] = {}
     taken: set[Found] = set()
     for _, name, value, used in sorted(matches, key=lambda match: -match[0]):  # the best first, ties in their order
@@ -125,7 +116,7 @@ def fill_from_request(state: Any, tool: Tool) -> dict[str, Any]:
 def find_values(text: str) -> list[Found]:
     """All values of a text, in its order. No two of them overlap: what one pattern takes, the patterns after it do not see."""
     found: list[Found] = []
-    for kind, pattern in _COMPILED:
+    for kind, pattern in _PATTERNS:
         for match in pattern.finditer(text):
             quoted = next(filter(None, match.groups()), match[0])
             value = _date(match) if kind == "date" else _number(match) if kind == "number" else quoted
@@ -231,7 +222,7 @@ def _nearness(text: str, one: Found) -> dict[str, float]:
     after = _WORD.findall(_CLAUSE_END.split(text[one.end : one.end + 40])[0])[:3]
     hints = _PREPOSITIONS.get(before[0].lower(), "").split() if before else []
     words = [*enumerate(before, start=1), *enumerate(after, start=1)]
-    return {**dict.fromkeys(map(_stem, hints), _HINTED), **{_stem(word): 1 / distance for distance, word in words}}
+    return {**dict.fromkeys(map(_stem, hints), 0.3), **{_stem(word): 1 / distance for distance, word in words}}
 
 
 def _stem(word: str) -> str:

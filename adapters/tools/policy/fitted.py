@@ -14,7 +14,7 @@ from grpo.errors import ConfigError
 from .encoders import Encoder, HashingEncoder
 
 _CHUNK = 1024
-"""Texts that are hashed at once. A chunk of hashed features is a dense matrix."""
+"""Texts that are hashed at once, to a dense matrix."""
 
 
 @runtime_checkable
@@ -37,13 +37,11 @@ class FittedEncoder:
 
         z = (idf * h) V / |(idf * h) V|,  idf_j = log((1 + N) / (1 + df_j)) + 1
 
-    V holds the first right singular vectors of the fitted texts' matrix of idf * h, each of length 1. Rare words weigh more
-    than common ones, and words that occur in the same texts become similar. Fit it to the requests of the training set and the
-    texts of the tools (`tool.text`). It needs no download, and takes seconds for thousands of texts.
+    V holds the first right singular vectors of the fitted texts' matrix of idf * h. Rare words weigh more, and words that occur
+    in the same texts become similar. Fit it to the training requests and `tool.text` of the tools. It takes seconds.
 
     Args:
-        num_features: Maximum vector length. F is the number of different fitted texts if that is smaller. Larger values keep
-            more detail.
+        num_features: Maximum vector length; the number of different fitted texts if that is smaller. Larger keeps more detail.
         num_hashed: Number of hashed features. Larger values give fewer collisions and use more memory.
 
     Raises:

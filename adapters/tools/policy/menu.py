@@ -8,7 +8,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Int64
@@ -20,9 +20,11 @@ from grpo.errors import ContractError, GRPOWarning
 
 from .encoders import with_own_feature
 
+Fill: TypeAlias = Callable[[Any, Tool], Mapping[str, Any]]
+"""Maps a state and a tool to values of the tool's parameters."""
+
 NUM_CALLS = 100
-"""Calls of a tool without a required value before a warning. A call of a wrong tool often has no value, because the request has
-none."""
+"""Calls of a tool without a required value before a warning. A call of a wrong tool often has no value."""
 
 
 class Menu(nn.Module):
@@ -107,13 +109,7 @@ class Menu(nn.Module):
                 arguments[choice.name] = choice.values[step]
         return ToolCall(tool=self.tools[steps[0]].name, arguments=arguments)
 
-    def calls(
-        self,
-        fill: Callable[[Any, Tool], Mapping[str, Any]],
-        states: Any,
-        rows: Int64[Tensor, " N"],
-        steps: Int64[Tensor, "N T"],
-    ) -> list[ToolCall]:
+    def calls(self, fill: Fill, states: Any, rows: Tensor, steps: Int64[Tensor, "N T"]) -> list[ToolCall]:
         """The calls of steps in the states `rows`, with the values of `fill`. Warns if a required value is never given."""
         calls = []
         filled: dict[tuple[int, int], Mapping[str, Any]] = {}  # the calls of a group often agree
@@ -125,10 +121,8 @@ class Menu(nn.Module):
             for name in self._other[taken[0]][2]:
                 self._num_missing[tool.name, name] += -math.inf if name in filled[key] else 1
                 if self._num_missing[tool.name, name] == NUM_CALLS:
-                    warnings.warn(
-                        f"ToolSelectionPolicy: fill gave no value for the required parameter {name} in {NUM_CALLS} calls of "
-                        f"{tool.name}, and such calls fail. Pass fill=..., a function (state, tool) -> values.",
-                        GRPOWarning,
-                        stacklevel=4,
+                    problem = (
+                        f"fill gave no value for the required parameter {name} in {NUM_CALLS} calls of {tool.name}"
                     )
+                    warnings.warn(f"ToolSelectionPolicy: {problem}. Pass another fill=...", GRPOWarning, stacklevel=4)
         return calls

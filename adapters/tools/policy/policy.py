@@ -1,9 +1,6 @@
-"""A policy that chooses a tool, then the values of the tool's enumerated parameters.
+"""A policy that chooses a tool, then the values of the tool's enumerated parameters. Axes: see `distribution.py`."""
 
-Axes as in `grpo`: B states, N rows, T steps. In addition: K tools, C value texts, F features of a state, D of a text.
-"""
-
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -20,15 +17,11 @@ from adapters.tools.learning.tasks import ToolTask
 from grpo.errors import ConfigError, ContractError
 from grpo.types import ActionScores, SampledActions
 
-from .distribution import CallDistribution, Prediction, ToolNetwork
+from .distribution import CallDistribution, Prediction, ToolNetwork, best_threshold, offset_of_added
 from .encoders import CachedEncoder, Encoder, HashingEncoder
 from .fill import fill_from_request
-from .menu import Menu
+from .menu import Fill, Menu
 from .saved import load_policy, save_policy
-from .training import best_threshold, negative_log_likelihood, offset_of_added
-
-UNAVAILABLE = -1e30
-"""Log-probs below this threshold belong to unavailable tools."""
 
 
 def state_text(state: Any) -> Any:
@@ -62,14 +55,7 @@ class ToolSelectionPolicy(nn.Module):
         available: Maps a state to the names of the tools that may be chosen, or to None for all tools. None allows all tools.
 
     Raises:
-        ConfigError: `num_features` or a width in `hidden` is below 1.
-
-    Example:
-        >>> def add(a: float, b: float) -> float: "Add two numbers."
-        >>> def shout(text: str) -> str: "Write a text in capitals."
-        >>> policy = ToolSelectionPolicy(ToolCatalogue([Tool.from_function(add), Tool.from_function(shout)]))
-        >>> policy.tool_probabilities(["write this text loudly", "add two and two"]).argmax(1)
-        tensor([1, 0])
+        ConfigError: An argument has another type, or `num_features` or a width in `hidden` is below 1.
     """
 
     threshold: float = 0.0
@@ -83,16 +69,15 @@ class ToolSelectionPolicy(nn.Module):
         num_features: int | None = None,
         hidden: Sequence[int] = (),
         describe: Callable[[Any], Any] = state_text,
-        fill: Callable[[Any, Tool], Mapping[str, Any]] = fill_from_request,
+        fill: Fill = fill_from_request,
         available: Callable[[Any], Collection[str] | None] | None = None,
     ) -> None:
         super().__init__()
         owner = "ToolSelectionPolicy"
         require_type(owner, ToolCatalogue, "a ToolCatalogue", catalogue=catalogue)
         require_type(owner, (list, tuple), "a list of widths", hidden=hidden)
-        require_whole(owner, **{f"hidden[{i}]": width for i, width in enumerate(hidden)})
-        if num_features is not None:
-            require_whole(owner, num_features=num_features)
+        sizes = {"num_features": 1 if num_features is None else num_features}
+        require_whole(owner, **sizes, **{f"hidden[{i}]": width for i, width in enumerate(hidden)})
         functions: Any = (Callable, NoneType)
         require_type(owner, functions, "a function", encoder=encoder, describe=describe, fill=fill, available=available)
         self.encoder = CachedEncoder(HashingEncoder() if encoder is None else encoder)
@@ -105,11 +90,6 @@ class ToolSelectionPolicy(nn.Module):
     def catalogue(self) -> ToolCatalogue:
         """The tools that the policy chooses from."""
         return self.menu.catalogue
-
-    @property
-    def added(self) -> frozenset[str]:
-        """Names of the tools that were added since the policy was created."""
-        return frozenset(self.menu.offset_of)
 
     @torch.no_grad()
     def sample_actions(
@@ -148,16 +128,15 @@ class ToolSelectionPolicy(nn.Module):
     @torch.no_grad()
     def predict(self, states: Any) -> list[ToolCall | None]:
         """The most likely call for each state. None: the confidence is below `threshold`, so no tool is to be called."""
-        best = [found[0] for found in self.predict_top(states, 1)]
-        return [one.call if one.confidence >= self.threshold else None for one in best]
+        return [one.call if one.confidence >= self.threshold else None for [one] in self.predict_top(states, 1)]
 
     @torch.no_grad()
     def predict_top(self, states: Any, num_tools: int) -> list[list[Prediction]]:
         """The `num_tools` most likely tools for each state, the most likely one first. Unavailable tools are left out."""
         require_whole("ToolSelectionPolicy.predict_top", num_tools=num_tools)
         rows, steps, confidences = self.distribution(states).best(min(num_tools, len(self.catalogue)))
-        found: list[list[Prediction]] = [[] for _ in states]
         calls = self.menu.calls(self.fill, states, rows, steps)
+        found: list[list[Prediction]] = [[] for _ in states]
         for row, call, confidence in zip(rows.tolist(), calls, confidences.tolist(), strict=True):
             if confidence > 0:
                 found[row].append(Prediction(call=call, confidence=confidence))
@@ -207,13 +186,19 @@ class ToolSelectionPolicy(nn.Module):
         for _ in range(num_epochs):
             order, total = torch.randperm(len(with_tool), generator=generator), 0.0
             for places in order.split(batch_size):
-                loss = negative_log_likelihood(self, [with_tool[i] for i in places.tolist()])
+                loss = self.loss([with_tool[i] for i in places.tolist()])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 total += float(loss.detach()) * len(places)
             losses.append(total / len(with_tool))
         return losses
+
+    def loss(self, tasks: Sequence[ToolTask]) -> Float[Tensor, ""]:
+        """The mean negative log-likelihood that `fit` minimises, in nats. Each task must have a tool."""
+        answers = [(row, call) for row, task in enumerate(tasks) for call in task.right_calls if call is not None]
+        steps = self.menu.steps_of([call for _, call in answers], partial=True)
+        return self.distribution(tasks).negative_log_likelihood(torch.tensor([row for row, _ in answers]), steps)
 
     def add_tools(self, *tools: Tool) -> None:
         """Add tools to the catalogue. The weights do not change. Call `calibrate` if the policy prefers the trained tools.
@@ -245,10 +230,9 @@ class ToolSelectionPolicy(nn.Module):
         Raises:
             ConfigError: There is no state, no added tool or no other tool, or `share` is not from 0 to 1.
         """
-        added = self.menu.offset_of
-        is_added = torch.tensor([name in added for name in self.catalogue])
+        is_added = torch.tensor([name in self.menu.offset_of for name in self.catalogue])
         offset = offset_of_added(self._logits(states)[0].cpu(), is_added, share)
-        self.menu.set_offsets(dict.fromkeys(added, offset))
+        self.menu.set_offsets(dict.fromkeys(self.menu.offset_of, offset))
 
     @torch.no_grad()
     def calibrate_threshold(self, states: Any, no_tool_states: Any) -> float:
@@ -266,7 +250,7 @@ class ToolSelectionPolicy(nn.Module):
         return self.threshold
 
     def save(self, folder: str | Path) -> None:
-        """Save the policy to one file in the folder: weights, sizes, calibration, names and schemas of the tools.
+        """Save the policy to one file in the folder: weights, sizes, calibration, and names of the tools.
 
         What a `FittedEncoder` has fitted is saved too. Functions and other encoders are not saved. A saved policy in the folder
         is replaced. If the replacement is interrupted, the previous policy remains.
@@ -330,7 +314,7 @@ class ToolSelectionPolicy(nn.Module):
 
     def _score(self, states: Any, calls: Sequence[ToolCall], rows: Int64[Tensor, " N"]) -> ActionScores:
         scores = self.distribution(states).score(rows, self.menu.steps_of(calls))
-        if unavailable := (scores.log_probs[:, 0] < UNAVAILABLE).nonzero().flatten().tolist():
+        if unavailable := (scores.log_probs[:, 0] < -1e30).nonzero().flatten().tolist():
             raise ContractError(
                 f"ToolSelectionPolicy: {calls[unavailable[0]].tool} must be available in the state of row {unavailable[0]} to "
                 "be scored, but available(state) does not name it. Let it name the same tools on every call."

@@ -29,10 +29,7 @@ def save_policy(policy: "ToolSelectionPolicy", folder: Path) -> None:
         "num_features": policy.num_features,
         "hidden": policy.hidden,
         "calibration": tensors.pop("_extra_state"),
-        "tools": [
-            {"name": t.name, "category": t.category, "description": t.description, "parameters": dict(t.parameters)}
-            for t in policy.catalogue.values()
-        ],
+        "tools": list(policy.catalogue),
     }
     encoder: object = policy.encoder.encoder
     if isinstance(encoder, HasFit):
@@ -75,6 +72,5 @@ def load_policy(
             f"{found.shape[1]}. Pass the encoder of the training as encoder=..."
         )
     policy.load_state_dict(tensors | {"_extra_state": about["calibration"]})
-    new = set(catalogue) - {tool["name"] for tool in about["tools"]}
-    policy.menu.set_offsets(dict.fromkeys(new, 0.0) | policy.menu.offset_of)
+    policy.menu.set_offsets(dict.fromkeys(set(catalogue) - set(about["tools"]), 0.0) | policy.menu.offset_of)
     return policy

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adapters.tools.catalogue.tools import Tool
-from adapters.tools.policy.training import best_threshold, offset_of_added
+from adapters.tools.policy.distribution import best_threshold, offset_of_added
 from grpo.errors import ConfigError
 from tests.support.tool_policies import CATALOGUE, TEXTS, policy, pong
 
@@ -82,7 +82,7 @@ def test_other_changes_of_the_catalogue_keep_the_calibration() -> None:
     made.add_tools(Tool.from_function(pong, name="table_tennis", description="Play."))
     made.remove_tools("table_tennis")
     assert torch.equal(made.tool_probabilities(STATES), before)
-    assert made.added == {"pong", "sing"}
+    assert set(made.menu.offset_of) == {"pong", "sing"}
     made.remove_tools("pong")
     torch.testing.assert_close(
         made.tool_probabilities(STATES), before[:, [0, 1, 2, 3, 5]] / before[:, [0, 1, 2, 3, 5]].sum(1, keepdim=True)

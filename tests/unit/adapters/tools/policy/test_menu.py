@@ -104,7 +104,7 @@ def test_the_hundredth_call_without_a_required_value_warns_once(recwarn: pytest.
     convert(menu, *[False] * 99)
     assert len(recwarn) == 0
     with pytest.warns(
-        GRPOWarning, match=r"no value for the required parameter value in 100 calls of convert.*Pass fill="
+        GRPOWarning, match=r"no value for the required parameter value in 100 calls of convert.*Pass another fill="
     ):
         convert(menu, False)
     convert(menu, *[False] * 300)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from adapters.tools.learning.tasks import ToolTask
-from adapters.tools.policy.training import negative_log_likelihood
 from grpo.errors import ConfigError, ContractError
 from tests.support.tool_policies import TEXTS, call, policy
 
@@ -27,7 +26,7 @@ def test_the_loss_is_the_mean_negative_log_likelihood_of_the_right_calls() -> No
         call("whisper", tone="loud"),
     ]
     expected = -made.get_log_probabilities(TEXTS, calls).mean()
-    torch.testing.assert_close(negative_log_likelihood(made, TASKS), expected)
+    torch.testing.assert_close(made.loss(TASKS), expected)
 
 
 def test_several_right_calls_count_with_the_sum_of_their_probabilities() -> None:
@@ -35,15 +34,15 @@ def test_several_right_calls_count_with_the_sum_of_their_probabilities() -> None
     task = ToolTask(text=TEXTS[0], tool="ping", other_calls=(call("shout", tone="loud"), call("shout", tone="plain")))
     calls = [call("ping"), call("shout", tone="loud"), call("shout", tone="plain")]
     expected = -made.get_log_probabilities([TEXTS[0]] * 3, calls).exp().sum().log()
-    torch.testing.assert_close(negative_log_likelihood(made, [task]), expected)
-    mean = (expected + negative_log_likelihood(made, TASKS[1:2])) / 2
-    torch.testing.assert_close(negative_log_likelihood(made, [task, TASKS[1]]), mean)
+    torch.testing.assert_close(made.loss([task]), expected)
+    mean = (expected + made.loss(TASKS[1:2])) / 2
+    torch.testing.assert_close(made.loss([task, TASKS[1]]), mean)
 
 
 def test_a_parameter_that_a_task_does_not_name_is_left_out() -> None:
     """`unit` is required and not named, so only the tool and the omission of `exact` are known."""
     made = policy()
-    found = negative_log_likelihood(made, [ToolTask(text=TEXTS[2], tool="convert")])
+    found = made.loss([ToolTask(text=TEXTS[2], tool="convert")])
     scores = made.score_actions([TEXTS[2]], [call("convert", unit="mile")]).log_probs[0]
     torch.testing.assert_close(found, -(scores[0] + scores[2]))
 
@@ -51,14 +50,14 @@ def test_a_parameter_that_a_task_does_not_name_is_left_out() -> None:
 def test_the_gradient_agrees_with_finite_differences() -> None:
     made = policy().double()
     tasks = [*TASKS, ToolTask(text="a", tool="ping", other_calls=(call("whisper", tone="soft"),))]
-    negative_log_likelihood(made, tasks).backward()
+    made.loss(tasks).backward()
     for name, value in made.named_parameters():
         direction = torch.randn_like(value)
         slopes = []
         for sign in (1, -1):
             with torch.no_grad():
                 value += sign * 1e-5 * direction
-                slopes.append(float(negative_log_likelihood(made, tasks)))
+                slopes.append(float(made.loss(tasks)))
                 value -= sign * 1e-5 * direction
         assert float((value.grad * direction).sum()) == pytest.approx((slopes[0] - slopes[1]) / 2e-5, rel=1e-5), name
 
