@@ -6,6 +6,7 @@ Axes: those of `menu.py`, and as in `grpo` B states, N rows. In addition F featu
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -16,12 +17,14 @@ from grpo.errors import ConfigError
 from grpo.types import ActionScores
 
 SIMILARITY_GAIN = 20.0
-"""Factor of the weight s in the tool logits, where s multiplies the similarity of request and description. Similarities are
-small, and without the factor Adam would change s too slowly."""
+"""Factor of the weight s in the tool logits. Similarities are small: without the factor, Adam would change s too slowly."""
 
 ROWS_AT_ONCE = 4
 """Rows are padded to a multiple of this number. On a CPU, a matrix product of 1 to 3 rows sums in another order than a larger
 product."""
+
+Calls: TypeAlias = tuple[Int64[Tensor, " N"], Int64[Tensor, "N T"]]
+"""The state and the steps of each call."""
 
 CONFIDENCE_TEMPERATURE = 3.0
 """Temperature of confidences. Training makes probabilities extreme; at this temperature, confidences separate requests without
@@ -83,17 +86,15 @@ class CallDistribution:
         """softmax(logits / 3) of the tools, where pi is softmax(logits)."""
         return (self.tools / CONFIDENCE_TEMPERATURE).softmax(1)
 
-    def draw(
-        self, num_calls: int, generator: torch.Generator | None
-    ) -> tuple[Int64[Tensor, " N"], Int64[Tensor, "N T"]]:
-        """Draw calls for each state. Returns the state and the steps of each call."""
+    def draw(self, num_calls: int, generator: torch.Generator | None) -> Calls:
+        """Draw calls for each state."""
         tools = torch.multinomial(self.tools.exp(), num_calls, replacement=True, generator=generator)
         return self._calls(tools, lambda log_probs: torch.multinomial(log_probs.exp(), 1, generator=generator))
 
-    def best(self, num_tools: int) -> tuple[Int64[Tensor, " N"], Int64[Tensor, "N T"], Float[Tensor, " N"]]:
-        """The most likely tools of each state, with their most likely values. Returns states, steps and confidences."""
+    def best(self, num_tools: int) -> tuple[Calls, Float[Tensor, " N"]]:
+        """The most likely tools of each state, with their most likely values, and the confidences."""
         found = self.confidences.topk(num_tools, dim=1)
-        return *self._calls(found.indices, lambda log_probs: log_probs.argmax(1)), found.values.flatten()
+        return self._calls(found.indices, lambda log_probs: log_probs.argmax(1)), found.values.flatten()
 
     def score(self, rows: Int64[Tensor, " N"], steps: Int64[Tensor, "N T"]) -> ActionScores:
         """Log-probs and exact entropy of each step of calls in the states `rows`. Steps of -1 are masked."""
@@ -106,23 +107,8 @@ class CallDistribution:
             entropy.append(_entropy(of_values).where(mask[:, 1:], 0.0))
         return ActionScores(log_probs=torch.cat(log_probs, dim=1), mask=mask, entropy=torch.cat(entropy, dim=1))
 
-    def negative_log_likelihood(self, rows: Int64[Tensor, " N"], steps: Int64[Tensor, "N T"]) -> Float[Tensor, ""]:
-        """Mean over the states of -log(sum over the calls in a state of pi(call | state)), in nats.
-
-        Each state must have a call. Steps of -1 are left out of pi(call | state).
-        """
-        log_probs = self.score(rows, steps).log_probs.sum(1)
-        rows = rows.to(log_probs.device)
-        largest = log_probs.new_full(self.tools.shape[:1], -torch.inf).scatter_reduce(
-            0, rows, log_probs.detach(), "amax"
-        )
-        sums = torch.zeros_like(largest).index_add(0, rows, (log_probs - largest[rows]).exp())
-        return -(largest + sums.log()).mean()  # logsumexp over the calls of each state
-
-    def _calls(
-        self, tools: Int64[Tensor, "B G"], pick: Callable[[Tensor], Tensor]
-    ) -> tuple[Int64[Tensor, " N"], Int64[Tensor, "N T"]]:
-        """The state and the steps of calls of `tools`, with values that `pick` takes from rows of log-probs."""
+    def _calls(self, tools: Int64[Tensor, "B G"], pick: Callable[[Tensor], Tensor]) -> Calls:
+        """Calls of `tools`, with values that `pick` takes from rows of log-probs."""
         rows = torch.arange(len(tools), device=tools.device).repeat_interleave(tools.shape[1])
         tools = tools.flatten()
         of_values = self._of_values(rows, tools)

@@ -174,13 +174,11 @@ def _first_branch(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _runs(found: Sequence[Found], text: str) -> Iterator[Sequence[Found]]:
+def _runs(found: Sequence[Found], text: str) -> list[Sequence[Found]]:
     """Longest runs of values with commas or "and" between them."""
-    start = 0
-    for end in range(1, len(found) + 1):
-        if end == len(found) or not _AND.fullmatch(text[found[end - 1].end : found[end].start]):
-            yield found[start:end]
-            start = end
+    pairs = enumerate(itertools.pairwise(found), start=1)
+    ends = [place for place, (one, after) in pairs if not _AND.fullmatch(text[one.end : after.start])]
+    return [found[start:end] for start, end in itertools.pairwise([0, *ends, len(found)]) if found]
 
 
 def _read(

@@ -54,7 +54,7 @@ class Menu(nn.Module):
         self.catalogue, self.tools = catalogue, list(catalogue.values())
         self.position = {name: place for place, name in enumerate(catalogue)}
         self.choices = [tool.choices for tool in self.tools]
-        self._other = [(tool.free_parameters, tool.constants, tool.required_free) for tool in self.tools]
+        self._given = [(tool.free_parameters, tool.constants, tool.required_free) for tool in self.tools]
         every_choice = [choice for of in self.choices for choice in of]
         self.value_texts = texts = list(dict.fromkeys(text for choice in every_choice for text in choice.texts))
         place = {text: i for i, text in enumerate(texts)}
@@ -83,18 +83,15 @@ class Menu(nn.Module):
         rows = []
         for call in calls:
             if call.tool not in self.position:
-                names = ", ".join(list(self.position)[:40])
-                raise ContractError(
-                    f"ToolSelectionPolicy: a call must name one of the tools {names}; got {call.tool!r}."
-                )
+                names = f"one of the tools {', '.join(list(self.position)[:40])}"
+                raise ContractError(f"ToolSelectionPolicy: a call must name {names}; got {call.tool!r}.")
             row = [self.position[call.tool]]
             for choice in self.choices[row[0]]:
                 index = choice.index(call.arguments)
                 if index is None and not partial:
                     listed = ["left out" if value is ABSENT else value for value in choice.values]
-                    raise ContractError(
-                        f"ToolSelectionPolicy: {call.tool}.{choice.name} must be one of {listed}; got {call}."
-                    )
+                    name = f"ToolSelectionPolicy: {call.tool}.{choice.name}"
+                    raise ContractError(f"{name} must be one of {listed}; got {call}.")
                 row.append(-1 if index is None else index)
             rows.append(row)
         width = max(map(len, rows), default=1)
@@ -102,7 +99,7 @@ class Menu(nn.Module):
 
     def call(self, steps: Sequence[int], given: Mapping[str, Any]) -> ToolCall:
         """The call of a row of steps, with given values. Names that the tool lacks, or that a policy decides, are ignored."""
-        free, constants, _ = self._other[steps[0]]
+        free, constants, _ = self._given[steps[0]]
         arguments = {name: given[name] for name in free if name in given} | dict(constants)
         for choice, step in zip(self.choices[steps[0]], steps[1:], strict=False):
             if choice.values[step] is not ABSENT:
@@ -118,11 +115,10 @@ class Menu(nn.Module):
             if key not in filled:
                 filled[key] = fill(states[row], tool)
             calls.append(self.call(taken, filled[key]))
-            for name in self._other[taken[0]][2]:
+            *_, required = self._given[taken[0]]
+            for name in required:
                 self._num_missing[tool.name, name] += -math.inf if name in filled[key] else 1
                 if self._num_missing[tool.name, name] == NUM_CALLS:
-                    problem = (
-                        f"fill gave no value for the required parameter {name} in {NUM_CALLS} calls of {tool.name}"
-                    )
-                    warnings.warn(f"ToolSelectionPolicy: {problem}. Pass another fill=...", GRPOWarning, stacklevel=4)
+                    what = f"fill gave no value for the required parameter {name} in {NUM_CALLS} calls of {tool.name}"
+                    warnings.warn(f"ToolSelectionPolicy: {what}. Pass another fill=...", GRPOWarning, stacklevel=4)
         return calls

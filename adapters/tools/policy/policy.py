@@ -134,7 +134,7 @@ class ToolSelectionPolicy(nn.Module):
     def predict_top(self, states: Any, num_tools: int) -> list[list[Prediction]]:
         """The `num_tools` most likely tools for each state, the most likely one first. Unavailable tools are left out."""
         require_whole("ToolSelectionPolicy.predict_top", num_tools=num_tools)
-        rows, steps, confidences = self.distribution(states).best(min(num_tools, len(self.catalogue)))
+        (rows, steps), confidences = self.distribution(states).best(min(num_tools, len(self.catalogue)))
         calls = self.menu.calls(self.fill, states, rows, steps)
         found: list[list[Prediction]] = [[] for _ in states]
         for row, call, confidence in zip(rows.tolist(), calls, confidences.tolist(), strict=True):
@@ -158,8 +158,7 @@ class ToolSelectionPolicy(nn.Module):
     ) -> list[float]:
         """Supervised warm start: train on tasks with known right calls. GRPO can continue from there.
 
-        Minimises the mean of -log(sum over the right calls a of pi(a | request)) with Adam. Decisions that a right call does
-        not determine are left out, and so are tasks without a tool.
+        Minimises `loss` with Adam. Tasks without a tool are left out.
 
         Args:
             tasks: Tasks whose tools the catalogue has.
@@ -195,10 +194,19 @@ class ToolSelectionPolicy(nn.Module):
         return losses
 
     def loss(self, tasks: Sequence[ToolTask]) -> Float[Tensor, ""]:
-        """The mean negative log-likelihood that `fit` minimises, in nats. Each task must have a tool."""
+        """Mean over the tasks of -log(sum over the right calls a of pi(a | request)), in nats. Each task must have a tool.
+
+        Decisions that a right call does not determine are left out.
+        """
         answers = [(row, call) for row, task in enumerate(tasks) for call in task.right_calls if call is not None]
+        rows = torch.tensor([row for row, _ in answers], device=self.menu.values.device)
         steps = self.menu.steps_of([call for _, call in answers], partial=True)
-        return self.distribution(tasks).negative_log_likelihood(torch.tensor([row for row, _ in answers]), steps)
+        log_probs = self.distribution(tasks).score(rows, steps).log_probs.sum(1)
+        # logsumexp over the right calls of each task
+        lowest = log_probs.new_full((len(tasks),), -torch.inf)
+        largest = lowest.scatter_reduce(0, rows, log_probs.detach(), "amax")
+        sums = torch.zeros_like(largest).index_add(0, rows, (log_probs - largest[rows]).exp())
+        return -(largest + sums.log()).mean()
 
     def add_tools(self, *tools: Tool) -> None:
         """Add tools to the catalogue. The weights do not change. Call `calibrate` if the policy prefers the trained tools.

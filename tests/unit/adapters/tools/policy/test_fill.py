@@ -246,7 +246,9 @@ def test_any_request_gives_values_that_the_schemas_allow(
     assert filled == fill_from_request(text, tool(" ".join(sorted(required)), **schemas))
 
 
-@pytest.mark.parametrize("piece", ["1-", "a-", "the ", "The A ", "' ", "[1", "1 ", "one ", "x^", "2020-", "A. ", "@a", "a/"])
+@pytest.mark.parametrize(
+    "piece", ["1-", "a-", "the ", "The A ", "' ", "[1", "1 ", "one ", "x^", "2020-", "A. ", "@a", "a/"]
+)
 def test_a_long_request_of_any_pattern_is_read_within_a_second(piece: str) -> None:
     both = tool("x y", x=NUMBERS, y=TEXT)
     started = time.process_time()
