@@ -20,8 +20,7 @@ SIMILARITY_GAIN = 20.0
 """Factor of the weight s in the tool logits. Similarities are small: without the factor, Adam would change s too slowly."""
 
 ROWS_AT_ONCE = 4
-"""Rows are padded to a multiple of this number. On a CPU, a matrix product of 1 to 3 rows sums in another order than a larger
-product."""
+"""Rows are padded to a multiple of this number, because a CPU sums a matrix product of 1 to 3 rows in another order."""
 
 Calls: TypeAlias = tuple[Int64[Tensor, " N"], Int64[Tensor, "N T"]]
 """The state and the steps of each call."""
@@ -91,10 +90,10 @@ class CallDistribution:
         tools = torch.multinomial(self.tools.exp(), num_calls, replacement=True, generator=generator)
         return self._calls(tools, lambda log_probs: torch.multinomial(log_probs.exp(), 1, generator=generator))
 
-    def best(self, num_tools: int) -> tuple[Calls, Float[Tensor, " N"]]:
+    def best(self, num_tools: int) -> tuple[Calls, Float[Tensor, "B G"]]:
         """The most likely tools of each state, with their most likely values, and the confidences."""
         found = self.confidences.topk(num_tools, dim=1)
-        return self._calls(found.indices, lambda log_probs: log_probs.argmax(1)), found.values.flatten()
+        return self._calls(found.indices, lambda log_probs: log_probs.argmax(1)), found.values
 
     def score(self, rows: Int64[Tensor, " N"], steps: Int64[Tensor, "N T"]) -> ActionScores:
         """Log-probs and exact entropy of each step of calls in the states `rows`. Steps of -1 are masked."""
@@ -134,13 +133,12 @@ def offset_of_added(logits: Float[Tensor, "B K"], is_added: Bool[Tensor, " K"], 
     """The number to add to the logits of all added tools, so that they win the given share of requests of known tools.
 
     It is the `share`-quantile over the requests of (max over known tools of the logit - max over added tools of the logit).
-    Training raises the logits of known tools for all requests, also for those of added tools.
+    It is needed because training raises the logits of known tools for all requests.
     """
     if len(logits) == 0 or not 0 <= share <= 1 or bool(is_added.all()) or not bool(is_added.any()):
         raise ConfigError(
             "ToolSelectionPolicy.calibrate needs states, a share from 0 to 1, and both added and other tools; got "
-            f"{len(logits)} states, share={share}, {int(is_added.sum())} added and {int((~is_added).sum())} other tools. "
-            "Call it after add_tools, with requests of the other tools."
+            f"{len(logits)} states, share={share}, {int(is_added.sum())} added and {int((~is_added).sum())} other tools."
         )
     gap = logits[:, ~is_added].amax(1) - logits[:, is_added].amax(1)
     return float(gap.double().quantile(share))

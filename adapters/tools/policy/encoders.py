@@ -49,12 +49,6 @@ class HashingEncoder:
         pair_weight: Weight of two adjacent words, relative to 1 for a word. Word pairs distinguish "a to z" from "z to a".
         piece_weight: Total weight of a word's four-letter pieces. Pieces make "converting" similar to "convert".
 
-    Example:
-        >>> encoder = HashingEncoder(256)
-        >>> convert, converting, sort = encoder(["convert", "converting", "sort"])
-        >>> bool(convert @ converting > convert @ sort)
-        True
-
     Source:
         Weinberger et al. 2009, Feature Hashing for Large Scale Multitask Learning, arXiv:0902.2206, sec. 2.
     """
@@ -137,11 +131,7 @@ class CachedEncoder:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> Float[Tensor, "N F"]:
-        """Encode each text as one vector, float32, on the CPU. F is 0 if no text was ever encoded.
-
-        Raises:
-            ContractError: The encoder did not return one finite vector per text.
-        """
+        """Encode each text as one vector, float32, on the CPU. F is 0 if no text was ever encoded."""
         known = self._known
         new = [text for text in dict.fromkeys(texts) if text not in known]
         if new:

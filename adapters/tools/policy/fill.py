@@ -69,8 +69,7 @@ _PATTERNS = tuple((kind, re.compile(pattern)) for kind, pattern in (
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _CLAUSE_END = re.compile(r"[.?!;,]\s|\sand\s")
 _AND = re.compile(r"\s*(?:,|;|&|,?\s*\b(?:and|or)\b)\s*")
-_FORM = re.compile(r"\b(?:yyyy|mm|dd)(?:[-/. ](?:yyyy|mm|dd)){2}\b", re.IGNORECASE)
-"""The form of a date in a description, such as MM/DD/YYYY."""
+_DATE_FORM = re.compile(r"\b(?:yyyy|mm|dd)(?:[-/. ](?:yyyy|mm|dd)){2}\b", re.IGNORECASE)
 _EXAMPLE = re.compile(r"['\"]([^'\"]+)['\"]|(?:e\.g\.|such as|like|instance),? ([^.;()'\"]+)")
 """What a description quotes, or names after words such as "e.g."."""
 
@@ -80,15 +79,14 @@ def fill_from_request(state: Any, tool: Tool) -> dict[str, Any]:
 
     These are numbers, dates, times, quoted text, addresses, names, identifiers, and lists of them. A parameter gets a value of
     its schema's first type: the kind that fits best, preferably next to a word of the parameter's name. An optional parameter
-    only gets a date, or a value that is next to a word of its name. A parameter without such a value is left out.
+    only gets a date, or a value that is next to a word of its name. A parameter without a valid value is left out.
 
     Args:
         state: A `ToolTask`, a text, or a state with the text as its attribute `text`. Other states give no values.
         tool: The tool.
 
     Returns:
-        Values by parameter name, such as {"day": "2027-05-05", "seats": 4} for "four seats for the day May 5th, 2027". Each
-        value is valid under its parameter's schema.
+        Values by parameter name, such as {"day": "2027-05-05", "seats": 4} for "four seats for the day May 5th, 2027".
     """
     if slots := getattr(state, "slots", None):
         return dict(slots)
@@ -194,7 +192,7 @@ def _read(
         return value, -1 if one.text.isalpha() else 1  # "one" is often no number
     if kind != "string":
         return None
-    form = _FORM.search(about)
+    form = _DATE_FORM.search(about)
     if schema.get("format") == "date" or "date" in names or form:
         if one.kind != "date":
             return None

@@ -44,9 +44,6 @@ class FittedEncoder:
         num_features: Maximum vector length; the number of different fitted texts if that is smaller. Larger keeps more detail.
         num_hashed: Number of hashed features. Larger values give fewer collisions and use more memory.
 
-    Raises:
-        ConfigError: An argument is below 1.
-
     Example:
         >>> encoder = FittedEncoder(2).fit(["convert miles to feet", "miles in feet", "play a song", "a song by Bach"])
         >>> miles, feet, bach = encoder(["miles", "feet", "Bach"])
@@ -114,10 +111,6 @@ class JoinedEncoder:
 
     Args:
         encoders: Encoders that return unit vectors, such as a sentence embedder and a `FittedEncoder`.
-
-    Example:
-        >>> JoinedEncoder(HashingEncoder(8), HashingEncoder(4))(["convert miles"]).shape
-        torch.Size([1, 12])
     """
 
     def __init__(self, *encoders: Encoder) -> None:

@@ -75,11 +75,7 @@ class Menu(nn.Module):
         self.offsets = torch.tensor([self.offset_of.get(name, 0.0) for name in self.catalogue]).to(self.offsets)
 
     def steps_of(self, calls: Sequence[ToolCall], *, partial: bool = False) -> Int64[Tensor, "N T"]:
-        """The steps of each call. T is that of the longest call. A `partial` call may leave choices open, which become -1.
-
-        Raises:
-            ContractError: A call's tool is not in the catalogue, or a value is not enumerated in the tool's schema.
-        """
+        """The steps of each call. T is that of the longest call. A `partial` call may leave choices open, which become -1."""
         rows = []
         for call in calls:
             if call.tool not in self.position:
@@ -106,15 +102,15 @@ class Menu(nn.Module):
                 arguments[choice.name] = choice.values[step]
         return ToolCall(tool=self.tools[steps[0]].name, arguments=arguments)
 
-    def calls(self, fill: Fill, states: Any, rows: Tensor, steps: Int64[Tensor, "N T"]) -> list[ToolCall]:
-        """The calls of steps in the states `rows`, with the values of `fill`. Warns if a required value is never given."""
-        calls = []
+    def calls(self, fill: Fill, states: Any, rows: Tensor, steps: Int64[Tensor, "N T"]) -> list[list[ToolCall]]:
+        """The calls of each state, with the values of `fill`. Warns if a required value is never given."""
+        calls: list[list[ToolCall]] = [[] for _ in states]
         filled: dict[tuple[int, int], Mapping[str, Any]] = {}  # the calls of a group often agree
         for row, taken in zip(rows.tolist(), steps.tolist(), strict=True):
             tool, key = self.tools[taken[0]], (row, taken[0])
             if key not in filled:
                 filled[key] = fill(states[row], tool)
-            calls.append(self.call(taken, filled[key]))
+            calls[row].append(self.call(taken, filled[key]))
             *_, required = self._given[taken[0]]
             for name in required:
                 self._num_missing[tool.name, name] += -math.inf if name in filled[key] else 1

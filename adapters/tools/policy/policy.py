@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from adapters.tools.catalogue.calls import ToolCall
@@ -100,8 +100,7 @@ class ToolSelectionPolicy(nn.Module):
         rows, steps = distribution.draw(num_actions_per_state, generator)
         scores = distribution.score(rows, steps)
         calls = self.menu.calls(self.fill, states, rows, steps)
-        groups = [calls[i : i + num_actions_per_state] for i in range(0, len(calls), num_actions_per_state)]
-        return SampledActions(actions=groups, mask=scores.mask, behaviour_log_probs=scores.log_probs, scores=scores)
+        return SampledActions(actions=calls, mask=scores.mask, behaviour_log_probs=scores.log_probs, scores=scores)
 
     def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> list[list[ToolCall]]:
         """Draw G calls per state. Keywords are passed to `sample_actions`."""
@@ -109,13 +108,20 @@ class ToolSelectionPolicy(nn.Module):
 
     def score_actions(self, states: Any, actions: Sequence[ToolCall]) -> ActionScores:
         """Log-probs and exact entropy per step, [N, T]. T is 1 + the maximum number of decided parameters."""
-        return self._score(states, actions, torch.arange(len(actions)))
+        return self.score_groups(states, [[call] for call in actions])
 
     def score_groups(self, states: Any, actions: Sequence[Sequence[ToolCall]]) -> ActionScores:
         """Score the calls of all groups, row by row, and encode each state only once."""
         lengths = torch.tensor([len(group) for group in actions], dtype=torch.int64)
         rows = torch.arange(len(states)).repeat_interleave(lengths)
-        return self._score(states, [call for group in actions for call in group], rows)
+        calls = [call for group in actions for call in group]
+        scores = self.distribution(states).score(rows, self.menu.steps_of(calls))
+        if unavailable := (scores.log_probs[:, 0] < -1e30).nonzero().flatten().tolist():
+            wrong = f"{calls[unavailable[0]].tool} must be available in the state of row {unavailable[0]} to be scored"
+            raise ContractError(
+                f"ToolSelectionPolicy: {wrong}. Let available(state) name the same tools on every call."
+            )
+        return scores
 
     def get_log_probabilities(self, states: Any, actions: Sequence[ToolCall]) -> Float[Tensor, " N"]:
         """log pi(call | state), summed over the call's steps."""
@@ -136,10 +142,9 @@ class ToolSelectionPolicy(nn.Module):
         require_whole("ToolSelectionPolicy.predict_top", num_tools=num_tools)
         (rows, steps), confidences = self.distribution(states).best(min(num_tools, len(self.catalogue)))
         calls = self.menu.calls(self.fill, states, rows, steps)
-        found: list[list[Prediction]] = [[] for _ in states]
-        for row, call, confidence in zip(rows.tolist(), calls, confidences.tolist(), strict=True):
-            if confidence > 0:
-                found[row].append(Prediction(call=call, confidence=confidence))
+        found: list[list[Prediction]] = []
+        for group, row in zip(calls, confidences.tolist(), strict=True):
+            found.append([Prediction(call=call, confidence=p) for call, p in zip(group, row, strict=True) if p > 0])
         return found
 
     @torch.no_grad()
@@ -158,7 +163,7 @@ class ToolSelectionPolicy(nn.Module):
     ) -> list[float]:
         """Supervised warm start: train on tasks with known right calls. GRPO can continue from there.
 
-        Minimises `loss` with Adam. Tasks without a tool are left out.
+        Minimises `loss` with Adam. Tasks without a tool are left out, and so are choices that a right call leaves open.
 
         Args:
             tasks: Tasks whose tools the catalogue has.
@@ -194,10 +199,7 @@ class ToolSelectionPolicy(nn.Module):
         return losses
 
     def loss(self, tasks: Sequence[ToolTask]) -> Float[Tensor, ""]:
-        """Mean over the tasks of -log(sum over the right calls a of pi(a | request)), in nats. Each task must have a tool.
-
-        Decisions that a right call does not determine are left out.
-        """
+        """Mean over tasks with a tool of -log(sum over the right calls of pi(call | request)), in nats."""
         answers = [(row, call) for row, task in enumerate(tasks) for call in task.right_calls if call is not None]
         rows = torch.tensor([row for row, _ in answers], device=self.menu.values.device)
         steps = self.menu.steps_of([call for _, call in answers], partial=True)
@@ -319,12 +321,3 @@ class ToolSelectionPolicy(nn.Module):
             rows = [torch.as_tensor(what, dtype=like.dtype) for what in described]
             vectors = torch.stack(rows) if rows else like.new_zeros(0, num_features)
         return self.network.forward(vectors.to(like), like, self.menu.value_vectors)
-
-    def _score(self, states: Any, calls: Sequence[ToolCall], rows: Int64[Tensor, " N"]) -> ActionScores:
-        scores = self.distribution(states).score(rows, self.menu.steps_of(calls))
-        if unavailable := (scores.log_probs[:, 0] < -1e30).nonzero().flatten().tolist():
-            raise ContractError(
-                f"ToolSelectionPolicy: {calls[unavailable[0]].tool} must be available in the state of row {unavailable[0]} to "
-                "be scored, but available(state) does not name it. Let it name the same tools on every call."
-            )
-        return scores
