@@ -118,9 +118,7 @@ class ToolSelectionPolicy(nn.Module):
         scores = self.distribution(states).score(rows, self.menu.steps_of(calls))
         if unavailable := (scores.log_probs[:, 0] < -1e30).nonzero().flatten().tolist():
             wrong = f"{calls[unavailable[0]].tool} must be available in the state of row {unavailable[0]} to be scored"
-            raise ContractError(
-                f"ToolSelectionPolicy: {wrong}. Let available(state) name the same tools on every call."
-            )
+            raise ContractError(f"ToolSelectionPolicy: {wrong}. Let available(state) name the same tools each time.")
         return scores
 
     def get_log_probabilities(self, states: Any, actions: Sequence[ToolCall]) -> Float[Tensor, " N"]:
