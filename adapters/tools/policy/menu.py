@@ -45,6 +45,7 @@ class Menu(nn.Module):
         self.offset_of: dict[str, float] = {}
         """c_k of each added tool by name."""
         self._num_missing: dict[tuple[str, str], float] = defaultdict(float)
+        self._has_warned = False
         for name in ("tool_vectors", "value_vectors", "values", "offsets"):
             self.register_buffer(name, torch.zeros(0), persistent=False)
         self.use(catalogue)
@@ -114,7 +115,13 @@ class Menu(nn.Module):
             *_, required = self._given[taken[0]]
             for name in required:
                 self._num_missing[tool.name, name] += -math.inf if name in filled[key] else 1
-                if self._num_missing[tool.name, name] == NUM_CALLS:
-                    what = f"fill gave no value for the required parameter {name} in {NUM_CALLS} calls of {tool.name}"
-                    warnings.warn(f"ToolSelectionPolicy: {what}. Pass another fill=...", GRPOWarning, stacklevel=4)
+                if self._num_missing[tool.name, name] == NUM_CALLS and not self._has_warned:
+                    self._has_warned = True
+                    warnings.warn(
+                        f"ToolSelectionPolicy: fill gave no value for the required parameter {name} in {NUM_CALLS} calls of "
+                        f"{tool.name}, and such calls fail. Pass fill=..., a function (state, tool) -> values. Others are "
+                        "not reported.",
+                        GRPOWarning,
+                        stacklevel=4,
+                    )
         return calls

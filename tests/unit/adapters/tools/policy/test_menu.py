@@ -104,11 +104,28 @@ def test_the_hundredth_call_without_a_required_value_warns_once(recwarn: pytest.
     convert(menu, *[False] * 99)
     assert len(recwarn) == 0
     with pytest.warns(
-        GRPOWarning, match=r"no value for the required parameter value in 100 calls of convert.*Pass another fill="
+        GRPOWarning, match=r"no value for the required parameter value in 100 calls of convert.*Pass fill="
     ):
         convert(menu, False)
     convert(menu, *[False] * 300)
     assert len(recwarn) == 0
+
+
+def test_only_the_first_parameter_without_a_value_is_reported() -> None:
+    """A catalogue of hundreds of tools would give hundreds of warnings with the same advice."""
+    tools = [
+        Tool(
+            name=f"tool_{number}",
+            description="Do it.",
+            function=print,
+            parameters={"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+        )
+        for number in range(3)
+    ]
+    menu = Menu(ToolCatalogue(tools), HashingEncoder(8))
+    with pytest.warns(GRPOWarning) as warned:
+        menu.calls(lambda *_: {}, [""], torch.zeros(300, dtype=torch.int64), torch.arange(3).repeat(100).unsqueeze(1))
+    assert ["tool_0" in str(warning.message) for warning in warned] == [True]
 
 
 def test_one_value_is_enough_for_silence(recwarn: pytest.WarningsRecorder) -> None:
