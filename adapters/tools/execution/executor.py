@@ -1,37 +1,41 @@
 """Execution of tool calls. Every call returns a result, whatever the policy asks for and whatever the tool does."""
 
 import asyncio
-import functools
+import json
 import os
 import re
 import tempfile
+import threading
 import warnings
 import weakref
-from collections.abc import Collection, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import CancelledError, wait
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import NoneType
 from typing import Any, Literal, NoReturn, get_args
 
-from adapters.tools.catalogue.arguments import ArgumentChecker, bounded_text
+from adapters.tools.catalogue.arguments import ArgumentChecker, RefusedArgumentsError, bounded_text, encode_arguments
 from adapters.tools.catalogue.calls import ToolCall, ToolResult, plain_name
-from adapters.tools.catalogue.inputs import require_real, require_type, require_whole
+from adapters.tools.catalogue.inputs import is_finite, require_whole
+from adapters.tools.catalogue.schemas import names_path_format, slow_keyword
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import ToolError, ToolNotAllowedError, UnknownToolError
 from grpo.errors import ConfigError, GRPOWarning
 
+from .batches import Batch, Turn
 from .call_log import SECRET_NAMES, CallLog, Redact
 from .confinement import Kind, choose
 from .confinement.process import why_no_own_users
-from .engine import Engine, Given, Waiting
 from .fork_server import INSIDE
-from .links import ForkServerLink
+from .remote_tools import RemoteTools
 from .worker import remove_folder
-from .workers import WorkerLimits, allowed_tools, needs_worker, pickled
+from .workers import ERRORS, WorkerLimits, WorkerPool, setup_of
 
 _FOLDER = re.compile(r"[A-Za-z0-9_-]{1,100}")
 """Names of the folders of calls."""
+_END_SECONDS = 10.0
+"""Time for calls that are given up to end."""
 
 
 class ToolExecutor:
@@ -73,17 +77,13 @@ class ToolExecutor:
         limits: Resource limits of each worker.
 
     Raises:
-        ConfigError: `allow` has a name that the catalogue lacks, workers cannot import a function, a `Command` does not match
-            its tool, a schema does not determine which strings are paths, workers cannot read `root`, the log cannot be
-            written, the confinement does not work here, or a number is out of range.
+        ConfigError: An argument is invalid, workers cannot import a function or read `root`, a schema does not determine which
+            strings are paths, the log cannot be written, or the confinement does not work here.
 
     Example:
-        >>> def upper(text: str) -> str:
-        ...     "Change text to capital letters."
-        ...     return text.upper()
         >>> async def shout(text: str) -> str:
         ...     "Ask another machine for capital letters."
-        ...     return upper(text)
+        ...     return text.upper()
         >>> with ToolExecutor(ToolCatalogue([Tool.from_function(shout, remote=True)])) as executor:
         ...     executor.run([ToolCall(tool="shout", arguments={"text": "a"})])[0].output
         'A'
@@ -111,49 +111,42 @@ class ToolExecutor:
                 "ToolExecutor was created while a worker imported the tools. Create it under `if __name__ == '__main__':`, or "
                 "in a function, so that importing the tools' module does not create it."
             )
-        numbers = {"num_workers": num_workers, "max_output_bytes": max_output_bytes, "max_concurrency": max_concurrency}
-        require_whole("ToolExecutor", **numbers)
-        _check(
-            catalogue, allow, timeout, confinement, limits,
-            root=root, log_path=log_path, fresh_folder=fresh_folder, readable=readable, redact=redact,
-        )  # fmt: skip
-        allowed = allowed_tools(catalogue, allow)
-        in_workers = [(tool, pickled(tool)) for tool in allowed if needs_worker(tool)]
+        _check(**{name: value for name, value in locals().items() if name != "self"})
+        allowed = [tool for name, tool in catalogue.items() if allow is None or name in allow]
+        in_workers = [tool for tool in allowed if _needs_worker(tool)]
         kind, reasons = choose(confinement) if in_workers else ("user", [])
         if kind is None:
             raise ConfigError(f"ToolExecutor.confinement={confinement!r} must work on this machine; {reasons[0]}.")
         self._confinement: Kind = kind
         self._catalogue = catalogue
         self._allowed = frozenset(tool.name for tool in allowed)
+        self._at_once = num_workers, max_concurrency
+        self._timeout = timeout
+        self._fresh_folder = fresh_folder
         self._process = os.getpid()
-        log = CallLog(log_path, redact) if log_path is not None else None
-        own_root = root is None
+        self._log = CallLog(log_path, redact) if log_path is not None else None
         self._root = Path(tempfile.mkdtemp(prefix="grpo-tools-") if root is None else root).resolve()
         limits = limits or WorkerLimits()
-        setup = {
-            "root": str(self._root),
-            "own_root": own_root,
-            "kind": kind,
-            "readable": [os.fspath(path) for path in readable],
-            "no_own_users": why_no_own_users(limits.first_uid),
-            "max_output_bytes": max_output_bytes,
-            "limits": asdict(limits),
-        }
-        self._engine = Engine(
-            functools.partial(ForkServerLink, in_workers, setup),
-            {t.name: ArgumentChecker(t.function, t.parameters, str(self._root)) for t in allowed if t.remote},
-            timeout=timeout,
-            fresh_in=self._root if fresh_folder else None,
-            log=log,
-            **numbers,
+        setup = setup_of(
+            in_workers,
+            root=str(self._root),
+            own_root=root is None,
+            kind=kind,
+            readable=readable,
+            max_output_bytes=max_output_bytes,
+            no_own_users=why_no_own_users(limits.first_uid),
+            limits=asdict(limits),
         )
+        self._pool = WorkerPool(setup, num_workers)
+        checkers = {t.name: ArgumentChecker(t.function, t.parameters, str(self._root)) for t in allowed if t.remote}
+        self._remote = RemoteTools(checkers, max_output_bytes, max_concurrency)
+        self._batches: set[Batch] = set()
         # The finalizer holds no reference to `self`, so it also cleans up after an executor that was never closed.
-        self._finish = weakref.finalize(
-            self, _finish, self._process, self._engine, self._root if own_root else None, log
-        )
+        parts = self._batches, self._pool, self._remote, self._log, self._root if root is None else None
+        self._finish = weakref.finalize(self, _finish, self._process, *parts)
         if in_workers:
             try:
-                problems = self._engine.submit(self._engine.start(), Waiting()).result()
+                problems = self._pool.start()
             except BaseException:
                 self.close()
                 raise
@@ -187,29 +180,30 @@ class ToolExecutor:
         Raises:
             ConfigError: The executor is closed, or belongs to another process, or a folder is not the name of a folder.
         """
-        given = self._given(calls, folders)
-        waiting = Waiting()
-        try:
-            self._engine.submit(self._engine.run(given), waiting)
-            return waiting.future.result()
-        except CancelledError:
-            raise ConfigError("ToolExecutor was closed while calls ran; their results are lost.") from None
-        except BaseException:  # an interrupt, maybe within `submit`
-            waiting.give_up()
-            raise
+        if self._remote.is_current:
+            raise ConfigError(
+                "ToolExecutor.run must not be called in a remote tool, where it would wait for itself; await run_async."
+            )
+        with self._batch(calls, folders) as batch:
+            try:
+                batch.start(*self._at_once)
+                return batch.future.result()
+            except BaseException:  # an interrupt, or the executor was closed
+                batch.give_up()
+                wait([batch.future], _END_SECONDS)
+                raise
 
     async def run_async(
         self, calls: Sequence[ToolCall], folders: Sequence[str | None] | None = None
     ) -> list[ToolResult]:
         """Asynchronous version of `run`."""
-        waiting = Waiting()
-        self._engine.submit(self._engine.run(self._given(calls, folders)), waiting)
-        try:
-            return await asyncio.wrap_future(waiting.future)
-        except asyncio.CancelledError:
-            if self._finish.alive:  # the caller was cancelled
+        with self._batch(calls, folders) as batch:
+            try:
+                batch.start(*self._at_once)
+                return await asyncio.wrap_future(batch.future)
+            except BaseException:
+                batch.give_up()
                 raise
-            raise ConfigError("ToolExecutor was closed while calls ran; their results are lost.") from None
 
     def close(self) -> None:
         """End all workers and calls, and remove the folder if the executor created it. May be called more than once."""
@@ -226,14 +220,12 @@ class ToolExecutor:
             "A ToolExecutor owns processes, so it cannot be pickled or copied. Create an executor where it is used."
         )
 
-    def _given(self, calls: Sequence[ToolCall], folders: Sequence[str | None] | None) -> list[Given]:
+    @contextmanager
+    def _batch(self, calls: Sequence[ToolCall], folders: Sequence[str | None] | None) -> Iterator[Batch]:
+        """A new batch. Within the block, `close` gives it up."""
         if os.getpid() != self._process:
             raise ConfigError(
                 "ToolExecutor belongs to the process that created it. Create another executor after a fork."
-            )
-        if self._engine.is_current:
-            raise ConfigError(
-                "ToolExecutor.run must not be called in a remote tool, where it would wait for itself; await run_async."
             )
         named = [None] * len(calls) if folders is None else list(folders)
         if len(named) != len(calls) or not all(name is None or _FOLDER.fullmatch(name) for name in named):
@@ -241,7 +233,16 @@ class ToolExecutor:
                 f"ToolExecutor.run: folders must give each of the {len(calls)} calls None, or a name of letters, digits, "
                 f"'_' and '-'; got {named!r}."
             )
-        return [(call, self._find(call), name) for call, name in zip(calls, named, strict=True)]
+        given_up = threading.Event()
+        turns = [Turn(call, self._find(call), name, given_up) for call, name in zip(calls, named, strict=True)]
+        batch = Batch(turns, given_up, self._execute)
+        self._batches.add(batch)
+        try:
+            if not self._finish.alive:
+                raise ConfigError("ToolExecutor is closed. Create another executor.")
+            yield batch
+        finally:
+            self._batches.discard(batch)
 
     def _find(self, call: ToolCall) -> Tool | ToolError:
         """The tool of a call, or the error if the call has no allowed tool."""
@@ -253,39 +254,115 @@ class ToolExecutor:
             return ToolNotAllowedError(f"{name} must be one of the allowed tools.")
         return self._catalogue[name]
 
+    def _execute(self, turn: Turn) -> ToolResult:
+        """Run one call and log it."""
+        output, size, error = None, 0, None
+        try:
+            turn.check()
+            output, size = self._output(turn)
+        except (ToolError, CancelledError) as raised:
+            error = raised
+        seconds = turn.seconds()
+        if self._log is not None:
+            self._log.write(turn.call, error, seconds, size)
+        if isinstance(error, CancelledError):
+            raise error
+        return ToolResult(output=output, error=error, seconds=seconds)
 
-def _check(catalogue: Any, allow: Any, timeout: Any, confinement: Any, limits: Any, **settings: Any) -> None:
+    def _output(self, turn: Turn) -> tuple[Any, int]:
+        """The output of a call, and its size in bytes."""
+        tool = turn.tool
+        if isinstance(tool, ToolError):
+            raise tool
+        timeout = tool.timeout if tool.timeout is not None else self._timeout
+        try:
+            text = encode_arguments(turn.call.arguments)
+            if not tool.remote:
+                return self._ask(turn, tool, text, timeout)
+            if self._remote.is_slow(tool):  # the check would block the other remote tools
+                self._ask(turn, tool, text, timeout)
+            return self._remote.call(tool, text, timeout, turn)
+        except RefusedArgumentsError as error:
+            raise ERRORS[error.error](f"{tool.name}: {error}") from None
+
+    def _ask(self, turn: Turn, tool: Tool, text: str, timeout: float) -> tuple[Any, int]:
+        """Run a call in a worker."""
+        is_fresh = self._fresh_folder and turn.folder is None
+        folder = f"call-{os.urandom(8).hex()}" if is_fresh else turn.folder
+        try:
+            return self._pool.call(f'["{tool.name}",{text},{json.dumps(folder)}]'.encode(), timeout, turn)
+        except ToolError as error:
+            raise type(error)(f"{tool.name}: {error}") from None
+        finally:
+            if is_fresh:
+                try:
+                    remove_folder(f"{self._root}/{folder}")
+                except OSError as error:  # the call has its result in any case
+                    warnings.warn(f"ToolExecutor could not remove the folder of a call: {error}.", GRPOWarning, 2)
+
+
+def _needs_worker(tool: Tool) -> bool:
+    """Whether a worker executes the tool, or checks its arguments because that may be slow. Checks the tool's schema."""
+    slow = slow_keyword(tool.parameters)
+    if not hasattr(os, "fork") and (not tool.remote or slow is not None):
+        raise ConfigError(
+            f"ToolExecutor needs Unix for its worker processes, and tool {tool.name} needs a worker. It must be `remote`, and "
+            "its schema must not have `pattern`, `patternProperties`, `uniqueItems` or a recursive `$ref`."
+        )
+    if tool.remote and slow is not None and names_path_format(tool.parameters):
+        raise ConfigError(
+            f'Tool {tool.name}: parameters of a remote tool must not have both "format": "path" and `{slow}`: this process '
+            f"checks paths, and a check of `{slow}` could block all other calls. Remove one of the two from the schema, or "
+            "leave the tool out of `allow`."
+        )
+    return not tool.remote or slow is not None
+
+
+def _check(**given: Any) -> None:
     """Check the arguments of `ToolExecutor`."""
-    owner, paths = "ToolExecutor", (str, Path, NoneType)
-    require_type(owner, ToolCatalogue, "a ToolCatalogue", catalogue=catalogue)
-    require_real(owner, timeout=timeout)
-    if timeout <= 0:
-        raise ConfigError(f"ToolExecutor.timeout must be > 0 seconds; got {timeout}.")
-    require_type(owner, (WorkerLimits, NoneType), "WorkerLimits, or None", limits=limits)
-    root, redact = settings["root"], settings["redact"]
-    require_type(owner, paths, "a path, or None", root=root, log_path=settings["log_path"])
-    require_type(owner, bool, "True or False", fresh_folder=settings["fresh_folder"])
-    if root is not None and not Path(root).is_dir():
-        raise ConfigError(f"ToolExecutor.root must be a folder that exists; got {root}.")
-    for name, given, kind, required in (
-        ("allow", () if allow is None else allow, object, "a list of tool names, or None"),
-        ("readable", settings["readable"], (str, Path), "a list of paths"),
-        ("redact", () if callable(redact) else redact, str, "a list of argument names, or a function"),
+
+    def is_list(value: Any, kind: Any) -> bool:
+        return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(v, kind) for v in value)
+
+    kinds = get_args(Kind)
+    for name, what, is_right in (
+        ("catalogue", "a ToolCatalogue", lambda it: isinstance(it, ToolCatalogue)),
+        ("allow", "a list of tool names, or None", lambda it: it is None or is_list(it, object)),
+        ("timeout", "a finite number > 0, in seconds", lambda it: is_finite(it) and it > 0),
+        ("root", "an existing folder", lambda it: it is None or (isinstance(it, str | Path) and Path(it).is_dir())),
+        ("fresh_folder", "True or False", lambda it: isinstance(it, bool)),
+        ("confinement", f"'auto' or one of {kinds}", lambda it: isinstance(it, str) and it in ("auto", *kinds)),
+        ("readable", "a list of paths", lambda it: is_list(it, str | Path)),
+        ("log_path", "a path, or None", lambda it: it is None or isinstance(it, str | Path)),
+        ("redact", "a list of argument names, or a function", lambda it: callable(it) or is_list(it, str)),
+        ("limits", "WorkerLimits, or None", lambda it: it is None or isinstance(it, WorkerLimits)),
     ):
-        is_list = isinstance(given, Collection) and not isinstance(given, str)
-        if not is_list or not all(isinstance(each, kind) for each in given):
-            raise ConfigError(f"ToolExecutor.{name} must be {required}; got {given!r}.")
-    if confinement not in ("auto", *get_args(Kind)):
-        raise ConfigError(f"ToolExecutor.confinement must be 'auto' or one of {get_args(Kind)}; got {confinement!r}.")
+        if not is_right(given[name]):
+            raise ConfigError(f"ToolExecutor.{name} must be {what}; got {given[name]!r:.100}.")
+    require_whole(
+        "ToolExecutor", **{name: given[name] for name in ("num_workers", "max_output_bytes", "max_concurrency")}
+    )
+    unknown = sorted(str(name) for name in given["allow"] or () if name not in given["catalogue"])
+    if unknown:
+        raise ConfigError(
+            f"ToolExecutor.allow must name tools of the catalogue; the catalogue has no {', '.join(unknown)}."
+        )
 
 
-def _finish(process: int, engine: Engine, folder: Path | None, log: CallLog | None) -> None:
+def _finish(
+    process: int, batches: set[Batch], pool: WorkerPool, remote: RemoteTools, log: CallLog | None, folder: Path | None
+) -> None:
     if os.getpid() != process:  # a forked child ends; it owns nothing here
         return
-    try:
-        engine.close()
-    finally:
-        if log is not None:
-            log.close()
-        if folder is not None:
-            remove_folder(str(folder))
+    running = list(batches)
+    for batch in running:
+        batch.given_up.set()  # so that no call takes the turn of another one
+    for batch in running:
+        batch.give_up()
+    wait([batch.future for batch in running], _END_SECONDS)
+    pool.close()
+    remote.close()
+    if log is not None:
+        log.close()
+    if folder is not None:
+        remove_folder(str(folder))

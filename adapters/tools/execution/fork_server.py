@@ -56,24 +56,41 @@ _REAP_SECONDS = 0.5
 class ForkServer:
     """Forks workers, and ends workers with every process that they started, as the socket `control` orders.
 
-    `setup` has the settings of `links.ForkServerLink`. `checkers` has argument checkers for `setup["root"]`.
+    `setup` has the settings of `workers.setup_of`. Its functions are imported here, once for all workers.
     """
 
-    def __init__(
-        self,
-        control: socket.socket,
-        setup: dict[str, Any],
-        functions: dict[str, Callable[..., Any]],
-        checkers: dict[str, ArgumentChecker],
-    ) -> None:
+    def __init__(self, control: socket.socket, setup: dict[str, Any]) -> None:
         self.control = control
         self.setup = setup
-        self.functions = functions
-        self.checkers = checkers
+        self.functions = load_functions(setup)
+        self.checkers: dict[str, ArgumentChecker] = {}
+        for tool in self.functions:
+            with contextlib.suppress(RefusedArgumentsError):
+                self._checker(tool, setup["root"])(
+                    {}
+                )  # libraries read files at first use; a worker might not be able to
         self.workers: dict[int, int] = {}
         self.uids: dict[int, int] = {}
         self.locks: list[socket.socket] = []
         self._make_root()
+
+    def serve(self) -> None:
+        """Carry out orders until `QUIT`, or until the executor is gone. Its folder is then removed here."""
+        told = False
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a worker become children of this process, which reaps them
+        while not told and (order := self._order()):
+            (kind, slot), connection = order
+            if kind == SPAWN and connection is not None:
+                self._spawn(slot, connection)
+            elif kind in (KILL, REAP):
+                send(self.control, json.dumps(self._end(slot, _REAP_SECONDS if kind == REAP else 0.0)).encode())
+            told = kind == QUIT
+        for slot in list(self.workers):
+            self._end(slot)
+        if self.setup["own_root"] and not told:  # nobody is left to report errors to
+            shutil.rmtree(self.setup["root"], ignore_errors=True)
+            with contextlib.suppress(OSError):  # bubblewrap has mounted the folder: it is removed from its real parent
+                os.rmdir(Path(self.setup["root"]).name, dir_fd=self.setup["parent"])
 
     def _make_root(self) -> None:
         """Create the executor's folder if it is missing, for the workers' group if they have user ids of their own."""
@@ -83,31 +100,6 @@ class ForkServer:
             if self.setup["no_own_users"] is None:
                 os.chown(root, 0, self._uid(0))
                 root.chmod(0o2770)
-
-    def serve(self) -> None:
-        """Carry out orders until `QUIT`, or until the executor is gone.
-
-        If the executor is gone, also remove the folder that the executor created.
-        """
-        told = False
-        prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a worker become children of this process, which reaps them
-        while order := self._order():
-            (kind, slot), connection = order
-            if kind == SPAWN and connection is not None:
-                self._spawn(slot, connection)
-            elif kind in (KILL, REAP):
-                send(self.control, json.dumps(self._end(slot, _REAP_SECONDS if kind == REAP else 0.0)).encode())
-            elif kind == QUIT:
-                told = True
-                break
-        for slot in list(self.workers):
-            self._end(slot)
-        if self.setup["own_root"] and not told:  # nobody is left to report errors to
-            shutil.rmtree(self.setup["root"], ignore_errors=True)
-            with contextlib.suppress(
-                OSError
-            ):  # bubblewrap has mounted the folder, so it is removed from its real parent
-                os.rmdir(Path(self.setup["root"]).name, dir_fd=self.setup["parent"])
 
     def _order(self) -> tuple[Any, socket.socket | None] | None:
         data, passed = b"", []
@@ -139,14 +131,12 @@ class ForkServer:
         first = self.setup["limits"]["first_uid"]
         for uid in range(first, first + NUM_UIDS):
             lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            try:
+            with contextlib.suppress(OSError):  # another executor uses this id
                 lock.bind(f"\0model-agnostic-grpo tool worker {uid}")
-            except OSError:
-                lock.close()
-                continue
-            self.locks.append(lock)
-            self.uids[slot] = uid
-            return uid
+                self.locks.append(lock)
+                self.uids[slot] = uid
+                return uid
+            lock.close()
         raise OSError(
             f"other executors use all {NUM_UIDS} user ids from {first} on; close one, or change WorkerLimits.first_uid"
         )
@@ -171,7 +161,12 @@ class ForkServer:
         Worker(answers, self.setup, self.functions, self._checker).serve()
 
     def _checker(self, tool: str, root: str) -> ArgumentChecker:
-        return self.checkers[tool].at(root)
+        checker = self.checkers.get(tool)
+        if checker is None or root != self.setup["root"]:
+            checker = ArgumentChecker(self.functions[tool], self.setup["tools"][tool][1], root)
+        if root == self.setup["root"]:
+            self.checkers[tool] = checker
+        return checker
 
     def _end(self, slot: int, seconds: float = 0.0) -> int | None:
         """End the worker with this number, and every process that it started.
@@ -226,14 +221,14 @@ def _kill_user(uid: int) -> None:
 
 
 def load_functions(setup: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Import the functions, once for all workers.
-
-    Raises:
-        RuntimeError: An import failed. The message names the tool.
-    """
+    """Import the functions. A failed import raises a RuntimeError that names the tool."""
     sys.path[:] = setup["sys_path"]
-    if setup["main"] is not None:
-        _import_main(*setup["main"])
+    if setup["main"] is not None:  # the program's `__main__`, whose `if __name__ == "__main__":` block must not run
+        kind, where = setup["main"]
+        run = runpy.run_module if kind == "module" else runpy.run_path
+        module = types.ModuleType("__mp_main__")
+        module.__dict__.update(run(where, run_name="__mp_main__"))
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     functions: dict[str, Callable[..., Any]] = {}
     for name, (function, _) in setup["tools"].items():
         try:
@@ -241,37 +236,18 @@ def load_functions(setup: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         except BaseException as error:
             raise RuntimeError(f"tool {name} cannot be imported: {described(error)}") from error
     if any(inspect.iscoroutinefunction(function) for function in functions.values()):
-        import asyncio  # noqa: F401
+        import asyncio  # noqa: F401  # here once, because a worker's user might not be able to
     return functions
-
-
-def _import_main(kind: str, where: str) -> None:
-    """Import the executor's `__main__` as `__mp_main__`, so that its `if __name__ == "__main__":` block does not run."""
-    run = runpy.run_module if kind == "module" else runpy.run_path
-    module = types.ModuleType("__mp_main__")
-    module.__dict__.update(run(where, run_name="__mp_main__"))
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
 
 
 def main(descriptor: int) -> None:
     """Import the tools and serve the executor's orders."""
     control = socket.socket(fileno=descriptor)
-    received = receive(control)
-    if received is None:
-        return
-    setup = json.loads(received)
     try:
-        functions = load_functions(setup)
-        checkers = {
-            name: ArgumentChecker(functions[name], schema, setup["root"])
-            for name, (_, schema) in setup["tools"].items()
-        }
-        for checker in checkers.values():
-            with contextlib.suppress(RefusedArgumentsError):
-                checker({})  # libraries read files at first use; a worker's user might not be able to
-        server = ForkServer(control, setup, functions, checkers)
+        server = ForkServer(control, json.loads(receive(control)))
     except BaseException as error:  # an import may raise anything; the executor reports it
-        send(control, json.dumps({"error": described(error)}).encode())
+        with contextlib.suppress(OSError):  # the executor is gone
+            send(control, json.dumps({"error": described(error)}).encode())
         return
     gc.collect()
     gc.freeze()  # memory pages that the collector does not touch stay shared

@@ -48,17 +48,36 @@ _THREAD_SECONDS = 0.05
 """Time for a thread that a tool has joined to leave the list of Linux."""
 
 
-def receive(connection: socket.socket) -> bytes | None:
-    """Read one frame. None if the other side is gone."""
+class PartOfFrameError(TimeoutError):
+    """The time is up, and a part of a frame has arrived."""
+
+
+def receive(connection: socket.socket, max_bytes: int = 2**33, deadline: float | None = None) -> bytes:
+    """Read one frame.
+
+    Raises:
+        EOFError: The other side is gone.
+        TimeoutError: The frame was not complete at `deadline`, a time of `time.monotonic`.
+        ValueError: The other side wrote a frame of more than `max_bytes`, or more than a frame.
+    """
     data = bytearray()
     size = LENGTH.size
     while len(data) < size:
-        part = connection.recv(65536)
+        try:
+            if deadline is not None:
+                connection.settimeout(max(0.0, deadline - time.monotonic()))
+            part = connection.recv(65_536)
+        except (TimeoutError, BlockingIOError):
+            raise (PartOfFrameError if data else TimeoutError)() from None
         if not part:
-            return None
+            raise EOFError("it ended")
         data += part
         if len(data) >= LENGTH.size:
             size = LENGTH.size + LENGTH.unpack_from(data)[0]
+        if size > max_bytes:
+            raise ValueError(f"it wrote a frame of {size} bytes; at most {max_bytes} are read")
+    if len(data) > size:
+        raise ValueError("it wrote without having been asked")
     return bytes(data[LENGTH.size :])
 
 
@@ -67,10 +86,18 @@ def send(connection: socket.socket, content: bytes) -> None:
     connection.sendall(LENGTH.pack(len(content)) + content)
 
 
+class CallError(Exception):
+    """A call failed. `name` is the name of the error to report, one of `REPORTED`."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
 class Worker:
     """Runs tool calls in a worker process, for the executor at the other end of the socket `answers`.
 
-    `setup` has the settings of `links.ForkServerLink`. `checker` gives a tool's argument checker for a folder.
+    `setup` has the settings of `workers.setup_of`. `checker` gives a tool's argument checker for a folder.
     """
 
     def __init__(
@@ -82,9 +109,6 @@ class Worker:
     ) -> None:
         self.answers = answers
         self.setup = setup
-        self.max_output_bytes = setup["max_output_bytes"]
-        self.cpu_seconds = setup["limits"]["cpu_seconds"]
-        self.open_files = setup["limits"]["open_files"]
         self.functions = functions
         self.checker = checker
         self.alone = setup["no_own_users"] is None  # this process started every other process of its user
@@ -95,25 +119,31 @@ class Worker:
 
     def serve(self) -> None:
         """Answer requests until the socket is closed."""
-        while request := receive(self.answers):
-            self._limit_cpu()
-            ok, content = self._call(*json.loads(request[TOKEN_BYTES:].decode()))
-            flags = (OK if ok else 0) | (0 if self._tidy() else RETIRE)
-            send(self.answers, request[:TOKEN_BYTES] + bytes([flags]) + content)
+        with contextlib.suppress(EOFError):
+            while True:
+                request = receive(self.answers)
+                limit_cpu(self.setup["limits"]["cpu_seconds"])
+                flags = OK
+                try:
+                    content = self._call(*json.loads(request[TOKEN_BYTES:]))
+                except CallError as error:
+                    flags, content = 0, json.dumps([error.name, str(error)[: 2 * _MAX_MESSAGE]]).encode()
+                flags |= 0 if self._tidy() else RETIRE
+                send(self.answers, request[:TOKEN_BYTES] + bytes([flags]) + content)
 
-    def _call(self, name: str, arguments: dict[str, Any], folder: str | None) -> tuple[bool, bytes]:
-        """Run one call. Returns (True, output) or (False, error), as JSON."""
+    def _call(self, name: str, arguments: dict[str, Any], folder: str | None) -> bytes:
+        """Run one call. Returns the output as JSON."""
         try:
             root = enter(self.setup, folder)
         except OSError as error:
             self.misplaced = True
-            return _error("WorkerLostError", message_of(error))
+            raise CallError("WorkerLostError", message_of(error)) from error
         try:
             arguments = self.checker(name, root)(arguments)
         except ValueError as error:
-            return _error(getattr(error, "error", "InvalidArgumentsError"), str(error))
+            raise CallError(getattr(error, "error", "InvalidArgumentsError"), str(error)) from error
         except BaseException as error:
-            return _error("InvalidArgumentsError", f"the schema cannot be applied: {described(error)}")
+            raise CallError("InvalidArgumentsError", f"the schema cannot be applied: {described(error)}") from error
         try:
             value = self.functions[name](**arguments)
             if inspect.iscoroutine(value):
@@ -122,17 +152,10 @@ class Worker:
                 value = asyncio.run(value)
         except BaseException as error:  # includes SystemExit and MemoryError: a tool must not end its worker by raising
             if type(error).__name__ in PASSED_ON and type(error).__module__ == "adapters.tools.errors":
-                return _error(type(error).__name__, message_of(error))
-            return _error("ToolRaisedError", described(error))
+                raise CallError(type(error).__name__, message_of(error)) from error
+            raise CallError("ToolRaisedError", described(error)) from error
         sys.setrecursionlimit(self.recursion_limit)  # the executor can only read this depth
-        return encode_output(value, self.max_output_bytes)
-
-    def _limit_cpu(self) -> None:
-        if self.cpu_seconds is not None:
-            import resource
-
-            hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-            resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + self.cpu_seconds, hard))
+        return encode_output(value, self.setup["max_output_bytes"])
 
     def _tidy(self) -> bool:
         """Restore the process state from before the call. Returns whether that succeeded."""
@@ -151,24 +174,30 @@ class Worker:
             os.close(free)
         except Exception:
             return False
-        may_open = self.open_files is None or free <= self.open_files / 2
-        return may_open and not self.misplaced and _has_one_thread()
+        open_files = self.setup["limits"]["open_files"]
+        return (open_files is None or free <= open_files / 2) and not self.misplaced and _has_one_thread()
 
     def _end_children(self) -> None:
         """Kill every process that the call started."""
         with contextlib.suppress(ChildProcessError):  # no child process: the usual case
             while True:
                 if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                    if self.alone:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(-1, signal.SIGKILL)  # every other process of this user
-                    listed = children()
-                    if not listed and not self.alone:
+                    listed = [-1] if self.alone else children()  # -1: every other process of this user
+                    if not listed:
                         raise OSError("a process that cannot be found; the executor ends it with this one")
                     for pid in listed:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
                     os.waitpid(-1, 0)
+
+
+def limit_cpu(seconds: int | None) -> None:
+    """Set this process's limit of processor time for the next call."""
+    if seconds is not None:
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + seconds, hard))
 
 
 def enter(setup: dict[str, Any], folder: str | None) -> str:
@@ -222,28 +251,25 @@ def _num_threads() -> int:
         return threading.active_count()
 
 
-def encode_output(value: Any, max_bytes: int) -> tuple[bool, bytes]:
-    """Encode an output. Returns (True, output) or (False, error), as JSON."""
-    too_large = f"output must take at most {max_bytes} bytes as JSON; "
+def encode_output(value: Any, max_bytes: int) -> bytes:
+    """Encode an output as JSON.
+
+    Raises:
+        CallError: The output is too large, or JSON cannot represent it.
+    """
+    too_large = f"output must take at most {max_bytes} bytes as JSON; got"
     if isinstance(value, str) and len(value) > max_bytes:
-        return _error("OutputTooLargeError", f"{too_large}got more.")
+        raise CallError("OutputTooLargeError", f"{too_large} more.")
     try:
         content = _ENCODE(value).encode()
     except MemoryError:
-        return _error("OutputTooLargeError", f"{too_large}memory ran out.")
-    except RecursionError:
-        return _error(
-            "InvalidOutputError", "output must be a value that JSON can represent; got one nested too deeply."
-        )
-    except Exception as error:  # includes errors that a value's own methods raise
-        return _error("InvalidOutputError", f"output must be a value that JSON can represent: {described(error)}")
+        raise CallError("OutputTooLargeError", f"{too_large} more than the memory holds.") from None
+    except BaseException as error:  # includes errors that a value's own methods raise, and a value nested too deeply
+        message = f"output must be a value that JSON can represent: {described(error)}"
+        raise CallError("InvalidOutputError", message) from None
     if len(content) > max_bytes:
-        return _error("OutputTooLargeError", f"{too_large}got {len(content)}.")
-    return True, content
-
-
-def _error(name: str, message: str) -> tuple[bool, bytes]:
-    return False, json.dumps([name, message[: 2 * _MAX_MESSAGE]]).encode()
+        raise CallError("OutputTooLargeError", f"{too_large} {len(content)}.")
+    return content
 
 
 def described(error: BaseException) -> str:

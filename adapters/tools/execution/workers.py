@@ -1,21 +1,43 @@
-"""The pool of workers, their limits, and which tools need them."""
+"""The program's side of the workers: their limits, the process that forks them, and the pool from which calls take them."""
 
-import asyncio
+import contextlib
+import itertools
+import json
 import os
 import pickle
+import shutil
 import signal
-from collections.abc import Callable, Collection
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from adapters.tools.catalogue.schemas import names_path_format, slow_keyword
-from adapters.tools.catalogue.tools import Tool, ToolCatalogue
-from adapters.tools.errors import ToolError, ToolTimeoutError, WorkerDiedError, WorkerLostError
+from adapters.tools import errors
+from adapters.tools.catalogue.tools import Tool
 from grpo.errors import ConfigError
 
+from .batches import Turn
 from .commands import Command
-from .links import ERRORS, ForkServerLink, LinkLostError, Worker
-from .worker import OK, RETIRE
+from .confinement import confinement_of, readable_paths
+from .confinement.process import PR_SET_DUMPABLE, prctl
+from .fork_server import BOOT, INSIDE, KILL, ORDER, QUIT, REAP, SPAWN
+from .worker import OK, REPORTED, RETIRE, TOKEN_BYTES, PartOfFrameError, receive, send
+
+ERRORS: dict[str, type[errors.ToolError]] = {name: getattr(errors, name) for name in REPORTED}
+"""Errors that a worker may report, by name."""
+
+_ALLOWANCE = 65_536
+"""Maximum size in bytes of a message from a worker, beyond the size of the tool's output."""
+_START_SECONDS = 120.0
+"""Time limit for the import of the tools' modules."""
+_FORK_SECONDS = 30.0
+_END_SECONDS = 10.0
+_HOME = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,152 +72,302 @@ class WorkerLimits:
 
 
 class WorkerPool:
-    """Workers that are started on demand. Each call takes the next free worker.
+    """Workers that are started on demand. Each call takes the next free worker. `setup` comes from `setup_of`."""
 
-    Args:
-        make_server: Creates a fork server: the first one, and a replacement if a fork server died.
-        num_workers: Maximum number of concurrent workers.
-    """
+    def __init__(self, setup: dict[str, Any], num_workers: int) -> None:
+        self._setup = setup
+        self._server: ForkServerProcess | None = None
+        self._starting = threading.Lock()
+        self._turns = threading.Semaphore(num_workers)
+        self._idle: list[WorkerProcess] = []
 
-    def __init__(self, make_server: Callable[[], ForkServerLink], num_workers: int) -> None:
-        self._make_server = make_server
-        self._server: ForkServerLink | None = None
-        self._starting = asyncio.Lock()
-        self._turns = asyncio.Semaphore(num_workers)
-        self._idle: list[Worker] = []
-        self.problems: list[str] = []
-
-    async def start(self) -> None:
-        """Start the fork server and one worker.
+    def start(self) -> list[str]:
+        """Start the fork server and one worker. Returns the restrictions that could not be applied to the worker.
 
         Raises:
             ConfigError: The worker processes cannot import the tools' modules, or cannot read the folder.
         """
-        self._idle.append(await self._spawn())
+        self._idle.append(self._spawn())
+        return self._idle[0].problems
 
     def close(self) -> None:
         """End the workers and the fork server."""
         for worker in self._idle:
-            worker.link.socket.close()
+            worker.socket.close()
         if self._server is not None:
             self._server.close()
 
-    async def call(self, request: bytes, timeout: float, begin: Callable[[], None]) -> tuple[Any, int]:
+    def call(self, request: bytes, timeout: float, turn: Turn) -> tuple[Any, int]:
         """Run a call on the next free worker. Returns the output and its size in bytes.
 
         A worker may send data that does not answer the call. If earlier calls ran on that worker, the data may be theirs, so
-        the call runs again on a new worker. `begin` is called when a worker is available. The timeout in seconds starts then.
+        the call runs again on a new worker. The timeout in seconds starts when a worker is available.
 
         Raises:
             ToolError: The call failed.
         """
-        async with self._turns:
-            while self._idle and not self._idle[-1].link.is_quiet:
-                await self._idle.pop().kill()
-            worker = self._idle.pop() if self._idle else await self._new_worker()
-            begin()
-            answer = await self._ask(worker, request, timeout)
+        with turn.of(self._turns):
+            answer = self._ask(self._idle_worker() or self._new_worker(), request, timeout, turn)
             if answer is None:
-                worker = await self._new_worker()
-                begin()
-                answer = await self._ask(worker, request, timeout)
-            assert answer is not None
-        flags, content, value = answer
-        if flags & OK:
-            return value, len(content)
+                answer = self._ask(self._new_worker(), request, timeout, turn)
+        assert answer is not None
+        is_output, value, size = answer
+        if is_output:
+            return value, size
         raise ERRORS[value[0]](str(value[1]))
 
-    async def _ask(self, worker: Worker, request: bytes, timeout: float) -> tuple[int, bytes, Any] | None:
+    def _ask(self, worker: "WorkerProcess", request: bytes, timeout: float, turn: Turn) -> tuple[int, Any, int] | None:
         """Run a call on this worker. Returns None if it sent invalid data, which an earlier call may have caused."""
         is_new, worker.is_new = worker.is_new, False
+        turn.begin()
         try:
-            async with asyncio.timeout(timeout):
-                answer = await worker.ask(request)
-        except TimeoutError:
-            is_garbled = worker.link.has_unread_data
-            await worker.kill()
-            if is_garbled and not is_new:
+            with turn.ended_by(worker.shut):
+                flags, value, size = worker.ask(request, timeout)
+        except BaseException as error:
+            is_late = isinstance(error, TimeoutError)
+            has_ended = isinstance(error, EOFError | OSError) and not is_late
+            status = worker.end(has_ended=has_ended)
+            turn.check()
+            if not is_new and isinstance(error, PartOfFrameError | ValueError | RecursionError):
                 return None
-            raise ToolTimeoutError(f"no answer within {timeout:g} s; the worker was killed.") from None
-        except LinkLostError as error:
-            status = await worker.kill(has_ended=error.has_ended)
-            if not error.has_ended and not is_new:
-                return None
-            raise _died(worker, error, status) from None
-        except BaseException:  # the call was cancelled
-            await worker.kill()
-            raise
-        if answer[0] & RETIRE:
-            await worker.kill()
+            if is_late:
+                raise errors.ToolTimeoutError(f"no answer within {timeout:g} s; the worker was killed.") from None
+            raise _died(worker, error, status, has_ended=has_ended) from None
+        if flags & RETIRE:
+            worker.end()
         else:
             self._idle.append(worker)
-        return answer
+        return flags & OK, value, size
 
-    async def _new_worker(self) -> Worker:
+    def _idle_worker(self) -> "WorkerProcess | None":
+        while True:
+            try:
+                worker = self._idle.pop()
+            except IndexError:
+                return None
+            if worker.is_quiet:
+                return worker
+            worker.end()
+
+    def _new_worker(self) -> "WorkerProcess":
         try:
-            return await self._spawn()
-        except (LinkLostError, ConfigError) as error:
-            raise WorkerLostError(f"no worker could be started: {error}") from error
+            return self._spawn()
+        except (ConfigError, EOFError, OSError) as error:
+            raise errors.WorkerLostError(f"no worker could be started: {error}") from error
 
-    async def _spawn(self) -> Worker:
-        async with self._starting:
+    def _spawn(self) -> "WorkerProcess":
+        with self._starting:
             if self._server is None or self._server.is_lost:
                 if self._server is not None:
                     self._server.close()
-                self._server = self._make_server()
-                await self._server.start()
-        worker, self.problems = await self._server.spawn()
-        return worker
+                self._server = ForkServerProcess(self._setup)
+                self._server.start()
+        return WorkerProcess(self._server)
 
 
-def _died(worker: Worker, error: LinkLostError, status: int | None) -> ToolError:
+class WorkerProcess:
+    """A new worker process, which runs one call at a time.
+
+    Raises:
+        EOFError, OSError: The fork failed.
+        ConfigError: The worker reported that it cannot run.
+    """
+
+    def __init__(self, server: "ForkServerProcess") -> None:
+        self.server = server
+        self.is_new = True
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self.slot = server.spawn(theirs)
+        try:
+            hello = json.loads(receive(self.socket, server.max_bytes, time.monotonic() + _FORK_SECONDS))
+            if "error" in hello:
+                raise ConfigError(f"ToolExecutor could not start a worker: {hello['error']}.")
+        except BaseException:
+            self.end()
+            raise
+        self.problems: list[str] = hello["problems"]
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the worker runs, and has sent nothing that nobody asked for."""
+        return _next_byte(self.socket) is None
+
+    def ask(self, request: bytes, timeout: float) -> tuple[int, Any, int]:
+        """Send a request as JSON. Returns the flags, the output or the error, and its size in bytes.
+
+        Raises:
+            ValueError, RecursionError: The worker sent data that does not answer this request.
+            EOFError, OSError: The worker has ended, or there is no answer within `timeout` (see `receive`).
+        """
+        deadline = time.monotonic() + timeout
+        token = os.urandom(TOKEN_BYTES)
+        self.socket.settimeout(timeout)
+        send(self.socket, token + request)
+        frame = receive(self.socket, self.server.max_bytes, deadline)
+        if frame[:TOKEN_BYTES] != token or len(frame) == TOKEN_BYTES:
+            raise ValueError("it sent data that does not answer this call")
+        flags, content = frame[TOKEN_BYTES], frame[TOKEN_BYTES + 1 :]
+        answer = json.loads(content)
+        if not flags & OK and not (isinstance(answer, list) and len(answer) == 2 and answer[0] in ERRORS):
+            raise ValueError("it reported an error of an unknown type")
+        return flags, answer, len(content)
+
+    def shut(self) -> None:
+        """End a wait for an answer, in another thread."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def end(self, *, has_ended: bool = False) -> int | None:
+        """End the worker with every process that it started.
+
+        `has_ended` gives it a moment to end by itself. Returns its wait status, or None if it did not end by itself.
+        """
+        self.socket.close()
+        return self.server.end(self.slot, has_ended=has_ended)
+
+
+class ForkServerProcess:
+    """The program's handle of the fork server."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self.max_bytes: int = setup["max_output_bytes"] + _ALLOWANCE
+        """Maximum size of a frame that a worker sends."""
+        self._setup = setup
+        self._orders = threading.Lock()
+        self._free: list[int] = []
+        self._slots = itertools.count()
+        self._socket, self._theirs = socket.socketpair()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the fork server has ended."""
+        return _next_byte(self._socket) == b""
+
+    def start(self) -> None:
+        """Start the fork server, which imports the tools.
+
+        Raises:
+            ConfigError: The tools could not be imported.
+        """
+        root = self._setup["root"]
+        if self._setup["own_root"]:
+            Path(root).mkdir(mode=0o700, exist_ok=True)  # a tool may have removed it
+        parent = os.open(Path(root).parent, getattr(os, "O_PATH", os.O_RDONLY))
+        command = [sys.executable, "-P", "-c", BOOT, str(self._theirs.fileno()), _HOME]
+        if self._setup["kind"] == "user" and self._setup["no_own_users"] is not None:
+            prctl(PR_SET_DUMPABLE, 0)  # nothing else keeps the workers from this program's memory and environment
+        with self._theirs:
+            self._process = subprocess.Popen(
+                [*confinement_of(self._setup["kind"]).prefix(root, self._setup["readable"]), *command],
+                pass_fds=[self._theirs.fileno(), parent],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=_environment(root),
+                cwd=root,
+                start_new_session=True,  # Ctrl-C goes to the main program, which shuts the fork server down
+            )
+        os.close(parent)
+        self._socket.settimeout(_START_SECONDS)
+        try:
+            send(self._socket, json.dumps(self._setup | {"parent": parent}).encode())
+            answer = json.loads(receive(self._socket, 2**20, time.monotonic() + _START_SECONDS))
+            self._socket.settimeout(None)
+        except TimeoutError:
+            os.killpg(self._process.pid, signal.SIGKILL)  # it has no workers yet
+            answer = {"error": f"their modules were not imported within {_START_SECONDS:g} s"}
+        except (EOFError, OSError) as error:
+            hint = "; bwrap may have written why, and confinement='landlock' mounts nothing"
+            answer = {"error": f"the fork server: {error}{hint if self._setup['kind'] == 'bubblewrap' else ''}"}
+        if "error" in answer:
+            self.close()
+            raise ConfigError(f"ToolExecutor could not start its workers: {answer['error']}")
+
+    def spawn(self, connection: socket.socket) -> int:
+        """Start a worker with this end of its socket. Returns its number. Raises OSError if the fork server is gone."""
+        with self._orders:
+            slot = self._free.pop() if self._free else next(self._slots)
+            socket.send_fds(self._socket, [ORDER.pack(SPAWN, slot)], [connection.fileno()])
+        return slot
+
+    def end(self, slot: int, *, has_ended: bool) -> int | None:
+        """See `WorkerProcess.end`."""
+        try:
+            with self._orders:
+                self._socket.sendall(ORDER.pack(REAP if has_ended else KILL, slot))
+                status: int | None = json.loads(receive(self._socket))
+                self._free.append(slot)
+        except (EOFError, OSError):  # the fork server is gone, and its workers with it
+            return None
+        return status
+
+    def close(self) -> None:
+        """End the fork server, which ends its workers, and wait for it."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(ORDER.pack(QUIT, 0))
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends a wait for an answer, in another thread
+        with self._orders:
+            self._socket.close()
+        if self._process is not None:
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+
+
+def _next_byte(connection: socket.socket) -> bytes | None:
+    """The next byte that has arrived, which stays unread. Empty at the end of the data, and None if there is none yet."""
+    try:
+        connection.settimeout(None)  # otherwise `recv` waits
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+def _died(worker: WorkerProcess, error: BaseException, status: int | None, *, has_ended: bool) -> errors.ToolError:
     """The error of a call whose worker ended. The call is lost if something else ended the worker."""
     how = "it did not end by itself"
-    kind: type[ToolError] = WorkerDiedError
+    kind: type[errors.ToolError] = errors.WorkerDiedError
     if worker.server.is_lost:
-        how, kind = "the fork server ended too", WorkerLostError
+        how, kind = "the fork server ended too", errors.WorkerLostError
     elif status is not None:
         code = os.waitstatus_to_exitcode(status)
         if code == -signal.SIGXCPU:
-            return ToolTimeoutError(
+            return errors.ToolTimeoutError(
                 "the call used more processor time than WorkerLimits.cpu_seconds; the worker was killed."
             )
         how = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        if error.has_ended and code in (-signal.SIGKILL, -signal.SIGTERM):
-            how, kind = "killed", WorkerLostError
+        if has_ended and code in (-signal.SIGKILL, -signal.SIGTERM):
+            how, kind = "killed", errors.WorkerLostError
     return kind(f"the worker ended during the call: {error} ({how}).")
 
 
-def needs_worker(tool: Tool) -> bool:
-    """Whether a worker is needed to execute the tool, or to check its arguments where the check may be slow."""
-    return not tool.remote or slow_keyword(tool.parameters) is not None
+def setup_of(tools: Sequence[Tool], **settings: Any) -> dict[str, Any]:
+    """What the fork server needs to know, as JSON values.
+
+    Raises:
+        ConfigError: Workers cannot import a function, or a `Command` does not match its tool.
+    """
+    functions = {tool.name: _pickled(tool) for tool in tools}
+    programs = {tool.name: tool.function.argv[0] for tool in tools if isinstance(tool.function, Command)}
+    found = {tool: (program, path) for tool, program in programs.items() if (path := shutil.which(program)) is not None}
+    homes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
+    readable = [*map(os.fspath, settings["readable"]), _HOME, *(path for _, path in found.values())]
+    return settings | {
+        "sys_path": [str(Path(entry).absolute()) for entry in sys.path],
+        "python": [sys.executable, *(p for p in sys.path if any(Path(p).is_relative_to(home) for home in homes))],
+        "readable": readable_paths(readable),
+        "main": _main_module([name for name, function in functions.items() if b"__main__" in function]),
+        "programs": found,
+        "tools": {tool.name: (functions[tool.name].hex(), tool.parameters) for tool in tools},
+    }
 
 
-def allowed_tools(catalogue: ToolCatalogue, allow: Collection[str] | None) -> list[Tool]:
-    """The allowed tools. Their schemas are checked."""
-    unknown = [str(name) for name in allow or () if name not in catalogue]
-    if unknown:
-        raise ConfigError(
-            f"ToolExecutor.allow must name tools of the catalogue; the catalogue has no {', '.join(sorted(unknown))}."
-        )
-    if not hasattr(os, "fork") and any(needs_worker(tool) for tool in catalogue.values()):
-        raise ConfigError(
-            "ToolExecutor needs Unix for its worker processes. On this system, tools must be `remote`. Schemas "
-            "must not have `pattern`, `patternProperties`, `uniqueItems` or a recursive `$ref`: workers check these."
-        )
-    allowed = [tool for name, tool in catalogue.items() if allow is None or name in allow]
-    for tool in allowed:
-        slow = slow_keyword(tool.parameters)
-        if tool.remote and slow is not None and names_path_format(tool.parameters):
-            raise ConfigError(
-                f'Tool {tool.name}: parameters of a remote tool must not have both "format": "path" and `{slow}`: this '
-                f"process checks paths, and a check of `{slow}` could block all other calls. Remove one of the two from the "
-                "schema, or leave the tool out of `allow`."
-            )
-    return allowed
-
-
-def pickled(tool: Tool) -> bytes:
+def _pickled(tool: Tool) -> bytes:
     """The tool's function, for the fork server."""
     if tool.remote:
         return pickle.dumps("".format)  # accepts any arguments and returns a text; the worker only checks the arguments
@@ -208,3 +380,26 @@ def pickled(tool: Tool) -> bytes:
             f"Tool {tool.name}: workers must be able to import its function by name; the import fails: {error}. Define the "
             "function at the top level of a module, or make the tool `remote` with an `async def`."
         ) from error
+
+
+def _main_module(inside: list[str]) -> tuple[str, str] | None:
+    """How to import `__main__`, if tools' functions are defined there."""
+    if not inside:
+        return None
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return "module", spec.name
+    file = getattr(main, "__file__", None)
+    if file is None or not Path(file).is_file():
+        raise ConfigError(
+            f"Tools {', '.join(inside)}: a worker process cannot import their functions, which are defined in a notebook or an "
+            "interactive session. Move the functions to a module, and import them."
+        )
+    return "file", str(Path(file).resolve())
+
+
+def _environment(root: str) -> dict[str, str]:
+    """Environment variables of the workers: no secrets, one thread each."""
+    passed_on = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TZ") if name in os.environ}
+    return passed_on | {"LANG": "C.UTF-8", "HOME": root, "OMP_NUM_THREADS": "1", INSIDE: "1"}

@@ -18,7 +18,7 @@ import pytest
 from adapters.tools.catalogue.calls import ToolResult
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import ToolNotAllowedError, UnknownToolError
-from adapters.tools.execution.engine import Engine
+from adapters.tools.execution.batches import Batch
 from adapters.tools.execution.executor import ToolExecutor
 from adapters.tools.execution.workers import WorkerLimits
 from grpo.errors import ConfigError
@@ -142,7 +142,7 @@ def test_invalid_limits_are_refused() -> None:
 
 def test_a_module_that_workers_cannot_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("adapters.tools.execution.links._START_SECONDS", 0.2)
+    monkeypatch.setattr("adapters.tools.execution.workers._START_SECONDS", 0.2)
     in_worker = (
         "import os, time\nif 'MODEL_AGNOSTIC_GRPO_TOOL_WORKER' in os.environ:\n    {}\ndef f():\n    'Nothing.'\n"
     )
@@ -151,7 +151,7 @@ def test_a_module_that_workers_cannot_import_is_named(tmp_path: Path, monkeypatc
 
     with pytest.raises(ConfigError, match=r"not imported within 0\.2 s"):
         ToolExecutor(ToolCatalogue([Tool.from_function(slow_there.f)]))
-    monkeypatch.setattr("adapters.tools.execution.links._START_SECONDS", LONG)
+    monkeypatch.setattr("adapters.tools.execution.workers._START_SECONDS", LONG)
     (tmp_path / "only_here.py").write_text(in_worker.format("raise RuntimeError('not in a worker')"))
     import only_here  # type: ignore[import-not-found]
 
@@ -204,14 +204,14 @@ def test_an_interrupt_ends_the_calls_and_the_executor_stays_usable(tmp_path: Pat
 
 def test_an_interrupt_at_the_moment_of_the_start_ends_the_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with ToolExecutor(CATALOGUE, num_workers=1, timeout=10 * LONG) as made:
-        submit = Engine.submit
+        start = Batch.start
 
-        def submit_and_be_interrupted(*arguments: Any) -> None:
-            submit(*arguments)
+        def start_and_be_interrupted(*arguments: Any) -> None:
+            start(*arguments)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(Engine, "submit", submit_and_be_interrupted)
+            patched.setattr(Batch, "start", start_and_be_interrupted)
             with pytest.raises(KeyboardInterrupt):
                 made.run([call("nap", seconds=500)] * 2)
         assert output_of(made, "add", a=1) == 2, "the only worker is free"

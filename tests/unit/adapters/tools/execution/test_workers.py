@@ -22,10 +22,10 @@ from adapters.tools.errors import (
     WorkerDiedError,
     WorkerLostError,
 )
-from adapters.tools.execution import worker as worker_loop
 from adapters.tools.execution.commands import Command
 from adapters.tools.execution.confinement import check_programs, process
 from adapters.tools.execution.executor import ToolExecutor
+from adapters.tools.execution.worker import limit_cpu
 from adapters.tools.execution.workers import WorkerLimits
 from grpo.errors import ConfigError, GRPOWarning
 from tests.support.tool_executors import (
@@ -266,11 +266,8 @@ def test_processor_time_is_limited_per_call(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("time.process_time", lambda: next(used))
     monkeypatch.setattr("resource.setrlimit", lambda kind, values: limits.append((kind, *values)))
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    limits_of_setup = {"cpu_seconds": 2, "open_files": None}
-    setup: dict[str, Any] = {"root": "/", "max_output_bytes": 1, "no_own_users": "", "limits": limits_of_setup}
-    made = worker_loop.Worker(None, setup, {}, None)  # type: ignore[arg-type]  # it answers nobody here
-    made._limit_cpu()
-    made._limit_cpu()
+    for seconds in (2, None, 2):
+        limit_cpu(seconds)
     assert limits == [(resource.RLIMIT_CPU, 3, hard), (resource.RLIMIT_CPU, 7, hard)]
 
 
@@ -336,12 +333,9 @@ def test_four_workers_at_most_are_started_when_needed_and_stay_warm() -> None:
         assert len({output_of(made, "who")["pid"] for _ in range(5)}) == 1
 
 
-def test_a_call_has_ten_seconds_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr("adapters.tools.execution.executor.Engine", lambda *_, timeout, **__: asked.append(timeout))
-    monkeypatch.setattr("adapters.tools.execution.executor._finish", lambda *_: None)
-    ToolExecutor(CATALOGUE, allow=["async_nap"], root=tmp_path)
-    assert asked == [10.0]
+def test_a_call_has_ten_seconds_unless_told_otherwise() -> None:
+    with ToolExecutor(CATALOGUE, allow=["async_nap"]) as made:
+        assert made._timeout == 10.0
 
 
 def test_a_worker_that_dies_is_named_and_replaced(executor: ToolExecutor) -> None:
@@ -353,9 +347,9 @@ def test_a_worker_that_dies_is_named_and_replaced(executor: ToolExecutor) -> Non
 def test_a_worker_that_dies_between_calls_is_replaced_silently(executor: ToolExecutor) -> None:
     pid = number_here(executor, output_of(executor, "who")["pid"])
     assert pid is not None
-    [idle] = executor._engine._pool._idle
+    [idle] = executor._pool._idle
     os.kill(pid, signal.SIGKILL)
-    assert soon(lambda: not idle.link.is_quiet), "the executor has read the end of the worker's socket"
+    assert soon(lambda: not idle.is_quiet), "the executor has read the end of the worker's socket"
     assert output_of(executor, "add", a=1) == 2
     assert not exists(pid)
 
