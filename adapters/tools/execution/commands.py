@@ -2,9 +2,9 @@
 
 import os
 import re
-import selectors
 import string
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -12,7 +12,6 @@ from pathlib import PurePath
 from typing import Any
 
 from adapters.tools.catalogue.inputs import require_whole
-from adapters.tools.catalogue.tools import Tool
 from adapters.tools.errors import InvalidArgumentsError, OutputTooLargeError
 from grpo.errors import ConfigError
 
@@ -69,41 +68,32 @@ class Command:
         """Check the fields."""
         require_whole("Command", max_output_bytes=self.max_output_bytes)
         argv: Any = self.argv
-        got = f"got {argv!r}."
-        if not isinstance(argv, list | tuple) or not argv or not all(isinstance(element, str) for element in argv):
-            raise ConfigError(f"Command.argv must be a list of strings that begins with the program; {got}")
-        if any("\0" in element for element in argv) or not argv[0]:
-            raise ConfigError(f"Command.argv must have a nonempty program and no null character; {got}")
-        has_parameter = [_has_parameter(element) for element in argv]
+        is_list = isinstance(argv, list | tuple) and all(isinstance(element, str) for element in argv)
+        if not is_list or not argv or not argv[0] or "\0" in "".join(argv):
+            raise ConfigError(
+                f"Command.argv must be a list of strings, without null characters, that begins with the program; got {argv!r}."
+            )
+        has_parameter = [any(name is not None for _, name in _parts(element)) for element in argv]
         if has_parameter[0]:
-            raise ConfigError(f"Command.argv: the program must not contain a parameter of the call; {got}")
+            raise ConfigError(f"Command.argv: the program must not contain a parameter of the call; got {argv!r}.")
         program = PurePath(argv[0]).name.lower().removesuffix(".exe")
         if _STARTS_PROGRAMS.fullmatch(program) or not _EXECUTES.isdisjoint(argv):
             raise ConfigError(
-                f"Command.argv must not name a shell or a program that starts another one; {got} Name the program itself."
+                f"Command.argv must not name a shell or a program that starts another one; got {argv!r}. Name the program."
             )
-        if _INTERPRETERS.fullmatch(program) and any(has_parameter) and not _has_script(argv, has_parameter):
-            raise ConfigError(
-                f"Command.argv: parameters must not decide which code is run; {got} Put them after the name of a script, "
-                "with no options before it, or name an executable script as the program."
-            )
+        if _INTERPRETERS.fullmatch(program) and any(has_parameter):
+            options = [each for each in argv[2:] if each.startswith("-") and each != "--"]
+            reads_more_code = bool(options) and re.search("awk|sed", program)  # also by an option after the script
+            if argv[1].startswith("-") or has_parameter[1] or reads_more_code:
+                raise ConfigError(
+                    f"Command.argv: parameters must not decide which code is run; got {argv!r}. Put them after the name of a "
+                    "script, with no options before it, or name an executable script as the program."
+                )
 
     @property
     def names(self) -> frozenset[str]:
         """Names of the parameters in `argv`."""
         return frozenset(name for element in self.argv for _, name in _parts(element) if name is not None)
-
-    def check(self, tool: Tool) -> None:
-        """Check that `argv` names exactly the tool's parameters.
-
-        Raises:
-            ConfigError: `argv` lacks a parameter of the schema, or names one that the schema lacks.
-        """
-        if self.names != set(tool.properties):
-            raise ConfigError(
-                f"Tool {tool.name}: Command.argv must name exactly the parameters of the schema, {sorted(tool.properties)}; "
-                f"argv names {sorted(self.names)}. Change argv or the schema."
-            )
 
     def __call__(self, **arguments: Any) -> str:
         """Run the program.
@@ -114,26 +104,21 @@ class Command:
             CommandFailedError: The exit status is not 0. The message holds the end of the standard error.
         """
         argv = self.resolve(arguments)
-        with subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, shell=False
-        ) as process:
-            try:
-                stdout, stderr = self._read(process)
-            except BaseException:
-                process.kill()
-                raise
+        with tempfile.TemporaryFile() as stderr:
+            with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr) as process:
+                assert process.stdout is not None
+                output = process.stdout.read(self.max_output_bytes + 1)
+                if len(output) > self.max_output_bytes:
+                    process.kill()
+                    raise OutputTooLargeError(f"output must take at most {self.max_output_bytes} bytes.")
+            stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _STDERR_BYTES))
+            said = stderr.read().decode(errors="replace").strip()
         if process.returncode != 0:
-            raise CommandFailedError(
-                f"{argv[0]} ended with status {process.returncode}: {stderr.decode(errors='replace').strip()}"
-            )
-        return stdout.decode(errors="replace")
+            raise CommandFailedError(f"{PurePath(argv[0]).name} ended with status {process.returncode}: {said}")
+        return output.decode(errors="replace")
 
     def resolve(self, arguments: dict[str, Any]) -> list[str]:
-        """Build the program's argument list for one call.
-
-        Raises:
-            InvalidArgumentsError: A value cannot be an argument, or could be read as an option.
-        """
+        """The program's argument list for one call. Raises InvalidArgumentsError, see `__call__`."""
         texts = {name: _text(name, value) for name, value in arguments.items() if value is not None}
         argv: list[str] = []
         for element in self.argv:
@@ -141,31 +126,10 @@ class Command:
             if any(name is not None and name not in texts for _, name in parts):
                 continue
             resolved = "".join(literal + ("" if name is None else texts[name]) for literal, name in parts)
-            starts_with_value = bool(parts) and parts[0][0] == ""
-            if starts_with_value and resolved.startswith("-") and "--" not in argv:
+            if parts and parts[0][0] == "" and resolved.startswith("-") and "--" not in argv:
                 raise InvalidArgumentsError(f"{parts[0][1]} must not begin with '-'; got {resolved[:100]!r}.")
             argv.append(resolved)
         return argv
-
-    def _read(self, process: "subprocess.Popen[bytes]") -> tuple[bytes, bytes]:
-        """Read the standard output and the end of the standard error, and keep no more than these limits in memory."""
-        assert process.stdout is not None
-        assert process.stderr is not None
-        held: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
-        with selectors.DefaultSelector() as selector:
-            for pipe in held:
-                selector.register(pipe, selectors.EVENT_READ)
-            while selector.get_map():
-                for key, _ in selector.select():
-                    stream: Any = key.fileobj
-                    part = os.read(stream.fileno(), 65536)
-                    if not part:
-                        selector.unregister(stream)
-                    held[stream] += part
-                    del held[process.stderr][:-_STDERR_BYTES]
-                    if len(held[process.stdout]) > self.max_output_bytes:
-                        raise OutputTooLargeError(f"output must take at most {self.max_output_bytes} bytes.")
-        return bytes(held[process.stdout]), bytes(held[process.stderr])
 
 
 def _parts(element: str) -> list[tuple[str, str | None]]:
@@ -180,18 +144,6 @@ def _parts(element: str) -> list[tuple[str, str | None]]:
         if name is not None and (not name.isidentifier() or spec or conversion):
             raise ConfigError(f"Command.argv: braces must contain only a parameter's name; {element!r} has {{{name}}}.")
     return [(literal, name) for literal, name, _, _ in parts]
-
-
-def _has_parameter(element: str) -> bool:
-    return any(name is not None for _, name in _parts(element))
-
-
-def _has_script(argv: Sequence[str], has_parameter: Sequence[bool]) -> bool:
-    """Whether an interpreter's code is fixed. awk and sed also read options after their script."""
-    if argv[1].startswith("-") or has_parameter[1]:
-        return False
-    has_options = any(element.startswith("-") and element != "--" for element in argv[2:])
-    return not (has_options and re.search("awk|sed", argv[0]))
 
 
 def _text(name: str, value: Any) -> str:

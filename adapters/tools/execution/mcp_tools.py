@@ -2,24 +2,22 @@
 
 import asyncio
 import contextlib
-import itertools
 import math
+import os
 import re
 import shlex
+import tempfile
 import textwrap
 import warnings
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from adapters.tools.catalogue.inputs import require_real, require_type
+from adapters.tools.catalogue.inputs import is_finite
 from adapters.tools.catalogue.tools import Tool
 from adapters.tools.errors import ServerLostError, ToolRaisedError
 from grpo.errors import ConfigError, GRPOWarning
-
-from .mcp_support import StderrTail, text_of
 
 if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     from mcp.client.client import Client
 
 _RESTART = "The server is not restarted: leave its `with` block, and enter it again."
+_STDERR_BYTES = 2_000
 
 
 class MCPServer:
@@ -63,27 +62,22 @@ class MCPServer:
         cwd: str | Path | None = None,
         start_timeout: float = 30.0,
     ) -> None:
-        if (command is None) == (url is None):
+        is_list = isinstance(command, Sequence) and not isinstance(command, str) and len(command) > 0
+        for name, value, is_right, what in (
+            ("command", command, command is None or (is_list and all(isinstance(word, str) for word in command or ())),
+             "a list of strings that begins with a program, such as ['uvx', 'a-server']"),
+            ("url", url, url is None or isinstance(url, str), "a text, or None"),
+            ("env", env, env is None or isinstance(env, Mapping), "a dict of texts, or None"),
+            ("cwd", cwd, cwd is None or isinstance(cwd, str | Path), "a path, or None"),
+            ("start_timeout", start_timeout, is_finite(start_timeout) and start_timeout > 0, "> 0 seconds"),
+        ):  # fmt: skip
+            if not is_right:
+                raise ConfigError(f"MCPServer.{name} must be {what}; got {value!r}.")
+        if (command is None) == (url is None) or (url is not None and (env is not None or cwd is not None)):
             raise ConfigError(
-                f"MCPServer needs either the command that starts a server, or the url of a running server, and not both; "
-                f"got command={command!r}, url={url!r}."
+                "MCPServer needs either the command that starts a server, or the url of a running server, and not both; "
+                f"env and cwd apply only to a server that `command` starts. Got {command=}, {url=}, {env=}, {cwd=}."
             )
-        require_real("MCPServer", start_timeout=start_timeout)
-        require_type("MCPServer", (str, NoneType), "a text, or None", url=url)
-        require_type("MCPServer", (Mapping, NoneType), "a dict of texts, or None", env=env)
-        require_type("MCPServer", (str, Path, NoneType), "a path, or None", cwd=cwd)
-        is_list = isinstance(command, Sequence) and not isinstance(command, str)
-        if command is not None and not (is_list and command and all(isinstance(word, str) for word in command)):
-            raise ConfigError(
-                "MCPServer.command must be a list of strings that begins with a program, such as ['uvx', 'a-server']; got "
-                f"{command!r}."
-            )
-        if url is not None and (env is not None or cwd is not None):
-            raise ConfigError(
-                "MCPServer: env and cwd apply only to a server that `command` starts; got url. Leave out env and cwd."
-            )
-        if not start_timeout > 0:
-            raise ConfigError(f"MCPServer.start_timeout must be > 0 seconds; got {start_timeout!r}.")
         try:
             import mcp.client.client  # noqa: F401
         except ImportError as error:
@@ -91,7 +85,6 @@ class MCPServer:
         self._command, self._url, self._env, self._cwd = command, url, env, cwd
         self._start_timeout = start_timeout
         self._where = textwrap.shorten(url or shlex.join(command or ()), 120)
-        self._stderr: StderrTail | None = None
         self._open: contextlib.ExitStack | None = None
 
     def __enter__(self) -> "MCPServer":
@@ -102,6 +95,7 @@ class MCPServer:
                 f"MCPServer {self._where} is already running. Create another MCPServer for another session."
             )
         with contextlib.ExitStack() as stack:  # an interrupt at the start ends the server
+            self._stderr: TextIO = stack.enter_context(tempfile.TemporaryFile("w+"))
             self._portal: BlockingPortal = stack.enter_context(start_blocking_portal(name="MCP session"))
             self._client: Client = stack.enter_context(self._portal.wrap_async_context_manager(self._session()))
             self._open = stack.pop_all()
@@ -123,13 +117,10 @@ class MCPServer:
     def tools(self, category: str | Callable[[str], str] | None = None, *, skip: Collection[str] = ()) -> list[Tool]:
         """The server's tools for a catalogue, as the server listed them at its start.
 
-        Names: a character that `Tool` does not allow becomes `_`, and names are cut to 64 characters. Calls use the server's
-        original name. If two servers have tools of the same name, rename one: `dataclasses.replace(tool, name=...)`.
-
-        Descriptions: a tool without a description uses its title, or its name.
-
-        Schemas are read as JSON Schema 2020-12 with Python's regular expressions; a `$schema` keyword is ignored. A tool whose
-        definition is invalid is left out with a `GRPOWarning`.
+        A character that `Tool` does not allow in a name becomes `_`, and names are cut to 64 characters. If two servers have
+        tools of the same name, rename one: `dataclasses.replace(tool, name=...)`. A tool without a description uses its title,
+        or its name. Schemas are read as JSON Schema 2020-12 with Python's regular expressions; a `$schema` keyword is ignored.
+        A tool whose definition is invalid is left out with a `GRPOWarning`.
 
         Args:
             category: Category of all tools, or a function from the server's tool name to a category. None uses the server's
@@ -146,8 +137,7 @@ class MCPServer:
         """
         self._require_open()
         names = [listed.name for listed in self._listed]
-        unknown = sorted(set(skip).difference(names))
-        if unknown:
+        if unknown := sorted(set(skip).difference(names)):
             raise ConfigError(
                 f"MCP server {self.name}: skip must name tools of the server; the server has no {', '.join(unknown)}. "
                 f"Its tools are {', '.join(names)}."
@@ -194,7 +184,6 @@ class MCPServer:
                 raise ServerLostError(f"MCP server {self._where} is lost. {_RESTART}") from error
             return await asyncio.wrap_future(answer)  # a cancellation is forwarded, and the SDK notifies the server
 
-        call.__name__ = call.__qualname__ = name
         return call
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
@@ -206,14 +195,15 @@ class MCPServer:
             result = await self._client.call_tool(name, arguments)
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
-                said = await asyncio.to_thread(self._last_words)
+                said = self._last_words()
                 raise ServerLostError(f"the connection to MCP server {self._where} ended{said}. {_RESTART}") from error
             raise ToolRaisedError(error.message) from error
         except (RuntimeError, ValueError) as error:  # the output does not match the tool's output schema
             raise ToolRaisedError(str(error)) from error
+        text = "\n".join(map(_text_of, result.content))
         if result.is_error:
-            raise ToolRaisedError(text_of(result.content))
-        return text_of(result.content) if result.structured_content is None else result.structured_content
+            raise ToolRaisedError(text)
+        return text if result.structured_content is None else result.structured_content
 
     def _require_open(self) -> None:
         if self._open is None:
@@ -232,20 +222,26 @@ class MCPServer:
         try:
             with anyio.CancelScope(deadline=anyio.current_time() + self._start_timeout) as scope:
                 async with Client(self._target()) as client:
-                    if self._stderr is not None:
-                        self._stderr.stream.close()  # the server has inherited it
-                    self._listed = await _listed(client)
+                    page = await client.list_tools()
+                    self._listed = page.tools
+                    while page.next_cursor is not None:
+                        page = await client.list_tools(cursor=page.next_cursor)
+                        self._listed += page.tools
                     is_ready, scope.deadline = True, math.inf
                     yield client
         except Exception as error:
-            reason = f"could not be started: {_innermost(error)}"
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            reason = f"could not be started: {type(error).__name__}: {error}"
             if is_ready:
                 await self._portal.stop()  # the calls raise ServerLostError
-        finally:
-            if self._stderr is not None:
-                self._stderr.stream.close()
         if not is_ready:
-            raise ConfigError(f"MCP server {self._where} {reason}{self._last_words()}. {self._advice()}")
+            advice = "Run the command in a terminal: it must wait for JSON on stdin, and write only JSON to stdout."
+            if self._command is None:
+                advice = (
+                    "Check that the server runs, and that the url has the path that the server expects, often /mcp."
+                )
+            raise ConfigError(f"MCP server {self._where} {reason}{self._last_words()}. {advice}")
 
     def _target(self) -> Any:
         """The connection target for the SDK."""
@@ -259,40 +255,26 @@ class MCPServer:
             env=None if self._env is None else dict(self._env),
             cwd=None if self._cwd is None else str(self._cwd),
         )
-        self._stderr = StderrTail()
-        return stdio_client(parameters, errlog=self._stderr.stream)
+        return stdio_client(parameters, errlog=self._stderr)
 
     def _last_words(self) -> str:
-        said = "" if self._stderr is None else self._stderr.last_lines()
+        """The last three lines of the server's stderr, as the end of a sentence."""
+        if self._stderr.closed:
+            return ""
+        file = self._stderr.fileno()
+        end = os.pread(file, _STDERR_BYTES, max(0, os.fstat(file).st_size - _STDERR_BYTES)).decode(errors="replace")
+        said = " / ".join(line.strip() for line in end.strip().splitlines()[-3:])
         return f"; on stderr it said last: {said}" if said else ""
 
-    def _advice(self) -> str:
-        if self._command is None:
-            return "Check that the server runs, and that the url has the path that the server expects, often /mcp."
-        return "Run the command in a terminal: it must wait for JSON on stdin, and write only JSON to stdout."
 
-
-async def _listed(client: "Client") -> "list[types.Tool]":
-    """List all tools, page by page."""
-    found: list[types.Tool] = []
-    cursor = None
-    for number in itertools.count():
-        try:
-            page = await client.list_tools(cursor=cursor)
-        except ValueError as error:  # pydantic's error, which gives the tool's index only
-            last = f" (after {found[-1].name!r})" if found else ""
-            raise ConfigError(
-                f"page {number} of its list of tools{last} does not follow the MCP specification: {error}"
-            ) from error
-        found += page.tools
-        cursor = page.next_cursor
-        if cursor is None:
-            break
-    return found
-
-
-def _innermost(error: BaseException) -> str:
-    """Type and message of the first error in an exception group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"
+def _text_of(block: "types.ContentBlock") -> str:
+    """A content block as text. An image, an audio clip or a resource without text becomes a line that describes it."""
+    match block.type:
+        case "text":
+            return block.text
+        case "image" | "audio":
+            return f"[{block.type} {block.mime_type}, {len(block.data) * 3 // 4 - block.data.count('=')} bytes]"
+        case "resource_link":
+            return f"[resource {block.uri}]"
+        case "resource":
+            return getattr(block.resource, "text", None) or f"[resource {block.resource.uri}]"

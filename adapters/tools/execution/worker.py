@@ -207,15 +207,9 @@ def enter(setup: dict[str, Any], folder: str | None) -> str:
         OSError: The folder cannot be entered, for example because the tools' folder is gone.
     """
     root: str = setup["root"]
-    try:
-        os.chdir(root)
-    except FileNotFoundError:
-        if not setup["own_root"] or setup["no_own_users"] is None:
-            raise FileNotFoundError(
-                f"root={root} must exist, but it is gone: a tool or another program removed it. Create it again"
-            ) from None
-        Path(root).mkdir(mode=0o700, exist_ok=True)  # a tool has removed the executor's folder
-        os.chdir(root)
+    if setup["own_root"] and not os.access(root, os.F_OK):
+        Path(root).mkdir(mode=0o700, exist_ok=True)  # a tool has removed it
+    os.chdir(root)
     if folder is not None:
         root = str(Path(root, folder))
         Path(root).mkdir(mode=0o770, exist_ok=True)  # the workers share a group

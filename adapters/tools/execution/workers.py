@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from grpo.errors import ConfigError
 
 from .batches import Turn
 from .commands import Command
-from .confinement import confinement_of, readable_paths
+from .confinement import KINDS, readable_paths
 from .confinement.process import PR_SET_DUMPABLE, prctl
 from .fork_server import BOOT, INSIDE, KILL, ORDER, QUIT, REAP, SPAWN
 from .worker import OK, REPORTED, RETIRE, TOKEN_BYTES, PartOfFrameError, receive, send
@@ -82,11 +82,7 @@ class WorkerPool:
         self._idle: list[WorkerProcess] = []
 
     def start(self) -> list[str]:
-        """Start the fork server and one worker. Returns the restrictions that could not be applied to the worker.
-
-        Raises:
-            ConfigError: The worker processes cannot import the tools' modules, or cannot read the folder.
-        """
+        """Start a worker. Returns the restrictions that could not be applied to it. Raises ConfigError if it cannot run."""
         self._idle.append(self._spawn())
         return self._idle[0].problems
 
@@ -98,27 +94,30 @@ class WorkerPool:
             self._server.close()
 
     def call(self, request: bytes, timeout: float, turn: Turn) -> tuple[Any, int]:
-        """Run a call on the next free worker. Returns the output and its size in bytes.
+        """Run a call on the next free worker. Returns the output and its size in bytes, or raises a ToolError.
 
         A worker may send data that does not answer the call. If earlier calls ran on that worker, the data may be theirs, so
         the call runs again on a new worker. The timeout in seconds starts when a worker is available.
-
-        Raises:
-            ToolError: The call failed.
         """
         with turn.of(self._turns):
-            answer = self._ask(self._idle_worker() or self._new_worker(), request, timeout, turn)
+            answer = self._ask(self._idle_worker(), request, timeout, turn)
             if answer is None:
-                answer = self._ask(self._new_worker(), request, timeout, turn)
+                answer = self._ask(None, request, timeout, turn)
         assert answer is not None
         is_output, value, size = answer
         if is_output:
             return value, size
         raise ERRORS[value[0]](str(value[1]))
 
-    def _ask(self, worker: "WorkerProcess", request: bytes, timeout: float, turn: Turn) -> tuple[int, Any, int] | None:
-        """Run a call on this worker. Returns None if it sent invalid data, which an earlier call may have caused."""
-        is_new, worker.is_new = worker.is_new, False
+    def _ask(
+        self, worker: "WorkerProcess | None", request: bytes, timeout: float, turn: Turn
+    ) -> tuple[int, Any, int] | None:
+        """Run a call, on a new worker if it is None. Returns None if an earlier call may have made the answer invalid."""
+        is_new = worker is None
+        try:
+            worker = worker or self._spawn()
+        except (ConfigError, EOFError, OSError) as error:
+            raise errors.WorkerLostError(f"no worker could be started: {error}") from error
         turn.begin()
         try:
             with turn.ended_by(worker.shut):
@@ -140,28 +139,20 @@ class WorkerPool:
         return flags & OK, value, size
 
     def _idle_worker(self) -> "WorkerProcess | None":
-        while True:
-            try:
+        with contextlib.suppress(IndexError):
+            while True:
                 worker = self._idle.pop()
-            except IndexError:
-                return None
-            if worker.is_quiet:
-                return worker
-            worker.end()
-
-    def _new_worker(self) -> "WorkerProcess":
-        try:
-            return self._spawn()
-        except (ConfigError, EOFError, OSError) as error:
-            raise errors.WorkerLostError(f"no worker could be started: {error}") from error
+                if worker.is_quiet:
+                    return worker
+                worker.end()
+        return None
 
     def _spawn(self) -> "WorkerProcess":
         with self._starting:
-            if self._server is None or self._server.is_lost:
-                if self._server is not None:
-                    self._server.close()
-                self._server = ForkServerProcess(self._setup)
-                self._server.start()
+            if self._server is not None and self._server.is_lost:
+                self._server.close()
+                self._server = None
+            self._server = self._server or ForkServerProcess(self._setup)
         return WorkerProcess(self._server)
 
 
@@ -175,12 +166,11 @@ class WorkerProcess:
 
     def __init__(self, server: "ForkServerProcess") -> None:
         self.server = server
-        self.is_new = True
         self.socket, theirs = socket.socketpair()
         with theirs:
-            self.slot = server.spawn(theirs)
+            self._slot = server.spawn(theirs)
         try:
-            hello = json.loads(receive(self.socket, server.max_bytes, time.monotonic() + _FORK_SECONDS))
+            hello = json.loads(receive(self.socket, deadline=time.monotonic() + _FORK_SECONDS))
             if "error" in hello:
                 raise ConfigError(f"ToolExecutor could not start a worker: {hello['error']}.")
         except BaseException:
@@ -209,12 +199,12 @@ class WorkerProcess:
             raise ValueError("it sent data that does not answer this call")
         flags, content = frame[TOKEN_BYTES], frame[TOKEN_BYTES + 1 :]
         answer = json.loads(content)
-        if not flags & OK and not (isinstance(answer, list) and len(answer) == 2 and answer[0] in ERRORS):
+        if not flags & OK and not (isinstance(answer, list) and len(answer) == 2 and answer[0] in REPORTED):
             raise ValueError("it reported an error of an unknown type")
         return flags, answer, len(content)
 
     def shut(self) -> None:
-        """End a wait for an answer, in another thread."""
+        """End the wait of `ask` in another thread."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -224,65 +214,55 @@ class WorkerProcess:
         `has_ended` gives it a moment to end by itself. Returns its wait status, or None if it did not end by itself.
         """
         self.socket.close()
-        return self.server.end(self.slot, has_ended=has_ended)
+        return self.server.end(self._slot, has_ended=has_ended)
 
 
 class ForkServerProcess:
-    """The program's handle of the fork server."""
+    """The program's handle of a new fork server. Raises ConfigError if the fork server cannot import the tools."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.max_bytes: int = setup["max_output_bytes"] + _ALLOWANCE
         """Maximum size of a frame that a worker sends."""
-        self._setup = setup
         self._orders = threading.Lock()
         self._free: list[int] = []
         self._slots = itertools.count()
-        self._socket, self._theirs = socket.socketpair()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(_START_SECONDS)
+        root = setup["root"]
+        if setup["own_root"]:
+            Path(root).mkdir(mode=0o700, exist_ok=True)  # a tool may have removed it
+        parent = os.open(Path(root).parent, getattr(os, "O_PATH", os.O_RDONLY))
+        if setup["kind"] == "user" and setup["no_own_users"] is not None:
+            prctl(PR_SET_DUMPABLE, 0)  # nothing else keeps the workers from this program's memory and environment
+        passed_on = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TZ") if name in os.environ}
+        command = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), _HOME]
+        with theirs:
+            self._process = subprocess.Popen(
+                KINDS[setup["kind"]].prefix(root, setup["readable"]) + command,
+                pass_fds=[theirs.fileno(), parent],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=passed_on | {"LANG": "C.UTF-8", "HOME": root, "OMP_NUM_THREADS": "1", INSIDE: "1"},  # no secrets
+                cwd=root,
+                start_new_session=True,  # Ctrl-C goes to the main program, which shuts the fork server down
+            )
+        os.close(parent)
+        try:
+            send(self._socket, json.dumps(setup | {"parent": parent}).encode())
+            answer = json.loads(receive(self._socket, deadline=time.monotonic() + _START_SECONDS))
+        except TimeoutError:
+            os.killpg(self._process.pid, signal.SIGKILL)  # it has no workers yet
+            answer = {"error": f"their modules were not imported within {_START_SECONDS:g} s"}
+        except (EOFError, OSError) as error:
+            answer = {"error": f"the fork server: {error}; it may have written why, and another confinement may work"}
+        if "error" in answer:
+            self.close()
+            raise ConfigError(f"ToolExecutor could not start its workers: {answer['error']}")
 
     @property
     def is_lost(self) -> bool:
         """Whether the fork server has ended."""
         return _next_byte(self._socket) == b""
-
-    def start(self) -> None:
-        """Start the fork server, which imports the tools.
-
-        Raises:
-            ConfigError: The tools could not be imported.
-        """
-        root = self._setup["root"]
-        if self._setup["own_root"]:
-            Path(root).mkdir(mode=0o700, exist_ok=True)  # a tool may have removed it
-        parent = os.open(Path(root).parent, getattr(os, "O_PATH", os.O_RDONLY))
-        command = [sys.executable, "-P", "-c", BOOT, str(self._theirs.fileno()), _HOME]
-        if self._setup["kind"] == "user" and self._setup["no_own_users"] is not None:
-            prctl(PR_SET_DUMPABLE, 0)  # nothing else keeps the workers from this program's memory and environment
-        with self._theirs:
-            self._process = subprocess.Popen(
-                [*confinement_of(self._setup["kind"]).prefix(root, self._setup["readable"]), *command],
-                pass_fds=[self._theirs.fileno(), parent],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=_environment(root),
-                cwd=root,
-                start_new_session=True,  # Ctrl-C goes to the main program, which shuts the fork server down
-            )
-        os.close(parent)
-        self._socket.settimeout(_START_SECONDS)
-        try:
-            send(self._socket, json.dumps(self._setup | {"parent": parent}).encode())
-            answer = json.loads(receive(self._socket, 2**20, time.monotonic() + _START_SECONDS))
-            self._socket.settimeout(None)
-        except TimeoutError:
-            os.killpg(self._process.pid, signal.SIGKILL)  # it has no workers yet
-            answer = {"error": f"their modules were not imported within {_START_SECONDS:g} s"}
-        except (EOFError, OSError) as error:
-            hint = "; bwrap may have written why, and confinement='landlock' mounts nothing"
-            answer = {"error": f"the fork server: {error}{hint if self._setup['kind'] == 'bubblewrap' else ''}"}
-        if "error" in answer:
-            self.close()
-            raise ConfigError(f"ToolExecutor could not start its workers: {answer['error']}")
 
     def spawn(self, connection: socket.socket) -> int:
         """Start a worker with this end of its socket. Returns its number. Raises OSError if the fork server is gone."""
@@ -293,14 +273,13 @@ class ForkServerProcess:
 
     def end(self, slot: int, *, has_ended: bool) -> int | None:
         """See `WorkerProcess.end`."""
-        try:
-            with self._orders:
-                self._socket.sendall(ORDER.pack(REAP if has_ended else KILL, slot))
-                status: int | None = json.loads(receive(self._socket))
-                self._free.append(slot)
-        except (EOFError, OSError):  # the fork server is gone, and its workers with it
-            return None
-        return status
+        with contextlib.suppress(EOFError, OSError), self._orders:  # if the fork server is gone, so are its workers
+            self._socket.settimeout(None)
+            self._socket.sendall(ORDER.pack(REAP if has_ended else KILL, slot))
+            status: int | None = json.loads(receive(self._socket))
+            self._free.append(slot)
+            return status
+        return None
 
     def close(self) -> None:
         """End the fork server, which ends its workers, and wait for it."""
@@ -309,12 +288,11 @@ class ForkServerProcess:
             self._socket.shutdown(socket.SHUT_RDWR)  # ends a wait for an answer, in another thread
         with self._orders:
             self._socket.close()
-        if self._process is not None:
-            try:
-                self._process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 def _next_byte(connection: socket.socket) -> bytes | None:
@@ -336,12 +314,10 @@ def _died(worker: WorkerProcess, error: BaseException, status: int | None, *, ha
         how, kind = "the fork server ended too", errors.WorkerLostError
     elif status is not None:
         code = os.waitstatus_to_exitcode(status)
-        if code == -signal.SIGXCPU:
-            return errors.ToolTimeoutError(
-                "the call used more processor time than WorkerLimits.cpu_seconds; the worker was killed."
-            )
         how = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        if has_ended and code in (-signal.SIGKILL, -signal.SIGTERM):
+        if code == -signal.SIGXCPU:
+            how, kind = "it used more processor time than WorkerLimits.cpu_seconds", errors.ToolTimeoutError
+        elif has_ended and code in (-signal.SIGKILL, -signal.SIGTERM):
             how, kind = "killed", errors.WorkerLostError
     return kind(f"the worker ended during the call: {error} ({how}).")
 
@@ -353,16 +329,14 @@ def setup_of(tools: Sequence[Tool], **settings: Any) -> dict[str, Any]:
         ConfigError: Workers cannot import a function, or a `Command` does not match its tool.
     """
     functions = {tool.name: _pickled(tool) for tool in tools}
-    programs = {tool.name: tool.function.argv[0] for tool in tools if isinstance(tool.function, Command)}
-    found = {tool: (program, path) for tool, program in programs.items() if (path := shutil.which(program)) is not None}
+    programs = [shutil.which(tool.function.argv[0]) for tool in tools if isinstance(tool.function, Command)]
+    readable = [*map(os.fspath, settings["readable"]), _HOME, *(path for path in programs if path is not None)]
     homes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
-    readable = [*map(os.fspath, settings["readable"]), _HOME, *(path for _, path in found.values())]
     return settings | {
         "sys_path": [str(Path(entry).absolute()) for entry in sys.path],
         "python": [sys.executable, *(p for p in sys.path if any(Path(p).is_relative_to(home) for home in homes))],
         "readable": readable_paths(readable),
         "main": _main_module([name for name, function in functions.items() if b"__main__" in function]),
-        "programs": found,
         "tools": {tool.name: (functions[tool.name].hex(), tool.parameters) for tool in tools},
     }
 
@@ -371,10 +345,17 @@ def _pickled(tool: Tool) -> bytes:
     """The tool's function, for the fork server."""
     if tool.remote:
         return pickle.dumps("".format)  # accepts any arguments and returns a text; the worker only checks the arguments
-    if isinstance(tool.function, Command):
-        tool.function.check(tool)
+    function = tool.function
+    if isinstance(function, Command):
+        if function.names != set(tool.properties):
+            raise ConfigError(
+                f"Tool {tool.name}: Command.argv must name exactly the parameters of the schema, {sorted(tool.properties)}; "
+                f"got {sorted(function.names)}. Change argv or the schema."
+            )
+        program, *rest = function.argv  # the workers' user may find another program of that name
+        function = replace(function, argv=[shutil.which(program) or program, *rest])
     try:
-        return pickle.dumps(tool.function)
+        return pickle.dumps(function)
     except Exception as error:  # pickle's errors, or anything that an object's own methods raise
         raise ConfigError(
             f"Tool {tool.name}: workers must be able to import its function by name; the import fails: {error}. Define the "
@@ -397,9 +378,3 @@ def _main_module(inside: list[str]) -> tuple[str, str] | None:
             "interactive session. Move the functions to a module, and import them."
         )
     return "file", str(Path(file).resolve())
-
-
-def _environment(root: str) -> dict[str, str]:
-    """Environment variables of the workers: no secrets, one thread each."""
-    passed_on = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TZ") if name in os.environ}
-    return passed_on | {"LANG": "C.UTF-8", "HOME": root, "OMP_NUM_THREADS": "1", INSIDE: "1"}

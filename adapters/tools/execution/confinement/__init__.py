@@ -6,11 +6,10 @@ A fork server loads this package without `adapters.tools`, so it imports only th
 """
 
 import os
-import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, assert_never, get_args
+from typing import Any, Literal
 
 from .bubblewrap import Bubblewrap
 from .landlock import Landlock
@@ -20,31 +19,20 @@ from .user import Confinement
 Kind = Literal["bubblewrap", "landlock", "user"]
 """Kinds of confinement, the strictest first."""
 
+KINDS: Mapping[Kind, Confinement] = {"bubblewrap": Bubblewrap(), "landlock": Landlock(), "user": Confinement()}
+
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/nix/store", "/gnu/store")
-
-
-def confinement_of(kind: Kind) -> Confinement:
-    """The confinement of this kind."""
-    match kind:
-        case "bubblewrap":
-            return Bubblewrap()
-        case "landlock":
-            return Landlock()
-        case "user":
-            return Confinement()
-        case _:
-            assert_never(kind)
 
 
 def choose(wanted: Literal["auto"] | Kind) -> tuple[Kind | None, list[str]]:
     """The wanted kind, or the first that works. Returns the kind, or None, and why kinds do not work."""
     reasons: list[str] = []
-    kinds: Sequence[Kind] = get_args(Kind) if wanted == "auto" else (wanted,)
-    for kind in kinds:
-        reason = confinement_of(kind).unavailable()
-        if reason is None:
-            return kind, reasons
-        reasons.append(f"{kind}: {reason}")
+    for kind, confinement in KINDS.items():
+        if wanted in ("auto", kind):
+            reason = confinement.unavailable()
+            if reason is None:
+                return kind, reasons
+            reasons.append(f"{kind}: {reason}")
     return None, reasons
 
 
@@ -66,7 +54,7 @@ def confine(setup: dict[str, Any], user: tuple[int, int] | None) -> list[str]:
     `user` has the user id and group id to change to. None keeps the current user.
 
     Raises:
-        OSError: The tools' folder is unreadable, a program is another one, or the kind of confinement does not work.
+        OSError: The tools' folder is unreadable, or the kind of confinement does not work.
     """
     parent = os.getppid()
     os.setsid()
@@ -74,26 +62,23 @@ def confine(setup: dict[str, Any], user: tuple[int, int] | None) -> list[str]:
     problems = set_limits(setup["limits"], own_user=user is not None)
     python = [path for path in setup["python"] if os.access(path, os.R_OK)]
     if user is None:
-        reach = (
-            "like the program itself: tools can read and change what it can, and" if setup["kind"] == "user" else "and"
-        )
+        like = "like the program itself: tools can read and change what it can, " if setup["kind"] == "user" else ""
         problems.append(
-            f"they run as user {os.geteuid()}, {reach} the number of their processes is not limited; {setup['no_own_users']}"
+            f"they run as user {os.geteuid()}, {like}and the number of their processes is not limited; {setup['no_own_users']}"
         )
     else:
         take_user(user)
     problems += drop_privileges()
     if os.getppid() != parent:
         raise RuntimeError("the fork server is gone")
-    confinement_of(setup["kind"]).enter(setup["root"], setup["readable"])
+    kind: Kind = setup["kind"]
+    KINDS[kind].enter(setup["root"], setup["readable"])
     problems = [f"are less confined than intended: {problem}" for problem in problems]
     if not os.access(setup["root"], os.R_OK | os.X_OK):
         raise PermissionError(
             f"root={setup['root']} must be readable by user {os.geteuid()}, the workers' user; make the folder and its "
             "parent folders readable (chmod o+rx), or use another root"
         )
-    if user is not None:
-        check_programs(setup["programs"])
     if unreadable := [path for path in python if not os.access(path, os.R_OK)]:
         problems.append(
             f"cannot read all of Python: user {os.geteuid()}, the workers' user, must be able to read {unreadable[0]}. A "
@@ -101,17 +86,3 @@ def confine(setup: dict[str, Any], user: tuple[int, int] | None) -> list[str]:
             "and its parent folders readable (chmod o+rx), use a Python elsewhere, or set WorkerLimits(first_uid=None)"
         )
     return problems
-
-
-def check_programs(programs: dict[str, tuple[str, str]]) -> None:
-    """Raise PermissionError if this process would run another program than the executor's user, or none.
-
-    `programs` has the name and the path of each tool's program, as the executor's user finds it, by tool.
-    """
-    for tool, (program, path) in programs.items():
-        found = shutil.which(program)
-        if found != path:
-            raise PermissionError(
-                f"tool {tool}: the program {program} must be {path} for user {os.geteuid()} too, the workers' user; got "
-                f"{found or 'no program'}. Make {path} executable for all users, or name another program"
-            )

@@ -11,8 +11,7 @@ from .user import Confinement
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 """Numbers of the system calls, the same on all machines."""
-_PATH_BENEATH = 1
-_GET_VERSION = 1
+_PATH_BENEATH = _GET_VERSION = 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _FILE = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
@@ -38,24 +37,24 @@ class Landlock(Confinement):
             version = _version()
         except OSError as error:
             return f"Linux was built or started without Landlock ({error.strerror})"
-        return (
-            None if version >= 3 else f"version 3 of Landlock is needed (Linux 6.2); this Linux has version {version}"
-        )
+        return None if version >= 3 else f"it needs version 3 (Linux 6.2); this Linux has version {version}"
 
     def enter(self, root: str, readable: Sequence[str]) -> None:
         """Restrict this process and all that it starts. There is no way back. Requires PR_SET_NO_NEW_PRIVS."""
         scoped = _ABSTRACT_SOCKETS | _SIGNALS if _version() >= 6 else 0
         attributes = struct.pack("=QQQ", _ALL, 0, scoped)
         ruleset = _call(_CREATE_RULESET, attributes, len(attributes), 0)
-        try:
-            _allow(ruleset, root, _ALL)
-            for path in (*readable, "/proc"):
-                _allow(ruleset, path, _READ)
-            for path in _DEVICES:
-                _allow(ruleset, path, _READ_FILE | _WRITE_FILE)
-            _call(_RESTRICT_SELF, ruleset, 0)
-        finally:
-            os.close(ruleset)
+        rights = dict.fromkeys((*readable, "/proc"), _READ) | dict.fromkeys(_DEVICES, _READ_FILE | _WRITE_FILE)
+        for path, allowed in [*rights.items(), (root, _ALL)]:
+            try:
+                beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            except OSError:  # a path that this user cannot reach needs no rule
+                continue
+            allowed = allowed if Path(path).is_dir() else allowed & _FILE
+            _call(_ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("=Qi", allowed, beneath), 0)
+            os.close(beneath)
+        _call(_RESTRICT_SELF, ruleset, 0)
+        os.close(ruleset)
         os.environ["TMPDIR"] = root
 
 
@@ -63,25 +62,8 @@ def _version() -> int:
     return _call(_CREATE_RULESET, None, 0, _GET_VERSION)
 
 
-def _allow(ruleset: int, path: str, rights: int) -> None:
-    """Allow these rights below a path. A path that this user cannot reach needs no rule."""
-    try:
-        beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        rights = rights if Path(path).is_dir() else rights & _FILE
-        _call(_ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("=Qi", rights, beneath), 0)
-    finally:
-        os.close(beneath)
-
-
 def _call(number: int, *arguments: int | bytes | None) -> int:
-    """Make a system call. Its result is >= 0.
-
-    Raises:
-        OSError: The call failed.
-    """
+    """Make a system call. Returns its result, or raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     words = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     result = libc.syscall(ctypes.c_long(number), *words)

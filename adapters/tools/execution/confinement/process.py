@@ -1,6 +1,5 @@
 """What every kind of confinement shares: the workers' users, and the limits of one process."""
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -23,8 +22,7 @@ def why_no_own_users(first_uid: int | None) -> str | None:
     if first_uid is None:
         return "set WorkerLimits.first_uid for workers with user ids of their own"
     held = int(_status("CapEff"), 16)
-    lacking = [name for name, bit in _CAPABILITIES.items() if not held >> bit & 1]
-    if lacking:
+    if lacking := [name for name, bit in _CAPABILITIES.items() if not held >> bit & 1]:
         return f"root lacks {', '.join(lacking)}, the capabilities for workers with user ids of their own"
     for ids in ("uid_map", "gid_map"):  # a container may have few user ids
         ranges = [map(int, line.split()) for line in Path("/proc/self", ids).read_text().splitlines()]
@@ -53,13 +51,9 @@ def drop_privileges() -> list[str]:
     """Give up all capabilities for ever, adopt orphans, and end with the parent process. Returns what did not work."""
     if LINUX:  # a worker that stays root, or was started with some, could read every process
         ctypes.CDLL(None).capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))
-    settings = {
-        "PR_SET_NO_NEW_PRIVS": (PR_SET_NO_NEW_PRIVS, 1),
-        "PR_SET_CHILD_SUBREAPER": (PR_SET_CHILD_SUBREAPER, 1),
-        "PR_SET_PDEATHSIG": (PR_SET_PDEATHSIG, signal.SIGKILL),
-    }
-    failed = {name: prctl(*setting) for name, setting in settings.items()}
-    return [f"{name} is not set ({reason})" for name, reason in failed.items() if reason is not None]
+    settings = ((PR_SET_NO_NEW_PRIVS, 1), (PR_SET_CHILD_SUBREAPER, 1), (PR_SET_PDEATHSIG, signal.SIGKILL))
+    reasons = [(option, prctl(option, value)) for option, value in settings]
+    return [f"prctl({option}) does not work ({reason})" for option, reason in reasons if reason is not None]
 
 
 def set_limits(limits: dict[str, Any], *, own_user: bool) -> list[str]:
@@ -68,19 +62,17 @@ def set_limits(limits: dict[str, Any], *, own_user: bool) -> list[str]:
 
     wanted = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": limits["file_bytes"], "RLIMIT_NOFILE": limits["open_files"]}
     if limits["memory_bytes"] is not None:
-        used = 0
-        with contextlib.suppress(OSError):
-            used = 1024 * int(_status("VmData").split()[0])
+        used = 1024 * int(_status("VmData").split()[0]) if LINUX else 0
         wanted["RLIMIT_DATA"] = used + limits["memory_bytes"]
     if own_user:  # RLIMIT_NPROC counts all processes of a user, and does not apply to root
         wanted["RLIMIT_NPROC"] = limits["processes"]
     problems = []
     for name, value in wanted.items():
-        if value is not None:
-            try:
+        try:
+            if value is not None:
                 resource.setrlimit(getattr(resource, name), (value, value))
-            except (OSError, ValueError) as error:
-                problems.append(f"{name}={value} is not set ({error})")
+        except (OSError, ValueError) as error:
+            problems.append(f"{name}={value} is not set ({error})")
     return problems
 
 

@@ -11,17 +11,8 @@ class Confinement:
         return None
 
     def prefix(self, root: str, readable: Sequence[str]) -> list[str]:
-        """Command that precedes the command of the process that starts the workers.
-
-        Args:
-            root: The tools' folder.
-            readable: Other files and folders that tools may read.
-        """
+        """Command before the fork server's command. `root` is the tools' folder; `readable` is what else tools may read."""
         return []
 
     def enter(self, root: str, readable: Sequence[str]) -> None:
-        """Confine a worker process, before its first call. `process` has changed its user already.
-
-        Raises:
-            OSError: The process is not confined.
-        """
+        """Confine a worker, before its first call and after the change of its user. Raises OSError if that fails."""

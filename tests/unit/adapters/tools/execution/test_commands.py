@@ -176,5 +176,6 @@ def test_a_command_runs_in_a_worker_and_its_failure_is_a_result() -> None:
     assert [error_of(result) for result in (outside, failed, missing)] == [
         PathOutsideRootError, ToolRaisedError, ToolRaisedError,
     ]  # fmt: skip
-    assert "CommandFailedError: wc ended with status 1: wc: " in str(failed.error)
+    assert "CommandFailedError: wc ended with status 1: " in str(failed.error)
+    assert "absent: No such file" in str(failed.error)
     assert "no-such-program-here" in str(missing.error)

@@ -272,7 +272,7 @@ def test_bubblewrap_without_its_rights_says_why(tmp_path: Path, monkeypatch: pyt
 
 def test_an_old_landlock_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adapters.tools.execution.confinement.landlock._version", lambda: 2)
-    assert Landlock().unavailable() == "version 3 of Landlock is needed (Linux 6.2); this Linux has version 2"
+    assert Landlock().unavailable() == "it needs version 3 (Linux 6.2); this Linux has version 2"
     monkeypatch.setattr("adapters.tools.execution.confinement.landlock._version", lambda: 3)
     assert Landlock().unavailable() is None
 
