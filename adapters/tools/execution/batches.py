@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 
@@ -16,17 +16,17 @@ _LOOK_SECONDS = 0.1
 
 
 class Turn:
-    """A call that one thread executes. Other threads end it early: they set the event `given_up`, and call `end`.
+    """A call that one thread executes. `tool` is its tool, or the error if it has none.
 
-    `tool` is the call's tool, or the error if the call has none.
+    Other threads end a call early: they set the event `given_up`, which is the same for all calls of a batch, and call `end`.
     """
 
     def __init__(self, call: ToolCall, tool: Tool | ToolError, folder: str | None, given_up: threading.Event) -> None:
-        self.call, self.tool, self.folder = call, tool, folder
+        self.call, self.tool, self.folder, self.given_up = call, tool, folder, given_up
+        self.result = ToolResult()
         self.seconds: Callable[[], float] = float
         """Seconds since the call began; 0 before."""
         self.end: Callable[[], object] = bool
-        self._given_up = given_up
 
     def begin(self) -> None:
         """Start the clock."""
@@ -35,12 +35,12 @@ class Turn:
 
     def check(self) -> None:
         """Raise CancelledError if the call is given up."""
-        if self._given_up.is_set():
+        if self.given_up.is_set():
             raise CancelledError("given up: the executor was closed, or whoever waited was interrupted.")
 
     @contextmanager
     def ended_by(self, end: Callable[[], object]) -> Iterator[None]:
-        """Within the block, a call that is given up is ended by `end`."""
+        """Within the block, `end` ends the call."""
         self.end = end
         try:
             self.check()
@@ -61,52 +61,45 @@ class Turn:
 
 
 class Batch:
-    """Calls of which each is executed by `execute`, in one of several threads. `given_up` is the event of all `turns`."""
+    """Calls that threads take one after another. `execute` runs one of them, and raises nothing."""
 
-    def __init__(self, turns: list[Turn], given_up: threading.Event, execute: Callable[[Turn], ToolResult]) -> None:
-        self.future: Future[list[ToolResult]] = Future()
-        """The results, or an error if calls were given up."""
-        self.future.set_running_or_notify_cancel()  # a task that waits for it cannot cancel it
-        self.given_up = given_up
-        self._turns, self._execute = turns, execute
-        remote = [isinstance(turn.tool, Tool) and turn.tool.remote for turn in turns]
-        self._waiting = [[i for i, its in enumerate(remote) if its is kind] for kind in (False, True)]
-        self._next = [iter(waiting) for waiting in self._waiting]
-        self._results: list[ToolResult] = [ToolResult()] * len(turns)
-        self._num_left = len(turns)
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-        if not turns:
-            self.future.set_result([])
+    def __init__(self, turns: Sequence[Turn], execute: Callable[[Turn], ToolResult]) -> None:
+        self.turns, self._execute = turns, execute
+        self.threads: list[Future[None]] = []
+        """The end of each thread."""
+        remote = [turn for turn in turns if isinstance(turn.tool, Tool) and turn.tool.remote]
+        others = [turn for turn in turns if not (isinstance(turn.tool, Tool) and turn.tool.remote)]
+        self._waiting = (iter(others), len(others)), (iter(remote), len(remote))
 
     def start(self, num_workers: int, max_concurrency: int) -> None:
         """Start the threads: at most one for each worker, and one for each concurrent remote call."""
-        for waiting, take, at_once in zip(self._waiting, self._next, (num_workers, max_concurrency), strict=True):
-            for _ in range(min(at_once, len(waiting))):
-                threading.Thread(target=self._take, args=(take,), name="ToolExecutor", daemon=True).start()
+        for (waiting, number), at_once in zip(self._waiting, (num_workers, max_concurrency), strict=True):
+            for _ in range(min(number, at_once)):
+                ended: Future[None] = Future()
+                ended.set_running_or_notify_cancel()  # a task that waits for it cannot cancel it
+                threading.Thread(target=self._take, args=(waiting, ended), name="ToolExecutor", daemon=True).start()
+                self.threads.append(ended)
 
     def give_up(self) -> None:
         """End all calls. Those that have not begun end at once."""
-        self.given_up.set()
-        for turn in self._turns:
+        for turn in self.turns:
+            turn.given_up.set()
             turn.end()
-        for waiting in self._next:
-            self._take(waiting)
+        for waiting, _ in self._waiting:
+            self._take(waiting, Future())
 
-    def _take(self, waiting: Iterator[int]) -> None:
-        """Execute waiting calls until none is left."""
-        for i in waiting:
-            try:
-                self._results[i] = self._execute(self._turns[i])
-            except BaseException as error:  # a CancelledError, or a defect
-                self._error = error
-            with self._lock:
-                self._num_left -= 1
-                is_last = self._num_left == 0
-            if is_last and self.given_up.is_set():
-                said = "ToolExecutor was closed while calls ran; their results are lost."
-                self.future.set_exception(ConfigError(said))
-            elif is_last and self._error is not None:
-                self.future.set_exception(self._error)
-            elif is_last:
-                self.future.set_result(self._results)
+    def results(self) -> list[ToolResult]:
+        """The results, once all threads have ended. Raises ConfigError if the calls were given up."""
+        for ended in self.threads:
+            ended.result()
+        if any(turn.given_up.is_set() for turn in self.turns):
+            raise ConfigError("ToolExecutor was closed while calls ran; their results are lost.")
+        return [turn.result for turn in self.turns]
+
+    def _take(self, waiting: Iterator[Turn], ended: "Future[None]") -> None:
+        try:
+            for turn in waiting:
+                turn.result = self._execute(turn)
+            ended.set_result(None)
+        except BaseException as error:  # a defect, which whoever waits gets
+            ended.set_exception(error)

@@ -18,7 +18,6 @@ from typing import Any, Literal, NoReturn, get_args
 from adapters.tools.catalogue.arguments import ArgumentChecker, RefusedArgumentsError, bounded_text, encode_arguments
 from adapters.tools.catalogue.calls import ToolCall, ToolResult, plain_name
 from adapters.tools.catalogue.inputs import is_finite, require_whole
-from adapters.tools.catalogue.schemas import names_path_format, slow_keyword
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import ToolError, ToolNotAllowedError, UnknownToolError
 from grpo.errors import ConfigError, GRPOWarning
@@ -29,8 +28,9 @@ from .confinement import Kind, choose
 from .confinement.process import why_no_own_users
 from .fork_server import INSIDE
 from .remote_tools import RemoteTools
+from .server_process import needs_worker, setup_of
 from .worker import remove_folder
-from .workers import ERRORS, WorkerLimits, WorkerPool, setup_of
+from .workers import ERRORS, WorkerLimits, WorkerPool
 
 _FOLDER = re.compile(r"[A-Za-z0-9_-]{1,100}")
 """Names of the folders of calls."""
@@ -41,15 +41,15 @@ _END_SECONDS = 10.0
 class ToolExecutor:
     """Executes tool calls in worker processes, and awaits remote tools in this process. Made for Linux; workers need Unix.
 
-    Trust: arguments are treated as hostile, and tools are trusted. A call is rejected before anything runs if its tool is not
-    in the catalogue or not allowed, if its arguments do not match the schema, or if a path leaves its folder. A worker shares
-    no memory, open files, environment or terminal with this program. A worker that times out, dies or sends an invalid answer
-    is killed with its processes, and replaced. Between two calls, a worker's process state is restored, but not the state of
+    Arguments are treated as hostile, and tools are trusted. A call is rejected before anything runs if its tool is not in the
+    catalogue or not allowed, if its arguments do not match the schema, or if a path leaves its folder. A worker shares no
+    memory, open files, environment or terminal with this program. A worker that times out, dies or sends an invalid answer is
+    killed with its processes, and replaced. Between two calls, a worker's process state is restored, but not the state of
     modules. Calls share files in `root`, unless they have folders.
 
-    Imports: functions are imported by name, once, in a process that receives only a few environment variables, such as PATH.
-    Import modules at the top of the tool's module, because workers may not be able to read them later. In a script that
-    defines a tool, put everything but definitions under `if __name__ == "__main__":`.
+    Functions are imported by name, once, in a process that receives only a few environment variables, such as PATH. Import
+    modules at the top of the tool's module, because workers may not be able to read them later. In a script that defines a
+    tool, put everything but definitions under `if __name__ == "__main__":`.
 
     Remote tools run in one thread. The timeout cancels a remote tool; a tool that ignores its cancellation is abandoned. If its
     schema can be slow to check (`pattern`, `patternProperties`, `uniqueItems` or a recursive `$ref`), a worker checks the
@@ -113,7 +113,7 @@ class ToolExecutor:
             )
         _check(**{name: value for name, value in locals().items() if name != "self"})
         allowed = [tool for name, tool in catalogue.items() if allow is None or name in allow]
-        in_workers = [tool for tool in allowed if _needs_worker(tool)]
+        in_workers = [tool for tool in allowed if needs_worker(tool)]
         kind, reasons = choose(confinement) if in_workers else ("user", [])
         if kind is None:
             raise ConfigError(f"ToolExecutor.confinement={confinement!r} must work on this machine; {reasons[0]}.")
@@ -187,10 +187,11 @@ class ToolExecutor:
         with self._batch(calls, folders) as batch:
             try:
                 batch.start(*self._at_once)
-                return batch.future.result()
+                wait(batch.threads)
+                return batch.results()
             except BaseException:  # an interrupt, or the executor was closed
                 batch.give_up()
-                wait([batch.future], _END_SECONDS)
+                wait(batch.threads, _END_SECONDS)
                 raise
 
     async def run_async(
@@ -200,7 +201,8 @@ class ToolExecutor:
         with self._batch(calls, folders) as batch:
             try:
                 batch.start(*self._at_once)
-                return await asyncio.wrap_future(batch.future)
+                await asyncio.gather(*map(asyncio.wrap_future, batch.threads))
+                return batch.results()
             except BaseException:
                 batch.give_up()
                 raise
@@ -235,7 +237,7 @@ class ToolExecutor:
             )
         given_up = threading.Event()
         turns = [Turn(call, self._find(call), name, given_up) for call, name in zip(calls, named, strict=True)]
-        batch = Batch(turns, given_up, self._execute)
+        batch = Batch(turns, self._execute)
         self._batches.add(batch)
         try:
             if not self._finish.alive:
@@ -256,7 +258,8 @@ class ToolExecutor:
 
     def _execute(self, turn: Turn) -> ToolResult:
         """Run one call and log it."""
-        output, size, error = None, 0, None
+        output, size = None, 0
+        error: ToolError | CancelledError | None = None
         try:
             turn.check()
             output, size = self._output(turn)
@@ -265,9 +268,7 @@ class ToolExecutor:
         seconds = turn.seconds()
         if self._log is not None:
             self._log.write(turn.call, error, seconds, size)
-        if isinstance(error, CancelledError):
-            raise error
-        return ToolResult(output=output, error=error, seconds=seconds)
+        return ToolResult(output=output, error=error if isinstance(error, ToolError) else None, seconds=seconds)
 
     def _output(self, turn: Turn) -> tuple[Any, int]:
         """The output of a call, and its size in bytes."""
@@ -299,23 +300,6 @@ class ToolExecutor:
                     remove_folder(f"{self._root}/{folder}")
                 except OSError as error:  # the call has its result in any case
                     warnings.warn(f"ToolExecutor could not remove the folder of a call: {error}.", GRPOWarning, 2)
-
-
-def _needs_worker(tool: Tool) -> bool:
-    """Whether a worker executes the tool, or checks its arguments because that may be slow. Checks the tool's schema."""
-    slow = slow_keyword(tool.parameters)
-    if not hasattr(os, "fork") and (not tool.remote or slow is not None):
-        raise ConfigError(
-            f"ToolExecutor needs Unix for its worker processes, and tool {tool.name} needs a worker. It must be `remote`, and "
-            "its schema must not have `pattern`, `patternProperties`, `uniqueItems` or a recursive `$ref`."
-        )
-    if tool.remote and slow is not None and names_path_format(tool.parameters):
-        raise ConfigError(
-            f'Tool {tool.name}: parameters of a remote tool must not have both "format": "path" and `{slow}`: this process '
-            f"checks paths, and a check of `{slow}` could block all other calls. Remove one of the two from the schema, or "
-            "leave the tool out of `allow`."
-        )
-    return not tool.remote or slow is not None
 
 
 def _check(**given: Any) -> None:
@@ -355,11 +339,11 @@ def _finish(
     if os.getpid() != process:  # a forked child ends; it owns nothing here
         return
     running = list(batches)
-    for batch in running:
-        batch.given_up.set()  # so that no call takes the turn of another one
+    for turn in (turn for batch in running for turn in batch.turns):
+        turn.given_up.set()  # first for all, so that no call takes the turn of another one
     for batch in running:
         batch.give_up()
-    wait([batch.future for batch in running], _END_SECONDS)
+    wait([thread for batch in running for thread in batch.threads], _END_SECONDS)
     pool.close()
     remote.close()
     if log is not None:

@@ -60,15 +60,15 @@ class ForkServer:
     """
 
     def __init__(self, control: socket.socket, setup: dict[str, Any]) -> None:
-        self.control = control
-        self.setup = setup
+        self.control, self.setup = control, setup
         self.functions = load_functions(setup)
-        self.checkers: dict[str, ArgumentChecker] = {}
-        for tool in self.functions:
+        self.checkers = {
+            name: ArgumentChecker(self.functions[name], schema, setup["root"])
+            for name, (_, schema) in setup["tools"].items()
+        }
+        for checker in self.checkers.values():
             with contextlib.suppress(RefusedArgumentsError):
-                self._checker(tool, setup["root"])(
-                    {}
-                )  # libraries read files at first use; a worker might not be able to
+                checker({})  # libraries read files at first use; a worker's user might not be able to
         self.workers: dict[int, int] = {}
         self.uids: dict[int, int] = {}
         self.locks: list[socket.socket] = []
@@ -76,18 +76,20 @@ class ForkServer:
 
     def serve(self) -> None:
         """Carry out orders until `QUIT`, or until the executor is gone. Its folder is then removed here."""
-        told = False
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a worker become children of this process, which reaps them
-        while not told and (order := self._order()):
-            (kind, slot), connection = order
-            if kind == SPAWN and connection is not None:
-                self._spawn(slot, connection)
+        kind = None
+        while kind != QUIT:
+            data, passed, _, _ = socket.recv_fds(self.control, ORDER.size, 1)
+            if not data:
+                break
+            kind, slot = ORDER.unpack(data)
+            if kind == SPAWN and passed:
+                self._spawn(slot, socket.socket(fileno=passed[0]))
             elif kind in (KILL, REAP):
                 send(self.control, json.dumps(self._end(slot, _REAP_SECONDS if kind == REAP else 0.0)).encode())
-            told = kind == QUIT
         for slot in list(self.workers):
             self._end(slot)
-        if self.setup["own_root"] and not told:  # nobody is left to report errors to
+        if self.setup["own_root"] and kind != QUIT:  # nobody is left to report errors to
             shutil.rmtree(self.setup["root"], ignore_errors=True)
             with contextlib.suppress(OSError):  # bubblewrap has mounted the folder: it is removed from its real parent
                 os.rmdir(Path(self.setup["root"]).name, dir_fd=self.setup["parent"])
@@ -100,16 +102,6 @@ class ForkServer:
             if self.setup["no_own_users"] is None:
                 os.chown(root, 0, self._uid(0))
                 root.chmod(0o2770)
-
-    def _order(self) -> tuple[Any, socket.socket | None] | None:
-        data, passed = b"", []
-        while len(data) < ORDER.size:
-            part, descriptors, _, _ = socket.recv_fds(self.control, ORDER.size - len(data), 1)
-            if not part:
-                return None
-            data += part
-            passed += descriptors
-        return ORDER.unpack(data), socket.socket(fileno=passed[0]) if passed else None
 
     def _spawn(self, slot: int, connection: socket.socket) -> None:
         """Fork a worker. A failure closes the socket, which tells the executor."""
@@ -161,12 +153,9 @@ class ForkServer:
         Worker(answers, self.setup, self.functions, self._checker).serve()
 
     def _checker(self, tool: str, root: str) -> ArgumentChecker:
-        checker = self.checkers.get(tool)
-        if checker is None or root != self.setup["root"]:
-            checker = ArgumentChecker(self.functions[tool], self.setup["tools"][tool][1], root)
         if root == self.setup["root"]:
-            self.checkers[tool] = checker
-        return checker
+            return self.checkers[tool]
+        return ArgumentChecker(self.functions[tool], self.setup["tools"][tool][1], root)
 
     def _end(self, slot: int, seconds: float = 0.0) -> int | None:
         """End the worker with this number, and every process that it started.

@@ -24,18 +24,15 @@ _LOOK_SECONDS = 0.05
 _STUCK_SECONDS = 10.0
 """How long a call may hold the loop beyond its own timeout before the loop is given up."""
 _END_SECONDS = 1.0
-"""Time for the threads to end when the loop is closed. A thread that a tool blocks is left behind."""
+"""Time for a thread to end when the loop is closed. A thread that a tool blocks is left behind."""
 _CALL: ContextVar["RemoteCall | None"] = ContextVar("remote call", default=None)
 """The call to which a task belongs. Tasks that a tool starts inherit it."""
 
 
 class RemoteTools:
-    """Awaits remote tools. Everything here may be called in any thread but the loop's.
+    """Awaits remote tools: at most `max_concurrency` at once, with outputs of at most `max_bytes` as JSON.
 
-    Args:
-        checkers: Argument checkers by name.
-        max_bytes: Size limit of one output as JSON.
-        max_concurrency: Maximum number of concurrent calls.
+    `checkers` has argument checkers by name. The methods may be called in any thread but the loop's.
     """
 
     def __init__(self, checkers: Mapping[str, ArgumentChecker], max_bytes: int, max_concurrency: int) -> None:
@@ -47,19 +44,23 @@ class RemoteTools:
     @property
     def is_current(self) -> bool:
         """Whether the calling thread is the thread of the remote tools."""
-        return any(threading.current_thread() is loop.thread for loop in self._loops)
+        return any(threading.current_thread() in loop.threads for loop in self._loops)
 
     def is_slow(self, tool: Tool) -> bool:
-        """Whether a check of the tool's arguments can be slow, so that a worker has to do it."""
+        """Whether a check of the tool's arguments can be slow, so that a worker has to do it before `call`."""
         return self._checkers[tool.name].is_slow
 
     def call(self, tool: Tool, text: str, timeout: float, turn: Turn) -> tuple[Any, int]:
-        """Check the arguments, unless `is_slow`, and await the tool. Returns the output and its size in bytes."""
+        """Await a tool, with arguments as JSON. Returns the output and its size in bytes."""
         with turn.of(self._turns):
             turn.begin()
             check, arguments = self._checkers[tool.name], json.loads(text)
             arguments = check.convert(arguments) if check.is_slow else check(arguments)
-            call = self._ended(tool, arguments, timeout, turn)
+            with self._lock:
+                if not self._loops or self._loops[-1].is_stuck():
+                    self._loops.append(RemoteLoop())
+                call = RemoteCall(self._loops[-1], tool, arguments, timeout)
+            call.run(turn)
         if isinstance(call.error, ToolError) and type(call.error).__module__ == ToolError.__module__:
             # A client may raise a ToolError itself, for example when its server is gone.
             raise type(call.error)(f"{tool.name}: {message_of(call.error)}") from call.error
@@ -68,37 +69,8 @@ class RemoteTools:
         try:
             content = encode_output(call.output, self._max_bytes)
         except CallError as error:
-            raise ERRORS[error.name](f"{tool.name}: {error}") from None
+            raise ERRORS[error.args[0]](f"{tool.name}: {error.args[1]}") from None
         return json.loads(content), len(content)
-
-    def _ended(self, tool: Tool, arguments: dict[str, Any], timeout: float, turn: Turn) -> "RemoteCall":
-        """Await a tool. A call that ignores its cancellation is abandoned."""
-        with self._lock:
-            if not self._loops or self._loops[-1].is_stuck():
-                self._loops.append(RemoteLoop())
-            loop = self._loops[-1]
-        call = RemoteCall(loop, tool, arguments, timeout)
-        turn.seconds = call.seconds
-        call.start()
-        try:
-            with turn.ended_by(call.cancel):
-                while not call.ended.is_set() and (left := timeout - call.seconds()) > 0 and not loop.is_stuck():
-                    call.ended.wait(min(max(left, _LOOK_SECONDS), 1.0))
-                    turn.check()
-        finally:
-            is_late = call.seconds() >= timeout
-            is_blocked = not call.ended.is_set() and not is_late
-            if not call.ended.is_set():
-                call.cancel()
-                call.ended.wait(_GRACE_SECONDS)
-        if is_late:
-            raise ToolTimeoutError(f"{tool.name}: no answer within {timeout:g} s; the call was cancelled.")
-        if is_blocked:
-            raise LoopBlockedError(
-                f"{tool.name}: another remote tool blocks the event loop, so this call could not go on. A remote tool must "
-                "await, and not block: make the other tool a function that runs in a worker."
-            )
-        return call
 
     def close(self) -> None:
         """End all loops."""
@@ -107,7 +79,7 @@ class RemoteTools:
 
 
 class RemoteLoop:
-    """Runs remote tools. A second thread looks again and again which call holds the loop, and so measures for how long."""
+    """An event loop on a thread. A second thread looks again and again which call holds the loop, to measure for how long."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -118,10 +90,11 @@ class RemoteLoop:
         self._holder: asyncio.Task[Any] | None = None
         self._since = self._looked = time.perf_counter()
         self._closed = threading.Event()
-        self.thread = threading.Thread(target=self._serve, name="ToolExecutor's remote tools", daemon=True)
-        self._watcher = threading.Thread(target=self._watch, name="ToolExecutor's watch", daemon=True)
-        self.thread.start()
-        self._watcher.start()
+        self.threads = [
+            threading.Thread(target=run, name="remote tools", daemon=True) for run in (self._serve, self._watch)
+        ]
+        for thread in self.threads:
+            thread.start()
 
     def held_by_others(self, call: "RemoteCall | None") -> float:
         """Seconds for which all calls but `call` have held the loop.
@@ -134,8 +107,7 @@ class RemoteLoop:
                 self._holder, self._since = task, now
             if task is not None:
                 self._held += now - self._looked
-                holder = self._calls.get(task)
-                if holder is not None:
+                if (holder := self._calls.get(task)) is not None:
                     holder.held += now - self._looked
             self._looked = now
             return self._held - (0.0 if call is None else call.held)
@@ -150,8 +122,9 @@ class RemoteLoop:
         """Cancel all tasks and stop the loop."""
         self._closed.set()
         self.loop.call_soon_threadsafe(self._stop)
-        for thread in {self.thread, self._watcher} - {threading.current_thread()}:
-            thread.join(_END_SECONDS)
+        for thread in self.threads:
+            if thread is not threading.current_thread():
+                thread.join(_END_SECONDS)
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
@@ -184,10 +157,10 @@ class RemoteCall:
         self.timeout = timeout
         self.held = 0.0
         """Seconds for which this call has held the loop."""
-        self.ended = threading.Event()
         self.output: Any = None
         self.error: BaseException | None = None
         self._loop, self._tool, self._arguments = loop, tool, arguments
+        self._ended = threading.Event()
         self._held_before, self._begun = loop.held_by_others(None), time.perf_counter()
         self._total: float | None = None
 
@@ -197,13 +170,31 @@ class RemoteCall:
             return self._total
         return time.perf_counter() - self._begun - (self._loop.held_by_others(self) - self._held_before)
 
-    def start(self) -> None:
-        """Start the call. Its tasks can be told from the tasks of other calls."""
+    def run(self, turn: Turn) -> None:
+        """Run the call within its time. A tool that ignores its cancellation is abandoned."""
+        turn.seconds = self.seconds
         _CALL.set(self)
         self._loop.loop.call_soon_threadsafe(self._start)
+        try:
+            with turn.ended_by(self._cancel):
+                while not self._ended.is_set() and (left := self.timeout - self.seconds()) > 0:
+                    turn.check()
+                    if self._loop.is_stuck():
+                        raise LoopBlockedError(
+                            f"{self._tool.name}: another remote tool blocks the event loop, so this call could not go on. A "
+                            "remote tool must await, and not block: make the other tool a function that runs in a worker."
+                        )
+                    self._ended.wait(min(max(left, _LOOK_SECONDS), 1.0))
+                turn.check()
+        finally:
+            is_late = self.seconds() >= self.timeout
+            if not self._ended.is_set():
+                self._cancel()
+                self._ended.wait(_GRACE_SECONDS)
+        if is_late:
+            raise ToolTimeoutError(f"{self._tool.name}: no answer within {self.timeout:g} s; the call was cancelled.")
 
-    def cancel(self) -> None:
-        """Cancel the call as soon as the loop is free."""
+    def _cancel(self) -> None:
         self._loop.loop.call_soon_threadsafe(lambda: self._task.cancel())
 
     def _start(self) -> None:
@@ -212,7 +203,7 @@ class RemoteCall:
 
     def _end(self, task: "asyncio.Task[Any]") -> None:
         self._total = self.seconds()
-        self.ended.set()
+        self._ended.set()
 
     async def _work(self) -> None:
         try:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .confinement.process import children
+from .confinement.process import LINUX, children
 
 LENGTH = struct.Struct(">I")
 TOKEN_BYTES = 8
@@ -45,7 +45,7 @@ _SIGNALS = [
 _THREADS = Path("/proc/self/task")
 """One folder for each thread. Its number of links counts them, and two more."""
 _THREAD_SECONDS = 0.05
-"""Time for a thread that a tool has joined to leave the list of Linux."""
+"""Time for a thread that a tool has joined to leave this folder."""
 
 
 class PartOfFrameError(TimeoutError):
@@ -87,11 +87,7 @@ def send(connection: socket.socket, content: bytes) -> None:
 
 
 class CallError(Exception):
-    """A call failed. `name` is the name of the error to report, one of `REPORTED`."""
-
-    def __init__(self, name: str, message: str) -> None:
-        super().__init__(message)
-        self.name = name
+    """A call failed. Its arguments are the name of the error to report, one of `REPORTED`, and the message."""
 
 
 class Worker:
@@ -107,10 +103,7 @@ class Worker:
         functions: dict[str, Callable[..., Any]],
         checker: Callable[[str, str], Callable[[dict[str, Any]], dict[str, Any]]],
     ) -> None:
-        self.answers = answers
-        self.setup = setup
-        self.functions = functions
-        self.checker = checker
+        self.answers, self.setup, self.functions, self.checker = answers, setup, functions, checker
         self.alone = setup["no_own_users"] is None  # this process started every other process of its user
         self.environment = dict(os.environ)
         self.handlers = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -127,7 +120,7 @@ class Worker:
                 try:
                     content = self._call(*json.loads(request[TOKEN_BYTES:]))
                 except CallError as error:
-                    flags, content = 0, json.dumps([error.name, str(error)[: 2 * _MAX_MESSAGE]]).encode()
+                    flags, content = 0, json.dumps(error.args).encode()
                 flags |= 0 if self._tidy() else RETIRE
                 send(self.answers, request[:TOKEN_BYTES] + bytes([flags]) + content)
 
@@ -141,7 +134,7 @@ class Worker:
         try:
             arguments = self.checker(name, root)(arguments)
         except ValueError as error:
-            raise CallError(getattr(error, "error", "InvalidArgumentsError"), str(error)) from error
+            raise CallError(getattr(error, "error", "InvalidArgumentsError"), str(error)[: 2 * _MAX_MESSAGE]) from error
         except BaseException as error:
             raise CallError("InvalidArgumentsError", f"the schema cannot be applied: {described(error)}") from error
         try:
@@ -231,18 +224,11 @@ def remove_folder(folder: str) -> None:
 def _has_one_thread() -> bool:
     """Whether all threads but this one have ended, threads of `_thread` and of C libraries included."""
     until = time.monotonic() + _THREAD_SECONDS
-    while _num_threads() > 1:
+    while (number := _THREADS.stat().st_nlink - 2 if LINUX else threading.active_count()) > 1:
         if threading.active_count() > 1 or time.monotonic() > until:
-            return False
+            break
         time.sleep(0.0005)
-    return True
-
-
-def _num_threads() -> int:
-    try:
-        return _THREADS.stat().st_nlink - 2
-    except OSError:  # not Linux
-        return threading.active_count()
+    return number == 1
 
 
 def encode_output(value: Any, max_bytes: int) -> bytes:
