@@ -18,6 +18,7 @@ from typing import Any, Literal, NoReturn, get_args
 from adapters.tools.catalogue.arguments import ArgumentChecker, RefusedArgumentsError, bounded_text, encode_arguments
 from adapters.tools.catalogue.calls import ToolCall, ToolResult, plain_name
 from adapters.tools.catalogue.inputs import is_finite, require_whole
+from adapters.tools.catalogue.schemas import names_path_format, slow_keyword
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import ToolError, ToolNotAllowedError, UnknownToolError
 from grpo.errors import ConfigError, GRPOWarning
@@ -28,9 +29,8 @@ from .confinement import Kind, choose
 from .confinement.process import why_no_own_users
 from .fork_server import INSIDE
 from .remote_tools import RemoteTools
-from .server_process import needs_worker, setup_of
 from .worker import remove_folder
-from .workers import ERRORS, WorkerLimits, WorkerPool
+from .workers import ERRORS, WorkerLimits, WorkerPool, setup_of
 
 _FOLDER = re.compile(r"[A-Za-z0-9_-]{1,100}")
 """Names of the folders of calls."""
@@ -113,7 +113,7 @@ class ToolExecutor:
             )
         _check(**{name: value for name, value in locals().items() if name != "self"})
         allowed = [tool for name, tool in catalogue.items() if allow is None or name in allow]
-        in_workers = [tool for tool in allowed if needs_worker(tool)]
+        in_workers = [tool for tool in allowed if _needs_worker(tool)]
         kind, reasons = choose(confinement) if in_workers else ("user", [])
         if kind is None:
             raise ConfigError(f"ToolExecutor.confinement={confinement!r} must work on this machine; {reasons[0]}.")
@@ -124,12 +124,9 @@ class ToolExecutor:
         self._timeout = timeout
         self._fresh_folder = fresh_folder
         self._process = os.getpid()
-        self._log = CallLog(log_path, redact) if log_path is not None else None
-        self._root = Path(tempfile.mkdtemp(prefix="grpo-tools-") if root is None else root).resolve()
         limits = limits or WorkerLimits()
         setup = setup_of(
             in_workers,
-            root=str(self._root),
             own_root=root is None,
             kind=kind,
             readable=readable,
@@ -137,7 +134,9 @@ class ToolExecutor:
             no_own_users=why_no_own_users(limits.first_uid),
             limits=asdict(limits),
         )
-        self._pool = WorkerPool(setup, num_workers)
+        self._log = CallLog(log_path, redact) if log_path is not None else None
+        self._root = Path(tempfile.mkdtemp(prefix="grpo-tools-") if root is None else root).resolve()
+        self._pool = WorkerPool(setup | {"root": str(self._root)}, num_workers)
         checkers = {t.name: ArgumentChecker(t.function, t.parameters, str(self._root)) for t in allowed if t.remote}
         self._remote = RemoteTools(checkers, max_output_bytes, max_concurrency)
         self._batches: set[Batch] = set()
@@ -300,6 +299,23 @@ class ToolExecutor:
                     remove_folder(f"{self._root}/{folder}")
                 except OSError as error:  # the call has its result in any case
                     warnings.warn(f"ToolExecutor could not remove the folder of a call: {error}.", GRPOWarning, 2)
+
+
+def _needs_worker(tool: Tool) -> bool:
+    """Whether a worker executes the tool, or checks its arguments because that may be slow. Checks the tool's schema."""
+    slow = slow_keyword(tool.parameters)
+    if not hasattr(os, "fork") and (not tool.remote or slow is not None):
+        raise ConfigError(
+            f"ToolExecutor needs Unix for its worker processes, and tool {tool.name} needs a worker. It must be `remote`, and "
+            "its schema must not have `pattern`, `patternProperties`, `uniqueItems` or a recursive `$ref`."
+        )
+    if tool.remote and slow is not None and names_path_format(tool.parameters):
+        raise ConfigError(
+            f'Tool {tool.name}: parameters of a remote tool must not have both "format": "path" and `{slow}`: this process '
+            f"checks paths, and a check of `{slow}` could block all other calls. Remove one of the two from the schema, or "
+            "leave the tool out of `allow`."
+        )
+    return not tool.remote or slow is not None
 
 
 def _check(**given: Any) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import math
 import os
 import re
@@ -9,7 +10,7 @@ import shlex
 import tempfile
 import textwrap
 import warnings
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -110,7 +111,10 @@ class MCPServer:
     @property
     def name(self) -> str:
         """The server's own name, or the command or URL if the server has none."""
-        self._require_open()
+        if self._open is None:
+            raise ConfigError(
+                f"MCPServer {self._where} is not running. Use it in a block `with MCPServer(...) as server:`."
+            )
         info = self._client.server_info
         return info.name if info is not None and info.name else self._where
 
@@ -135,11 +139,11 @@ class MCPServer:
         Raises:
             ConfigError: Two tools get the same name, or the server lacks a name in `skip`.
         """
-        self._require_open()
+        server = f"MCP server {self.name}"
         names = [listed.name for listed in self._listed]
         if unknown := sorted(set(skip).difference(names)):
             raise ConfigError(
-                f"MCP server {self.name}: skip must name tools of the server; the server has no {', '.join(unknown)}. "
+                f"{server}: skip must name tools of the server; the server has no {', '.join(unknown)}. "
                 f"Its tools are {', '.join(names)}."
             )
         tools: dict[str, tuple[str, Tool]] = {}
@@ -147,17 +151,13 @@ class MCPServer:
             try:
                 tool = self._tool(listed, category)
             except ConfigError as error:
-                warnings.warn(
-                    f"MCP server {self.name}: its tool {listed.name!r} is left out: {error} Change the tool at the server, or "
-                    "pass its name in skip=.",
-                    GRPOWarning,
-                    stacklevel=2,
-                )
+                advice = "Change the tool at the server, or pass its name in skip=."
+                warnings.warn(f"{server}: its tool {listed.name!r} is left out: {error} {advice}", GRPOWarning, 2)
                 continue
             if tool.name in tools:
                 raise ConfigError(
-                    f"MCP server {self.name}: {tools[tool.name][0]!r} and {listed.name!r} would both be called {tool.name!r} "
-                    "here. Rename one of these tools at the server, or pass its name in skip=."
+                    f"{server}: {tools[tool.name][0]!r} and {listed.name!r} would both be called {tool.name!r} here. "
+                    "Rename one of these tools at the server, or pass its name in skip=."
                 )
             tools[tool.name] = listed.name, tool
         return [tool for _, tool in tools.values()]
@@ -168,23 +168,21 @@ class MCPServer:
         return Tool(
             name=re.sub(r"[^A-Za-z0-9_.-]", "_", listed.name)[:64],
             description=said[0] if said else "",
-            function=self._caller(listed.name),
+            function=functools.partial(self._ask, listed.name),
             category=own(listed.name) if callable(own) else own,
             parameters=listed.input_schema,
             remote=True,
         )
 
-    def _caller(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-        async def call(**arguments: Any) -> Any:
-            if self._open is None:
-                raise ServerLostError(f"MCP server {self._where} is closed. Call its tools inside its `with` block.")
-            try:
-                answer = self._portal.start_task_soon(self._call, name, arguments)
-            except RuntimeError as error:  # the session's loop has ended
-                raise ServerLostError(f"MCP server {self._where} is lost. {_RESTART}") from error
-            return await asyncio.wrap_future(answer)  # a cancellation is forwarded, and the SDK notifies the server
-
-        return call
+    async def _ask(self, name: str, /, **arguments: Any) -> Any:
+        """The function of the tool `name`. Runs on the caller's loop."""
+        if self._open is None:
+            raise ServerLostError(f"MCP server {self._where} is closed. Call its tools inside its `with` block.")
+        try:
+            answer = self._portal.start_task_soon(self._call, name, arguments)
+        except RuntimeError as error:  # the session's loop has ended
+            raise ServerLostError(f"MCP server {self._where} is lost. {_RESTART}") from error
+        return await asyncio.wrap_future(answer)  # a cancellation is forwarded, and the SDK notifies the server
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
         """Call a tool. Runs on the session's loop."""
@@ -204,12 +202,6 @@ class MCPServer:
         if result.is_error:
             raise ToolRaisedError(text)
         return text if result.structured_content is None else result.structured_content
-
-    def _require_open(self) -> None:
-        if self._open is None:
-            raise ConfigError(
-                f"MCPServer {self._where} is not running. Use it in a block `with MCPServer(...) as server:`."
-            )
 
     @contextlib.asynccontextmanager
     async def _session(self) -> "AsyncIterator[Client]":

@@ -142,7 +142,7 @@ def test_invalid_limits_are_refused() -> None:
 
 def test_a_module_that_workers_cannot_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("adapters.tools.execution.server_process._START_SECONDS", 0.2)
+    monkeypatch.setattr("adapters.tools.execution.workers._START_SECONDS", 0.2)
     in_worker = (
         "import os, time\nif 'MODEL_AGNOSTIC_GRPO_TOOL_WORKER' in os.environ:\n    {}\ndef f():\n    'Nothing.'\n"
     )
@@ -151,7 +151,7 @@ def test_a_module_that_workers_cannot_import_is_named(tmp_path: Path, monkeypatc
 
     with pytest.raises(ConfigError, match=r"not imported within 0\.2 s"):
         ToolExecutor(ToolCatalogue([Tool.from_function(slow_there.f)]))
-    monkeypatch.setattr("adapters.tools.execution.server_process._START_SECONDS", LONG)
+    monkeypatch.setattr("adapters.tools.execution.workers._START_SECONDS", LONG)
     (tmp_path / "only_here.py").write_text(in_worker.format("raise RuntimeError('not in a worker')"))
     import only_here  # type: ignore[import-not-found]
 

@@ -189,6 +189,6 @@ def test_quick_argument_checks_start_no_worker(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("adapters.tools.execution.server_process.ForkServerProcess.__init__", refuse)
+    monkeypatch.setattr("adapters.tools.execution.workers.ForkServerProcess.__init__", refuse)
     with ToolExecutor(CATALOGUE, allow=["echo", "whole", "misbehave"]) as made:
         assert made.run([ToolCall(tool="whole", arguments={"value": 3.0})])[0].output == 3
