@@ -61,12 +61,14 @@ class Turn:
 
 
 class Batch:
-    """Calls that threads take one after another. `execute` runs one of them, and raises nothing."""
+    """Calls that threads take one after another. `execute` runs one of them. `running` holds the end of each running thread."""
 
-    def __init__(self, turns: Sequence[Turn], execute: Callable[[Turn], ToolResult]) -> None:
-        self.turns, self._execute = turns, execute
+    def __init__(
+        self, turns: Sequence[Turn], execute: Callable[[Turn], ToolResult], running: "set[Future[None]]"
+    ) -> None:
+        self.turns, self._execute, self._running = turns, execute, running
         self.threads: list[Future[None]] = []
-        """The end of each thread."""
+        """The end of each thread of this batch."""
         remote = [turn for turn in turns if isinstance(turn.tool, Tool) and turn.tool.remote]
         others = [turn for turn in turns if not (isinstance(turn.tool, Tool) and turn.tool.remote)]
         self._waiting = (iter(others), len(others)), (iter(remote), len(remote))
@@ -79,6 +81,8 @@ class Batch:
                 ended.set_running_or_notify_cancel()  # a task that waits for it cannot cancel it
                 threading.Thread(target=self._take, args=(waiting, ended), name="ToolExecutor", daemon=True).start()
                 self.threads.append(ended)
+                self._running.add(ended)
+                ended.add_done_callback(self._running.discard)
 
     def give_up(self) -> None:
         """End all calls. Those that have not begun end at once."""

@@ -58,6 +58,8 @@ class CallLog:
 
     def write(self, call: ToolCall, error: BaseException | None, seconds: float, output_bytes: int = 0) -> None:
         """Write one line immediately. `error` is None if the call returned an output, of `output_bytes` as JSON."""
+        if self._file.closed:
+            return
         name: object = call.tool
         name = name[:100] if type(name) is str else bounded_text(name, 100)
         arguments, is_redacted = self._shown(name, call.arguments)
@@ -74,13 +76,13 @@ class CallLog:
         line = json.dumps(entry).replace("\x7f", "\\u007f")  # the one control character that JSON does not escape
         try:
             self._file.write(line.encode() + b"\n")  # one write, so that lines of several processes do not mix
-        except (OSError, ValueError) as problem:  # ValueError: the file is closed
+        except (OSError, ValueError) as problem:  # ValueError: the file was closed meanwhile
             if not self._failed:  # warn once and go on: the results matter more than the log
                 self._failed = True
                 warnings.warn(f"ToolExecutor's log {self._file.name} cannot be written: {problem}.", GRPOWarning, 2)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. Later calls of `write` do nothing."""
         self._file.close()
 
     def _shown(self, tool: str, arguments: Any) -> tuple[Any, bool]:

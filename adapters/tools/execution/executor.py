@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -140,9 +140,10 @@ class ToolExecutor:
         checkers = {t.name: ArgumentChecker(t.function, t.parameters, str(self._root)) for t in allowed if t.remote}
         self._remote = RemoteTools(checkers, max_output_bytes, max_concurrency)
         self._batches: set[Batch] = set()
+        self._threads: set[Future[None]] = set()
         # The finalizer holds no reference to `self`, so it also cleans up after an executor that was never closed.
-        parts = self._batches, self._pool, self._remote, self._log, self._root if root is None else None
-        self._finish = weakref.finalize(self, _finish, self._process, *parts)
+        owned = self._pool, self._remote, self._log, self._root if root is None else None
+        self._finish = weakref.finalize(self, _finish, self._process, self._batches, self._threads, *owned)
         if in_workers:
             try:
                 problems = self._pool.start()
@@ -236,7 +237,7 @@ class ToolExecutor:
             )
         given_up = threading.Event()
         turns = [Turn(call, self._find(call), name, given_up) for call, name in zip(calls, named, strict=True)]
-        batch = Batch(turns, self._execute)
+        batch = Batch(turns, self._execute, self._threads)
         self._batches.add(batch)
         try:
             if not self._finish.alive:
@@ -350,7 +351,13 @@ def _check(**given: Any) -> None:
 
 
 def _finish(
-    process: int, batches: set[Batch], pool: WorkerPool, remote: RemoteTools, log: CallLog | None, folder: Path | None
+    process: int,
+    batches: set[Batch],
+    threads: set[Future[None]],
+    pool: WorkerPool,
+    remote: RemoteTools,
+    log: CallLog | None,
+    folder: Path | None,
 ) -> None:
     if os.getpid() != process:  # a forked child ends; it owns nothing here
         return
@@ -359,7 +366,7 @@ def _finish(
         turn.given_up.set()  # first for all, so that no call takes the turn of another one
     for batch in running:
         batch.give_up()
-    wait([thread for batch in running for thread in batch.threads], _END_SECONDS)
+    wait(list(threads), _END_SECONDS)
     pool.close()
     remote.close()
     if log is not None:

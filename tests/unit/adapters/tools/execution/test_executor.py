@@ -232,6 +232,22 @@ def test_cancelling_an_await_ends_its_calls_and_the_executor_stays_usable(tmp_pa
         assert output_of(made, "add", a=1) == 2
 
 
+def test_closing_waits_for_cancelled_calls_to_be_logged(tmp_path: Path) -> None:
+    log = tmp_path / "calls.jsonl"
+    made = ToolExecutor(CATALOGUE, num_workers=1, timeout=10 * LONG, log_path=log)
+
+    async def work() -> None:
+        waiting = asyncio.ensure_future(made.run_async([call("nap", seconds=500), call("async_nap", seconds=500)]))
+        assert await asyncio.to_thread(soon, lambda: has_begun(made))
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        made.close()
+
+    asyncio.run(work())
+    assert [json.loads(line)["error"] for line in log.read_text().splitlines()] == ["CancelledError"] * 2
+
+
 def test_close_ends_the_calls_of_other_threads_and_awaited_calls(tmp_path: Path) -> None:
     raised: list[BaseException] = []
 
