@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
@@ -124,9 +124,21 @@ class ToolExecutor:
         self._timeout = timeout
         self._fresh_folder = fresh_folder
         self._process = os.getpid()
+        owned = ExitStack()  # with no reference to `self`, so that an executor that was never closed is closed too
+        self._finish = weakref.finalize(self, _finish, self._process, owned)
+        self._root = Path(tempfile.mkdtemp(prefix="grpo-tools-") if root is None else root).resolve()
+        if root is None:
+            owned.callback(remove_folder, str(self._root))
+        self._log = CallLog(log_path, redact) if log_path is not None else None
+        if self._log is not None:
+            owned.callback(self._log.close)
+        checkers = {t.name: ArgumentChecker(t.function, t.parameters, str(self._root)) for t in allowed if t.remote}
+        self._remote = RemoteTools(checkers, max_output_bytes, max_concurrency)
+        owned.callback(self._remote.close)
         limits = limits or WorkerLimits()
         setup = setup_of(
             in_workers,
+            root=str(self._root),
             own_root=root is None,
             kind=kind,
             readable=readable,
@@ -134,16 +146,11 @@ class ToolExecutor:
             no_own_users=why_no_own_users(limits.first_uid),
             limits=asdict(limits),
         )
-        self._log = CallLog(log_path, redact) if log_path is not None else None
-        self._root = Path(tempfile.mkdtemp(prefix="grpo-tools-") if root is None else root).resolve()
-        self._pool = WorkerPool(setup | {"root": str(self._root)}, num_workers)
-        checkers = {t.name: ArgumentChecker(t.function, t.parameters, str(self._root)) for t in allowed if t.remote}
-        self._remote = RemoteTools(checkers, max_output_bytes, max_concurrency)
+        self._pool = WorkerPool(setup, num_workers)
+        owned.callback(self._pool.close)
         self._batches: set[Batch] = set()
         self._threads: set[Future[None]] = set()
-        # The finalizer holds no reference to `self`, so it also cleans up after an executor that was never closed.
-        owned = self._pool, self._remote, self._log, self._root if root is None else None
-        self._finish = weakref.finalize(self, _finish, self._process, self._batches, self._threads, *owned)
+        owned.callback(_give_up, self._batches, self._threads)
         if in_workers:
             try:
                 problems = self._pool.start()
@@ -350,26 +357,15 @@ def _check(**given: Any) -> None:
         )
 
 
-def _finish(
-    process: int,
-    batches: set[Batch],
-    threads: set[Future[None]],
-    pool: WorkerPool,
-    remote: RemoteTools,
-    log: CallLog | None,
-    folder: Path | None,
-) -> None:
-    if os.getpid() != process:  # a forked child ends; it owns nothing here
-        return
+def _finish(process: int, owned: ExitStack) -> None:
+    if os.getpid() == process:  # a forked child owns nothing here
+        owned.close()
+
+
+def _give_up(batches: set[Batch], threads: set[Future[None]]) -> None:
     running = list(batches)
     for turn in (turn for batch in running for turn in batch.turns):
         turn.given_up.set()  # first for all, so that no call takes the turn of another one
     for batch in running:
         batch.give_up()
     wait(list(threads), _END_SECONDS)
-    pool.close()
-    remote.close()
-    if log is not None:
-        log.close()
-    if folder is not None:
-        remove_folder(str(folder))

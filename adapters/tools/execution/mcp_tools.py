@@ -77,14 +77,14 @@ class MCPServer:
         if (command is None) == (url is None) or (url is not None and (env is not None or cwd is not None)):
             raise ConfigError(
                 "MCPServer needs either the command that starts a server, or the url of a running server, and not both; "
-                f"env and cwd apply only to a server that `command` starts. Got {command=}, {url=}, {env=}, {cwd=}."
+                f"env and cwd apply only to a server that `command` starts; got {command=}, {url=}."
             )
         try:
             import mcp.client.client  # noqa: F401
         except ImportError as error:
             raise ImportError('MCPServer needs mcp: pip install "model-agnostic-grpo[tools]"') from error
-        self._command, self._url, self._env, self._cwd = command, url, env, cwd
-        self._start_timeout = start_timeout
+        self._command, self._url, self._start_timeout = command, url, start_timeout
+        self._env, self._cwd = None if env is None else dict(env), cwd
         self._where = textwrap.shorten(url or shlex.join(command or ()), 120)
         self._open: contextlib.ExitStack | None = None
 
@@ -207,13 +207,19 @@ class MCPServer:
     async def _session(self) -> "AsyncIterator[Client]":
         """The session, from the server's start to its end. Runs in one task, as the SDK requires."""
         import anyio
+        from mcp import StdioServerParameters, stdio_client
         from mcp.client.client import Client
 
+        target: Any = self._url
         reason = f"was not ready within {self._start_timeout:g} s; if it is only slow, raise start_timeout"
         is_ready = False
         try:
+            if self._command is not None:
+                program, *arguments = self._command
+                server = StdioServerParameters(command=program, args=arguments, env=self._env, cwd=self._cwd)
+                target = stdio_client(server, errlog=self._stderr)
             with anyio.CancelScope(deadline=anyio.current_time() + self._start_timeout) as scope:
-                async with Client(self._target()) as client:
+                async with Client(target) as client:
                     page = await client.list_tools()
                     self._listed = page.tools
                     while page.next_cursor is not None:
@@ -234,20 +240,6 @@ class MCPServer:
                     "Check that the server runs, and that the url has the path that the server expects, often /mcp."
                 )
             raise ConfigError(f"MCP server {self._where} {reason}{self._last_words()}. {advice}")
-
-    def _target(self) -> Any:
-        """The connection target for the SDK."""
-        from mcp import StdioServerParameters, stdio_client
-
-        if self._command is None:
-            return self._url
-        parameters = StdioServerParameters(
-            command=self._command[0],
-            args=list(self._command[1:]),
-            env=None if self._env is None else dict(self._env),
-            cwd=None if self._cwd is None else str(self._cwd),
-        )
-        return stdio_client(parameters, errlog=self._stderr)
 
     def _last_words(self) -> str:
         """The last three lines of the server's stderr, as the end of a sentence."""

@@ -194,11 +194,7 @@ def limit_cpu(seconds: int | None) -> None:
 
 
 def enter(setup: dict[str, Any], folder: str | None) -> str:
-    """Make the call's folder the working directory, and return it. A folder within the tools' folder is created if missing.
-
-    Raises:
-        OSError: The folder cannot be entered, for example because the tools' folder is gone.
-    """
+    """Make the call's folder the working directory, and return it. Raises OSError if the tools' folder is gone."""
     root: str = setup["root"]
     if setup["own_root"] and not os.access(root, os.F_OK):
         Path(root).mkdir(mode=0o700, exist_ok=True)  # a tool has removed it
@@ -232,11 +228,7 @@ def _has_one_thread() -> bool:
 
 
 def encode_output(value: Any, max_bytes: int) -> bytes:
-    """Encode an output as JSON.
-
-    Raises:
-        CallError: The output is too large, or JSON cannot represent it.
-    """
+    """Encode an output as JSON. Raises CallError if it is too large, or JSON cannot represent it."""
     too_large = f"output must take at most {max_bytes} bytes as JSON; got"
     if isinstance(value, str) and len(value) > max_bytes:
         raise CallError("OutputTooLargeError", f"{too_large} more.")

@@ -150,12 +150,7 @@ class WorkerPool:
 
 
 class WorkerProcess:
-    """A new worker process, which runs one call at a time.
-
-    Raises:
-        EOFError, OSError: The fork failed.
-        ConfigError: The worker reported that it cannot run.
-    """
+    """A new worker process, which runs one call at a time. Raises EOFError, OSError or ConfigError if it cannot be started."""
 
     def __init__(self, server: "ForkServerProcess", max_bytes: int) -> None:
         self.server, self._max_bytes = server, max_bytes
@@ -202,9 +197,9 @@ class WorkerProcess:
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def end(self, *, has_ended: bool = False) -> int | None:
-        """End the worker with every process that it started.
+        """End the worker with every process that it started. Returns its wait status, or None if it did not end by itself.
 
-        `has_ended` gives it a moment to end by itself. Returns its wait status, or None if it did not end by itself.
+        `has_ended` gives it a moment to do so.
         """
         self.socket.close()
         return self.server.end(self._slot, has_ended=has_ended)
@@ -314,11 +309,7 @@ def _died(worker: WorkerProcess, error: BaseException, status: int | None, *, ha
 
 
 def setup_of(tools: Sequence[Tool], **settings: Any) -> dict[str, Any]:
-    """What the fork server needs to know, as JSON values.
-
-    Raises:
-        ConfigError: Workers cannot import a function, or a `Command` does not match its tool.
-    """
+    """What the fork server needs to know, as JSON. Raises ConfigError if workers cannot import a function."""
     functions = {tool.name: _pickled(tool) for tool in tools}
     programs = [shutil.which(tool.function.argv[0]) for tool in tools if isinstance(tool.function, Command)]
     readable = [*map(os.fspath, settings["readable"]), _HOME, *(path for path in programs if path is not None)]

@@ -59,15 +59,16 @@ def confine(setup: dict[str, Any], user: tuple[int, int] | None) -> list[str]:
     parent = os.getppid()
     os.setsid()
     os.umask(0o007)
-    problems = set_limits(setup["limits"], own_user=user is not None)
+    set_limits(setup["limits"], own_user=user is not None)
     python = [path for path in setup["python"] if os.access(path, os.R_OK)]
-    if user is None:
+    problems = []
+    if user is not None:
+        take_user(user)
+    else:
         like = "like the program itself: tools can read and change what it can, " if setup["kind"] == "user" else ""
         problems.append(
             f"they run as user {os.geteuid()}, {like}and the number of their processes is not limited; {setup['no_own_users']}"
         )
-    else:
-        take_user(user)
     problems += drop_privileges()
     if os.getppid() != parent:
         raise RuntimeError("the fork server is gone")

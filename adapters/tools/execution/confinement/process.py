@@ -56,8 +56,8 @@ def drop_privileges() -> list[str]:
     return [f"prctl({option}) does not work ({reason})" for option, reason in reasons if reason is not None]
 
 
-def set_limits(limits: dict[str, Any], *, own_user: bool) -> list[str]:
-    """Set hard resource limits. Returns the limits that could not be set."""
+def set_limits(limits: dict[str, Any], *, own_user: bool) -> None:
+    """Set hard resource limits. A limit that is lower already stays."""
     import resource  # Unix only; other systems may import this module
 
     wanted = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": limits["file_bytes"], "RLIMIT_NOFILE": limits["open_files"]}
@@ -66,14 +66,10 @@ def set_limits(limits: dict[str, Any], *, own_user: bool) -> list[str]:
         wanted["RLIMIT_DATA"] = used + limits["memory_bytes"]
     if own_user:  # RLIMIT_NPROC counts all processes of a user, and does not apply to root
         wanted["RLIMIT_NPROC"] = limits["processes"]
-    problems = []
-    for name, value in wanted.items():
-        try:
-            if value is not None:
-                resource.setrlimit(getattr(resource, name), (value, value))
-        except (OSError, ValueError) as error:
-            problems.append(f"{name}={value} is not set ({error})")
-    return problems
+    for kind, value in ((getattr(resource, name), value) for name, value in wanted.items() if value is not None):
+        hard = resource.getrlimit(kind)[1]
+        lowest = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (lowest, lowest))
 
 
 def children() -> list[int]:
