@@ -1,10 +1,9 @@
 """Programs as tools. A program is started from a list of arguments, never through a shell."""
 
-import os
 import re
 import string
 import subprocess
-import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -104,17 +103,21 @@ class Command:
             CommandFailedError: The exit status is not 0. The message holds the end of the standard error.
         """
         argv = self.resolve(arguments)
-        with tempfile.TemporaryFile() as stderr:
-            with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr) as process:
-                assert process.stdout is not None
-                output = process.stdout.read(self.max_output_bytes + 1)
-                if len(output) > self.max_output_bytes:
-                    process.kill()
-                    raise OutputTooLargeError(f"output must take at most {self.max_output_bytes} bytes.")
-            stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _STDERR_BYTES))
-            said = stderr.read().decode(errors="replace").strip()
+        said = bytearray()
+        pipe = subprocess.PIPE
+        with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
+            assert process.stdout is not None
+            reader = threading.Thread(target=_keep_end, args=(process.stderr, said))
+            reader.start()
+            output = process.stdout.read(self.max_output_bytes + 1)
+            if len(output) > self.max_output_bytes:
+                process.kill()
+            reader.join()
+        if len(output) > self.max_output_bytes:
+            raise OutputTooLargeError(f"output must take at most {self.max_output_bytes} bytes.")
         if process.returncode != 0:
-            raise CommandFailedError(f"{PurePath(argv[0]).name} ended with status {process.returncode}: {said}")
+            program, text = PurePath(argv[0]).name, said.decode(errors="replace").strip()
+            raise CommandFailedError(f"{program} ended with status {process.returncode}: {text}")
         return output.decode(errors="replace")
 
     def resolve(self, arguments: dict[str, Any]) -> list[str]:
@@ -130,6 +133,13 @@ class Command:
                 raise InvalidArgumentsError(f"{parts[0][1]} must not begin with '-'; got {resolved[:100]!r}.")
             argv.append(resolved)
         return argv
+
+
+def _keep_end(stream: Any, kept: bytearray) -> None:
+    """Read a stream to its end, so that its writer never blocks."""
+    while part := stream.read1():
+        kept += part
+        del kept[:-_STDERR_BYTES]
 
 
 def _parts(element: str) -> list[tuple[str, str | None]]:

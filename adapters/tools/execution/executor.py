@@ -132,13 +132,14 @@ class ToolExecutor:
         self._log = CallLog(log_path, redact) if log_path is not None else None
         if self._log is not None:
             owned.callback(self._log.close)
-        checkers = {t.name: ArgumentChecker(t.function, t.parameters, str(self._root)) for t in allowed if t.remote}
-        self._remote = RemoteTools(checkers, max_output_bytes, max_concurrency)
+        root_path = str(self._root)
+        self._checkers = {t.name: ArgumentChecker(t.function, t.parameters, root_path) for t in allowed if t.remote}
+        self._remote = RemoteTools(max_output_bytes, max_concurrency)
         owned.callback(self._remote.close)
         limits = limits or WorkerLimits()
         setup = setup_of(
             in_workers,
-            root=str(self._root),
+            root=root_path,
             own_root=root is None,
             kind=kind,
             readable=readable,
@@ -287,9 +288,13 @@ class ToolExecutor:
             text = encode_arguments(turn.call.arguments)
             if not tool.remote:
                 return self._ask(turn, tool, text, timeout)
-            if self._remote.is_slow(tool):  # the check would block the other remote tools
+            check, arguments = self._checkers[tool.name], json.loads(text)
+            if check.is_slow:  # only a worker can be stopped while it checks
                 self._ask(turn, tool, text, timeout)
-            return self._remote.call(tool, text, timeout, turn)
+                arguments = check.convert(arguments)
+            else:
+                arguments = check(arguments)
+            return self._remote.call(tool, arguments, timeout, turn)
         except RefusedArgumentsError as error:
             raise ERRORS[error.error](f"{tool.name}: {error}") from None
 

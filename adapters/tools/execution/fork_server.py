@@ -169,8 +169,7 @@ class ForkServer:
         until = time.monotonic() + seconds
         while not (has_ended := _has_ended(pid)) and time.monotonic() < until:
             time.sleep(0.0005)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         if slot in self.uids:

@@ -5,11 +5,9 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from adapters.tools.catalogue.arguments import ArgumentChecker
 from adapters.tools.catalogue.tools import Tool
 from adapters.tools.errors import LoopBlockedError, ToolError, ToolRaisedError, ToolTimeoutError
 
@@ -30,13 +28,10 @@ _CALL: ContextVar["RemoteCall | None"] = ContextVar("remote call", default=None)
 
 
 class RemoteTools:
-    """Awaits remote tools: at most `max_concurrency` at once, with outputs of at most `max_bytes` as JSON.
+    """Awaits remote tools: at most `max_concurrency` at once, with outputs of at most `max_bytes` as JSON."""
 
-    `checkers` has argument checkers by name. The methods may be called in any thread but the loop's.
-    """
-
-    def __init__(self, checkers: Mapping[str, ArgumentChecker], max_bytes: int, max_concurrency: int) -> None:
-        self._checkers, self._max_bytes = checkers, max_bytes
+    def __init__(self, max_bytes: int, max_concurrency: int) -> None:
+        self._max_bytes = max_bytes
         self._turns = threading.Semaphore(max_concurrency)
         self._lock = threading.Lock()
         self._loops: list[RemoteLoop] = []
@@ -46,16 +41,9 @@ class RemoteTools:
         """Whether the calling thread is the thread of the remote tools."""
         return any(threading.current_thread() in loop.threads for loop in self._loops)
 
-    def is_slow(self, tool: Tool) -> bool:
-        """Whether a check of the tool's arguments can be slow, so that a worker has to do it before `call`."""
-        return self._checkers[tool.name].is_slow
-
-    def call(self, tool: Tool, text: str, timeout: float, turn: Turn) -> tuple[Any, int]:
-        """Await a tool, with arguments as JSON. Returns the output and its size in bytes."""
+    def call(self, tool: Tool, arguments: dict[str, Any], timeout: float, turn: Turn) -> tuple[Any, int]:
+        """Await a tool, in another thread than the loop's. Returns the output and its size in bytes."""
         with turn.of(self._turns):
-            turn.begin()
-            check, arguments = self._checkers[tool.name], json.loads(text)
-            arguments = check.convert(arguments) if check.is_slow else check(arguments)
             with self._lock:
                 if not self._loops or self._loops[-1].is_stuck():
                     self._loops.append(RemoteLoop())

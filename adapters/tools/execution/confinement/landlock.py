@@ -4,6 +4,7 @@ import ctypes
 import os
 import struct
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,7 +56,7 @@ class Landlock(Confinement):
             os.close(beneath)
         _call(_RESTRICT_SELF, ruleset, 0)
         os.close(ruleset)
-        os.environ["TMPDIR"] = root
+        os.environ["TMPDIR"] = tempfile.tempdir = root  # an import may have asked `tempfile` for its folder already
 
 
 def _version() -> int:
