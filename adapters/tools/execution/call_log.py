@@ -35,11 +35,10 @@ class CallLog:
     ASCII only, so it cannot control a terminal. Where arguments are redacted, so is the message, because it may quote them.
 
     Args:
-        path: Log file. The file is created if it does not exist; its folder must exist. A file that others may read is changed
-            to mode 0600.
-        redact: Names of the arguments, at any depth, whose values are replaced by "[redacted]". Upper and lower case, "_" and
-            "-" do not matter, and a longer name that contains one of these names is meant too. Or a function of a tool's name
-            and its arguments that returns the arguments to log.
+        path: Log file, in a folder that exists. A file that others may read is changed to mode 0600.
+        redact: Names of the arguments, at any depth, whose values are replaced by "[redacted]". Longer names that contain one
+            are meant too; case, "_" and "-" do not matter. Or a function of a tool's name and arguments that returns the
+            arguments to log.
 
     Raises:
         ConfigError: The file cannot be opened for writing, or cannot be made private.

@@ -47,13 +47,13 @@ class ToolExecutor:
     killed with its processes, and replaced. Between two calls, a worker's process state is restored, but not the state of
     modules. Calls share files in `root`, unless they have folders.
 
-    Functions are imported by name, once, in a process that receives only a few environment variables, such as PATH. Import
-    modules at the top of the tool's module, because workers may not be able to read them later. In a script that defines a
-    tool, put everything but definitions under `if __name__ == "__main__":`.
+    Functions are imported by name, once, in a process that receives only a few environment variables. Import modules at the
+    top of the tool's module, because workers may not be able to read them later. In a script that defines a tool, put
+    everything but definitions under `if __name__ == "__main__":`.
 
     Remote tools run in one thread. The timeout cancels a remote tool; a tool that ignores its cancellation is abandoned. If its
     schema can be slow to check (`pattern`, `patternProperties`, `uniqueItems` or a recursive `$ref`), a worker checks the
-    arguments within the tool's timeout, and the schema must not contain `"format": "path"`.
+    arguments, and the schema must not contain `"format": "path"`.
 
     An executor is thread-safe. It cannot be pickled, and cannot be used in a child process after `os.fork`.
 
@@ -64,15 +64,14 @@ class ToolExecutor:
         timeout: Time limit of one call in seconds, for tools without their own limit. A larger limit waits longer for hangs.
         max_output_bytes: Size limit of one output as JSON. A larger limit lets more data into this process.
         max_concurrency: Maximum number of concurrent remote calls. A larger limit puts more load on the servers.
-        root: The tools' folder: their working directory, and the folder that paths must not leave. It must stay in place. Files
-            that tools change must be writable for the workers' user. None creates a new folder, which `close` removes.
+        root: The tools' folder: their working directory, and the folder that paths must not leave. Files that tools change must
+            be writable for the workers' user. None creates a new folder, which `close` removes.
         fresh_folder: Whether each call in a worker runs in an empty folder within `root`, which is removed after the call.
         confinement: How workers are kept from other files and processes: "bubblewrap" (mount and process namespaces),
             "landlock" (file rules of Linux 6.2), or "user" (their user id alone). "auto" takes the first of these that works.
         readable: Files and folders that tools may read, in addition to `root`, the system's programs and libraries, Python,
             `sys.path` and imported packages. With "user", tools read what their user may read.
-        log_path: File, readable by its owner only, to which one JSON line per call is appended, cancelled calls included. None
-            writes no log.
+        log_path: File, readable by its owner only, to which one JSON line per call is appended, cancelled calls included.
         redact: Which arguments the log leaves out. See `CallLog`.
         limits: Resource limits of each worker.
 
@@ -180,10 +179,9 @@ class ToolExecutor:
 
         Args:
             calls: The calls.
-            folders: For each call, the name of its folder within `root`, for example one name per group; None is `root` itself,
-                or an empty folder with `fresh_folder`. A folder is created when its first call runs, shared by all calls with
-                its name, and kept. It is the working directory, and the folder that paths must not leave. Remote tools have
-                no folders: their paths are in `root`.
+            folders: For each call, the name of its folder within `root`, or None. A folder is created when its first call runs,
+                shared by all calls with its name, for example those of a group, and kept. It is the working directory, and the
+                folder that paths must not leave. Remote tools have no folders: their paths are in `root`.
 
         Raises:
             ConfigError: The executor is closed, or belongs to another process, or a folder is not the name of a folder.

@@ -26,12 +26,8 @@ TOKEN_BYTES = 8
 OK, RETIRE = 1, 2
 """Flags in the byte after an answer's token. OK: the answer is an output, not an error. RETIRE: the worker must be replaced."""
 PASSED_ON = (
-    "InvalidArgumentsError",
-    "PathOutsideRootError",
-    "OutputTooLargeError",
-    "InvalidOutputError",
-    "ServerLostError",
-)
+    "InvalidArgumentsError", "PathOutsideRootError", "OutputTooLargeError", "InvalidOutputError", "ServerLostError",
+)  # fmt: skip
 """Names of this package's errors that a tool may raise. The result then has an error of the same type."""
 REPORTED = (*PASSED_ON, "ToolRaisedError", "WorkerLostError")
 """Names of the errors that a worker may report."""

@@ -96,8 +96,8 @@ class WorkerPool:
     def call(self, request: bytes, timeout: float, turn: Turn) -> tuple[Any, int]:
         """Run a call on the next free worker. Returns the output and its size in bytes, or raises a ToolError.
 
-        A worker may send data that does not answer the call. If earlier calls ran on that worker, the data may be theirs, so
-        the call runs again on a new worker. The timeout in seconds starts when a worker is available.
+        If a worker sends data that does not answer the call, these may come from an earlier call, so the call runs again on a
+        new worker. The timeout in seconds starts when a worker is available.
         """
         with turn.of(self._turns):
             return self._ask(self._idle_worker(), request, timeout, turn)
