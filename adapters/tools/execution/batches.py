@@ -24,9 +24,9 @@ class Turn:
     def __init__(self, call: ToolCall, tool: Tool | ToolError, folder: str | None, given_up: threading.Event) -> None:
         self.call, self.tool, self.folder, self.given_up = call, tool, folder, given_up
         self.result = ToolResult()
-        self.seconds: Callable[[], float] = float
+        self.seconds: Callable[[], float] = lambda: 0.0
         """Seconds since the call began; 0 before."""
-        self.end: Callable[[], object] = bool
+        self.end: Callable[[], object] = lambda: None
 
     def begin(self) -> None:
         """Start the clock."""
@@ -46,7 +46,7 @@ class Turn:
             self.check()
             yield
         finally:
-            self.end = bool
+            self.end = lambda: None
 
     @contextmanager
     def of(self, turns: threading.Semaphore) -> Iterator[None]:

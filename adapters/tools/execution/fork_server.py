@@ -232,7 +232,7 @@ def main(descriptor: int) -> None:
     """Import the tools and serve the executor's orders."""
     control = socket.socket(fileno=descriptor)
     try:
-        server = ForkServer(control, json.loads(receive(control)))
+        server = ForkServer(control, json.loads(receive(control, 2**33)))
     except BaseException as error:  # an import may raise anything; the executor reports it
         with contextlib.suppress(OSError):  # the executor is gone
             send(control, json.dumps({"error": described(error)}).encode())

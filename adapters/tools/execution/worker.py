@@ -48,7 +48,7 @@ class PartOfFrameError(TimeoutError):
     """The time is up, and a part of a frame has arrived."""
 
 
-def receive(connection: socket.socket, max_bytes: int = 2**33, deadline: float | None = None) -> bytes:
+def receive(connection: socket.socket, max_bytes: int = 2**20, deadline: float | None = None) -> bytes:
     """Read one frame.
 
     Raises:

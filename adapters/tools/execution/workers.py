@@ -104,11 +104,11 @@ class WorkerPool:
 
     def _ask(self, worker: "WorkerProcess | None", request: bytes, timeout: float, turn: Turn) -> tuple[Any, int]:
         """Run a call on this worker, or on a new one."""
-        is_new = worker is None
         try:
             worker = worker or self._spawn()
         except (ConfigError, EOFError, OSError) as error:
             raise errors.WorkerLostError(f"no worker could be started: {error}") from error
+        is_new, worker.is_new = worker.is_new, False
         turn.begin()
         try:
             with turn.ended_by(worker.shut):
@@ -153,7 +153,7 @@ class WorkerProcess:
     """A new worker process, which runs one call at a time. Raises EOFError, OSError or ConfigError if it cannot be started."""
 
     def __init__(self, server: "ForkServerProcess", max_bytes: int) -> None:
-        self.server, self._max_bytes = server, max_bytes
+        self.server, self.is_new, self._max_bytes = server, True, max_bytes
         self.socket, theirs = socket.socketpair()
         with theirs:
             self._slot = server.spawn(theirs)
@@ -259,7 +259,10 @@ class ForkServerProcess:
 
     def end(self, slot: int, *, has_ended: bool) -> int | None:
         """See `WorkerProcess.end`."""
-        with contextlib.suppress(EOFError, OSError), self._orders:  # if the fork server is gone, so are its workers
+        with (
+            contextlib.suppress(EOFError, OSError, ValueError),
+            self._orders,
+        ):  # if the fork server is gone, so are its workers
             self._socket.settimeout(None)
             self._socket.sendall(ORDER.pack(REAP if has_ended else KILL, slot))
             status: int | None = json.loads(receive(self._socket))

@@ -306,3 +306,13 @@ def test_calling_run_within_a_remote_tool_is_refused() -> None:
     with remote(inner, timeout=LONG) as made:
         [result] = made.run([call("inner")])
     assert "await run_async" in str(result.error)
+
+
+def test_a_remote_tool_may_await_other_calls() -> None:
+    async def inner() -> Any:
+        """Call the executor that calls this."""
+        [result] = await made.run_async([call("rest", seconds=0)])
+        return result.output
+
+    with remote(inner, rest, timeout=LONG) as made:
+        assert output_of(made, "inner") == "rested"
