@@ -53,6 +53,7 @@ class Command:
         ConfigError: `argv` is empty, names a shell, or lets the call decide the program or the code.
 
     Example:
+        >>> from adapters.tools import Command, Tool
         >>> count = Command(("wc", "-l", "--", "{path}"))
         >>> tool = Tool(
         ...     name="count_lines", description="Count the lines of a file.", function=count,
