@@ -153,9 +153,7 @@ class ForkServer:
         Worker(answers, self.setup, self.functions, self._checker).serve()
 
     def _checker(self, tool: str, root: str) -> ArgumentChecker:
-        if root == self.setup["root"]:
-            return self.checkers[tool]
-        return ArgumentChecker(self.functions[tool], self.setup["tools"][tool][1], root)
+        return self.checkers[tool].at(root)
 
     def _end(self, slot: int, seconds: float = 0.0) -> int | None:
         """End the worker with this number, and every process that it started.
