@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adapters.tools.catalogue.arguments import bounded_text, json_arguments
 from adapters.tools.catalogue.calls import ToolCall, ToolResult, plain_name, same_json
-from adapters.tools.catalogue.inputs import require_type, require_whole
+from adapters.tools.catalogue.inputs import is_finite, require_type, require_whole
 from adapters.tools.catalogue.tools import ToolCatalogue
 from adapters.tools.errors import LOST_CALLS, LostCallError
 from grpo import WeightedRewards
@@ -228,7 +228,7 @@ def executed(task: Any, call: ToolCall | None, result: ToolResult) -> float:
 
 def latency_cost(per_second: float) -> CallReward:
     """Subtract `per_second` for each second of the call. A larger value avoids slow tools even where they are right."""
-    if not 0 <= per_second < math.inf:
+    if not is_finite(per_second) or per_second < 0:
         raise ConfigError(f"latency_cost: per_second must be a finite number >= 0; got {per_second}.")
 
     def latency(task: Any, call: ToolCall | None, result: ToolResult) -> float:  # noqa: ARG001
