@@ -164,8 +164,8 @@ class ArgumentChecker:
             return copied
         if isinstance(value, str) and any(part.get("format") in PATHS for part in describing(schema, "string")):
             return str(confine(value, self._root))
-        if isinstance(value, float) and any(part.get("type") in _INTEGER for part in describing(schema, "integer")):
-            return int(value)
+        if isinstance(value, float) and value.is_integer():
+            return int(value) if any(part.get("type") in _INTEGER for part in describing(schema, "integer")) else value
         return value
 
     def _converted(self, name: str, value: Any) -> Any:

@@ -101,6 +101,14 @@ def test_values_that_json_can_represent_are_not_changed_or_refused() -> None:
         check(given | plan | {"share": 10**400})
 
 
+def test_a_number_that_may_be_an_integer_keeps_its_fraction() -> None:
+    def scale(by: int | float, each: list[float | int]) -> None:  # pydantic makes a branch of each
+        """Scale numbers."""
+
+    check = ArgumentChecker(scale, Tool.from_function(scale).parameters, "/")
+    assert check({"by": 2.5, "each": [1.5, -0.5]}) == {"by": 2.5, "each": [1.5, -0.5]}
+
+
 class Diary:
     """Keep days."""
 

@@ -231,6 +231,7 @@ def test_integral_floats_become_integers_where_the_schema_asks_for_them(subtests
         ({"type": "integer"}, 2, 2), ({"type": "number"}, 2.0, 2.0), ({}, 2.0, 2.0), ({"type": ["integer", "null"]}, 2.0, 2),
         ({"type": ["integer", "number"]}, 2.0, 2.0), ({"anyOf": [{"type": "integer"}, NONE]}, 2.0, 2),
         ({"anyOf": [{"type": "integer"}, {"type": "number"}]}, 2.0, 2),
+        ({"anyOf": [{"type": "integer"}, {"type": "number"}]}, 2.5, 2.5),
         ({"enum": [2, 1.5]}, 2.0, 2.0),
         ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}, [2.0], [2]),
         ({"additionalProperties": {"type": "integer"}}, {"n": 2.0}, {"n": 2}), ({"$ref": "#/$defs/whole"}, 2.0, 2),
