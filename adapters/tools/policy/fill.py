@@ -217,8 +217,8 @@ def _nearness(text: str, one: Found) -> dict[str, float]:
     before = _WORD.findall(_CLAUSE_END.split(text[max(0, one.start - 60) : one.start])[-1])[:-5:-1]
     after = _WORD.findall(_CLAUSE_END.split(text[one.end : one.end + 40])[0])[:3]
     hints = _PREPOSITIONS.get(before[0].lower(), "").split() if before else []
-    words = [*enumerate(before, start=1), *enumerate(after, start=1)]
-    return {**dict.fromkeys(map(_stem, hints), 0.3), **{_stem(word): 1 / distance for distance, word in words}}
+    words = [*enumerate(before, start=1), *enumerate(after, start=1), *((1 / 0.3, hint) for hint in hints)]
+    return {_stem(word): 1 / distance for distance, word in sorted(words, reverse=True)}  # the nearest one counts
 
 
 def _stem(word: str) -> str:

@@ -169,6 +169,8 @@ def test_an_optional_parameter_needs_a_word_of_its_name_next_to_the_value() -> N
     shop = tool("item", item=TEXT, color=TEXT, quantity=INTEGER, day=TEXT | {"format": "date"})
     assert fill_from_request("buy 'shoes' for 90 on 2024-05-06", shop) == {"item": "shoes", "day": "2024-05-06"}
     assert fill_from_request("'shoes', quantity 2", shop) == {"item": "shoes", "quantity": 2}
+    twice = "'shoes', a quantity at a quantity 2"  # 1 for the nearer word, not 1/4 for the other one
+    assert fill_from_request(twice, shop) == {"item": "shoes", "quantity": 2}
     far = "'shoes' with a quantity that is most certainly larger still than 2"
     assert fill_from_request(far, shop) == {"item": "shoes"}
 
