@@ -94,6 +94,16 @@ def test_the_epochs_losses_are_means_over_all_tasks_in_an_order_of_the_seed() ->
     assert not torch.equal(learned(1), learned(2))
 
 
+def test_each_update_uses_the_gradient_of_its_own_batch() -> None:
+    """A step of 1e-9 changes no gradient visibly. Without zero_grad, three epochs would leave three times the gradient."""
+    made, once = policy(), policy()
+    once.load_state_dict(made.state_dict())
+    once.loss(TASKS).backward()
+    made.fit(TASKS, num_epochs=3, learning_rate=1e-9)
+    for name, value in once.named_parameters():
+        torch.testing.assert_close(made.get_parameters()[name].grad, value.grad, msg=name)
+
+
 def test_what_cannot_be_fitted_is_refused(subtests: pytest.Subtests) -> None:
     for tasks, options, error, message in (
         ([], {}, ConfigError, "needs tasks with a right tool"),
