@@ -155,7 +155,7 @@ def best_threshold(wanted: Float[Tensor, " P"], unwanted: Float[Tensor, " Q"]) -
             f"{len(wanted)} with a right tool and {len(unwanted)} without one."
         )
     confidences = torch.cat([wanted, unwanted]).double().unique()
-    thresholds = torch.cat([confidences[:1], (confidences[1:] + confidences[:-1]) / 2, confidences[-1:] + 1e-12])
+    thresholds = torch.cat([confidences[:1], (confidences[1:] + confidences[:-1]) / 2])
     kept = (wanted.double() >= thresholds.unsqueeze(1)).double().mean(1)
     refused = (unwanted.double() < thresholds.unsqueeze(1)).double().mean(1)
     return float(thresholds[(kept + refused).argmax()])
