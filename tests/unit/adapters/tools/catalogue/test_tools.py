@@ -61,6 +61,8 @@ def test_a_tool_that_cannot_be_used_is_refused_when_it_is_made(subtests: pytest.
         ({"description": " \n"}, "Tool t: description must not be empty"),
         ({"function": "ping"}, "Tool t: function must be callable; got 'ping'"),
         ({"remote": True}, "Tool t: function must be `async def` if the tool is remote"),
+        ({"remote": 1}, r"Tool\.remote must be True or False; got 1"),
+        ({"category": None}, r"Tool\.category must be a text; got None"),
         ({"parameters": {"type": "objekt"}}, r'Tool t: parameters must be .* "type": "object"; got'),
         (
             {"parameters": {"type": "object", "properties": {"a": {"type": "x"}}}},
@@ -292,6 +294,15 @@ def test_keys_that_are_no_text_are_not_in_a_catalogue(subtests: pytest.Subtests)
 def test_an_empty_catalogue_is_refused() -> None:
     with pytest.raises(ConfigError, match="must have at least one tool"):
         ToolCatalogue([])
+
+
+def test_what_is_no_list_of_tools_is_refused(subtests: pytest.Subtests) -> None:
+    for tools, shown in ((7, "7"), ([*named("a"), "b"], "'b'")):
+        with (
+            subtests.test(shown),
+            pytest.raises(ConfigError, match=rf"^ToolCatalogue\.tools must be a list of Tools; got {shown}\."),
+        ):
+            ToolCatalogue(tools)
 
 
 def test_duplicate_tool_names_are_refused_and_listed() -> None:

@@ -87,6 +87,19 @@ def test_sizes_below_one_are_refused(subtests: pytest.Subtests) -> None:
             policy(**options)
 
 
+def test_arguments_of_another_type_are_refused_by_name(subtests: pytest.Subtests) -> None:
+    for options, message in (
+        ({"catalogue": list(CATALOGUE.values())}, "catalogue must be a ToolCatalogue"),
+        ({"hidden": 8}, "hidden must be a list of widths; got 8"),
+        *(
+            ({name: "x"}, f"{name} must be a function; got 'x'")
+            for name in ("encoder", "describe", "fill", "available")
+        ),
+    ):
+        with subtests.test(message), pytest.raises(ConfigError, match=rf"^ToolSelectionPolicy\.{message}"):
+            ToolSelectionPolicy(**{"catalogue": CATALOGUE} | options)
+
+
 # --- no states
 
 
