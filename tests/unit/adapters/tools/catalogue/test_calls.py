@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adapters.tools.catalogue.calls import ToolCall, same_json
+from adapters.tools.catalogue.calls import ToolCall, ToolResult, same_json
+from adapters.tools.errors import ToolTimeoutError
 from tests.support.plain_states import assert_same, through_checkpoint
 
 
@@ -86,3 +87,9 @@ def test_calls_come_back_from_a_checkpoint(tmp_path: Path) -> None:
     arguments = {"items": ["b", ("a", 1, 1.0, -0.0)], "deep": {"none": None, "not a number": math.nan, "$tuple": True}}
     call = ToolCall(tool="sort", arguments=arguments)
     assert_same(through_checkpoint(call, tmp_path), call)
+
+
+def test_a_result_is_an_output_or_an_error() -> None:
+    result, failed = ToolResult(output=None), ToolResult(error=ToolTimeoutError("too slow"))
+    assert (result.ok, failed.ok) == (True, False)
+    assert (result.seconds, failed.output) == (0.0, None)

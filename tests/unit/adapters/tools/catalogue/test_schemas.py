@@ -256,3 +256,5 @@ def test_slow_keywords_of_a_schema_are_found(subtests: pytest.Subtests) -> None:
     ):  # fmt: skip
         with subtests.test(keyword, schema=str(x)):
             assert slow_keyword(plain(x, **definitions)) == keyword
+            check = ArgumentChecker(tool_functions.echo, plain(x, **definitions), "/usr")
+            assert check.is_slow is (keyword is not None)

@@ -81,8 +81,9 @@ def test_state_vectors_of_another_length_are_refused(subtests: pytest.Subtests) 
             policy(num_features=3).predict(states)
 
 
-def test_sizes_below_one_are_refused(subtests: pytest.Subtests) -> None:
-    for options in ({"num_features": 0}, {"num_features": -1}, {"hidden": [0]}, {"hidden": [3, -2]}):
+def test_sizes_that_are_no_whole_numbers_above_zero_are_refused(subtests: pytest.Subtests) -> None:
+    for name, size in itertools.product(("num_features", "hidden"), (0, -1, True, 2.5, "3")):
+        options = {name: size if name == "num_features" else [3, size]}
         with subtests.test(str(options)), pytest.raises(ConfigError, match="must be a whole number >= 1; got"):
             policy(**options)
 
