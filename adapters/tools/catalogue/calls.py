@@ -12,7 +12,7 @@ from adapters.tools.errors import ToolError
 class ToolCall:
     """A tool and its arguments. This is the action of a tool-selection policy."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "revalidate_instances": "always"}
 
     tool: str
     """The tool's name in the catalogue."""

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 
@@ -53,6 +54,16 @@ def test_a_file_of_tasks_is_read_back_as_it_was_written(tmp_path) -> None:
         "slots": {"items": ["b", "a"]},
         "labels": {"difficulty": "medium"},
     }
+
+
+def test_a_task_copies_the_arguments_of_its_other_calls() -> None:
+    size = {"size": 3}
+    calls = (ToolCall(tool="sort", arguments=size), ToolCall(tool="order", arguments=MappingProxyType(size)))
+    task = replace(TASK, other_calls=calls)
+    size["size"] = 4
+    again = ToolTask.from_json(task.to_json())
+    assert [call.arguments for call in task.other_calls] == [{"size": 3}, {"size": 3}]
+    assert again == task
 
 
 def test_a_failed_write_keeps_the_previous_file(tmp_path) -> None:
