@@ -222,8 +222,9 @@ def test_a_request_without_a_tool_earns_nothing() -> None:
 def test_choices_that_the_logs_lack_are_reported() -> None:
     """Half of the requests are answered by a tool that was never logged: the mean weight is about one half."""
     logs = [row(state, made, 0.5, 1.0) for state in "xy" for made in (ADD, UP) for _ in range(50)]
-    with pytest.warns(GRPOWarning, match="almost no probability to 50% of what the policy chooses"):
+    with pytest.warns(GRPOWarning, match="almost no probability to 50% of what the policy chooses") as given:
         evaluate_from_logs(Chooses({"x": ADD, "y": WAIT}), logs)
+    assert given[0].filename == __file__  # the line that called it
     with pytest.warns(GRPOWarning, match="almost no probability to 100%"):
         report = evaluate_from_logs(Chooses({"x": WAIT, "y": DOWN}), logs)
     assert (report.snips, report.effective_decisions, report.ips.value) == (None, 0.0, 0.0)

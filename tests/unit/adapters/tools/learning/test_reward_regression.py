@@ -115,6 +115,15 @@ def test_a_larger_ridge_keeps_estimates_closer_to_each_other() -> None:
     assert 0 < gaps[-1] < 0.02
 
 
+def test_a_regression_with_one_weight_equals_hand_worked_values() -> None:
+    """The weight w minimises 2 log(1 + exp(-w)) + ridge w^2 / 2, so 2 (1 - sigmoid(w)) = ridge w. With the default 0.03,
+    w = 3.041. With 1, w = 0.6748."""
+    logs = [row((1.0,), call("add"), 1.0), row((-1.0,), call("add"), 0.0)]
+    for ridge, expected in (({}, 0.9544), ({"ridge": 1.0}, 0.6626)):
+        found = estimated(RewardRegression(CATALOGUE, **ridge)(logs), ((1.0,), call("add")), ((-1.0,), call("add")))
+        assert found == pytest.approx([expected, 1 - expected], abs=1e-3)
+
+
 def test_similarity_carries_over_to_a_tool_that_was_never_logged() -> None:
     """A request that is near to its tool earns 1. `wait` is in no decision, and only its description speaks for it."""
     requests = [f"{name} {number}" for name in ("add", "sort", "wait") for number in range(4)]
@@ -161,3 +170,12 @@ def test_the_penalty_is_the_least_that_own_and_shared_weights_with_these_sums_ca
     own = of_tools - shared @ tools.T
     least = own.square().sum() + shared.square().sum() + weights[:, 3:].square().sum() + model.similarity.square()
     assert model.norm().item() == pytest.approx(least.item(), rel=1e-5)
+
+
+def test_features_are_the_vector_a_constant_and_the_centred_cosines() -> None:
+    """Tools (1, 0) and (0, 1) less their mean: (.707, -.707) and (-.707, .707). (4, 4) less the mean (1, 0): (.6, .8)."""
+    vectors, cosines = _Scores(torch.tensor([1.0, 0.0]), torch.eye(2), num_decisions=3).features(
+        torch.tensor([[4.0, 4.0]])
+    )
+    assert vectors.tolist() == [pytest.approx([4.0, 4.0, 0.3])]
+    assert cosines.tolist() == [pytest.approx([-0.141421, 0.141421, 0.0], abs=1e-6)]

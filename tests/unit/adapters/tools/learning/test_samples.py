@@ -153,6 +153,7 @@ def test_records_are_frozen_dataclasses_that_can_be_copied_and_pickled(subtests:
             ):
                 assert again == first
                 assert again is not first
+            assert not hasattr(first, "__dict__"), "slots only"
             with pytest.raises(FrozenInstanceError):
                 setattr(first, fields(first)[0].name, None)
             with pytest.raises(
