@@ -187,8 +187,8 @@ def test_latency_and_call_costs_equal_hand_worked_values() -> None:
     assert call_cost(CATALOGUE)(SORT, call("fly"), FAILED) == 0
 
 
-def test_latency_cost_refuses_negative_and_nan_rates(subtests: pytest.Subtests) -> None:
-    for per_second in (-1.0, float("nan")):
+def test_latency_cost_refuses_rates_that_are_negative_or_not_finite(subtests: pytest.Subtests) -> None:
+    for per_second in (-1.0, float("nan"), float("inf")):
         with (
             subtests.test(per_second=per_second),
             pytest.raises(ConfigError, match=r"latency_cost.*per_second must be"),
