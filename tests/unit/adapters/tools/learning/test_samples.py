@@ -9,6 +9,7 @@ import threading
 from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -193,6 +194,16 @@ def test_invalid_fields_of_a_sample_are_refused(subtests: pytest.Subtests) -> No
             sample(**changes)
 
 
+def test_values_that_are_too_deep_for_json_are_refused() -> None:
+    with pytest.raises(SampleError, match="a ToolSample must be JSON: maximum recursion depth"):
+        ToolSample.from_json("[" * 100_000)
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    with pytest.raises(SampleError, match=r"^ToolSample\.arguments: maximum recursion depth"):
+        sample(arguments={"x": deep})
+
+
 def test_json_that_is_no_sample_or_group_is_refused(subtests: pytest.Subtests) -> None:
     for read, text in (
         (lambda: ToolSample.from_json("{"), "a ToolSample must be JSON"),
@@ -339,6 +350,23 @@ def batch_with(**changes: Any) -> ExperienceBatch:
         "behaviour_log_probs": torch.zeros(2, 2),
     }
     return ExperienceBatch.from_rows(**{**fields, **changes})
+
+
+def test_the_log_probs_of_the_sampling_policy_are_kept_before_those_of_the_old_policy() -> None:
+    both = replace(batch_with(), old_log_probs=torch.full((2, 2), -1.0))
+    assert groups_from_batch(both)[0].samples[0].log_prob == (0.0, 0.0)
+    old = replace(both, behaviour_log_probs=None)
+    assert groups_from_batch(old)[0].samples[0].log_prob == (-1.0, -1.0)
+
+
+def test_states_that_are_arrays_become_vectors() -> None:
+    batch = batch_with(states=[np.array([1.0, 2.0]), torch.tensor([3.0, 4.0])])
+    assert [one.state for one in groups_from_batch(batch)[0].samples] == [(1.0, 2.0), (3.0, 4.0)]
+
+
+def test_any_key_of_a_mapping_becomes_the_id_of_a_group() -> None:
+    batch = batch_from_groups({("x", 1): [sample()], 2: [sample()]}, state=lambda group, _: group.id)
+    assert list(batch.states) == ["('x', 1)", "2"]
 
 
 def test_a_batch_that_is_not_of_tool_calls_is_refused(subtests: pytest.Subtests) -> None:

@@ -87,7 +87,7 @@ def test_an_invalid_field_is_named_with_its_line(tmp_path, subtests: pytest.Subt
         ({"other_calls": {}}, "other_calls: Input should be a valid tuple; got {}"),
         ({"other_calls": [{"tool": 3, "arguments": {}}]}, "other_calls.0.tool: Input should be a valid string; got 3"),
         ({"other_calls": [{"tool": "sort", "with": {}}]}, "other_calls.0.with: Unexpected keyword argument; got {}"),
-        ({"tool": None}, "a task without a tool must have no arguments; got {'items'"),
+        ({"tool": None}, "ToolTask: a task without a tool must have no arguments; got {'items'"),
     ):
         with subtests.test(message):
             path = tmp_path / "tasks.jsonl"
