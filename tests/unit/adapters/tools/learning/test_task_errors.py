@@ -181,3 +181,11 @@ def test_right_calls_have_no_error() -> None:
     catalogue = workbench_catalogue()
     for task in make_workbench_tasks(350, seed=1):
         assert classify_error(task, ToolCall(tool=task.tool, arguments=task.arguments), catalogue) is None
+
+
+def test_arguments_that_a_schema_does_not_name_are_invalid_unless_it_allows_them(subtests: pytest.Subtests) -> None:
+    for allowed, kind in (({}, "invalid"), ({"additionalProperties": True}, "redundant")):
+        with subtests.test(kind):
+            tool = Tool(name="open", description="Open.", function=print, parameters={"type": "object"} | allowed)
+            task, call = ToolTask(text="", tool="open"), ToolCall(tool="open", arguments={"x": 1})
+            assert classify_error(task, call, ToolCatalogue([tool])) == kind
