@@ -1,11 +1,12 @@
 """Remote tools: their event loop, on a thread of its own. A tool that blocks this loop fails no other call."""
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
-import weakref
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 from adapters.tools.catalogue.tools import Tool
@@ -17,14 +18,14 @@ from .workers import ERRORS
 
 _GRACE_SECONDS = 1.0
 """Time for a cancelled remote tool to end. After that, the executor stops waiting for it."""
-_LOOK_SECONDS = 0.05
-"""Time between two looks at which call holds the loop."""
+_LOOK_SECONDS = 1.0
+"""Time between two looks at whether the loop is stuck."""
 _STUCK_SECONDS = 10.0
 """How long a call may hold the loop beyond its own timeout before the loop is given up."""
 _END_SECONDS = 1.0
 """Time for a thread to end when the loop is closed. A thread that a tool blocks is left behind."""
 _CALL: ContextVar["RemoteCall | None"] = ContextVar("remote call", default=None)
-"""The call to which a task belongs. Tasks that a tool starts inherit it."""
+"""The call to which a step of the loop belongs. Tasks that a tool starts inherit it."""
 
 
 class RemoteTools:
@@ -39,7 +40,7 @@ class RemoteTools:
     @property
     def is_current(self) -> bool:
         """Whether the calling thread is the thread of the remote tools."""
-        return any(threading.current_thread() in loop.threads for loop in self._loops)
+        return any(threading.current_thread() is loop.thread for loop in self._loops)
 
     def call(self, tool: Tool, arguments: dict[str, Any], timeout: float, turn: Turn) -> tuple[Any, int]:
         """Await a tool, in another thread than the loop's. Returns the output and its size in bytes."""
@@ -67,75 +68,73 @@ class RemoteTools:
 
 
 class RemoteLoop:
-    """An event loop on a thread. A second thread looks again and again which call holds the loop, to measure for how long."""
+    """An event loop on a thread. It measures which call holds it, and for how long."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.loop.set_task_factory(self._make_task)
-        self._calls: weakref.WeakKeyDictionary[asyncio.Task[Any], RemoteCall | None] = weakref.WeakKeyDictionary()
+        self._schedule = self.loop.call_soon
+        vars(self.loop)["call_soon"] = self._call_soon  # tasks and futures schedule each of their steps with it
         self._lock = threading.Lock()
         self._held = 0.0
-        self._holder: asyncio.Task[Any] | None = None
-        self._since = self._looked = time.perf_counter()
-        self._closed = threading.Event()
-        self.threads = [
-            threading.Thread(target=run, name="remote tools", daemon=True) for run in (self._serve, self._watch)
-        ]
-        for thread in self.threads:
-            thread.start()
+        self._holder: RemoteCall | None = None
+        self._since: float | None = None
+        self._closed = False
+        self.thread = threading.Thread(target=self._serve, name="remote tools", daemon=True)
+        self.thread.start()
 
-    def held_by_others(self, call: "RemoteCall | None") -> float:
-        """Seconds for which all calls but `call` have held the loop.
-
-        The call that holds the loop now is taken to have held it since the last look, which is right on average.
-        """
+    def held_by_others(self, call: "RemoteCall") -> float:
+        """Seconds for which all calls but `call` have held the loop."""
         with self._lock:
-            now, task = time.perf_counter(), asyncio.current_task(self.loop)
-            if task is not self._holder:
-                self._holder, self._since = task, now
-            if task is not None:
-                self._held += now - self._looked
-                if (holder := self._calls.get(task)) is not None:
-                    holder.held += now - self._looked
-            self._looked = now
-            return self._held - (0.0 if call is None else call.held)
+            held = self._held - call.held
+            if self._since is not None and self._holder is not call:
+                held += time.perf_counter() - self._since
+            return held
 
     def is_stuck(self) -> bool:
         """Whether a call still holds the loop long after its own timeout."""
-        task, since = self._holder, self._since
-        call = None if task is None else self._calls.get(task)
-        return call is not None and time.perf_counter() - since > call.timeout + _STUCK_SECONDS
+        with self._lock:
+            if self._holder is None or self._since is None:
+                return False
+            return time.perf_counter() - self._since > self._holder.timeout + _STUCK_SECONDS
 
     def close(self) -> None:
         """Cancel all tasks and stop the loop."""
-        self._closed.set()
         self.loop.call_soon_threadsafe(self._stop)
-        for thread in self.threads:
-            if thread is not threading.current_thread():
-                thread.join(_END_SECONDS)
-
-    def _watch(self) -> None:
-        while not self._closed.wait(_LOOK_SECONDS):
-            self.held_by_others(None)
+        if self.thread is not threading.current_thread():
+            self.thread.join(_END_SECONDS)
 
     def _serve(self) -> None:
-        while not self.loop.is_closed():
-            try:
+        while not self._closed:  # the calls go on if a tool stops the loop, or has left a task that raises one of these
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
-                self.loop.close()
-            except (SystemExit, KeyboardInterrupt):  # raised in a task that a tool has left; the calls go on
-                continue
+        self.loop.close()
 
     def _stop(self) -> None:
+        self._closed = True
         self.loop.set_exception_handler(lambda *_: None)  # abandoned calls were already reported
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
         self.loop.call_soon(self.loop.stop)  # after the tasks have received their cancellation
 
-    def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
-        task = asyncio.Task(work, loop=loop, **options)
-        self._calls[task] = _CALL.get()
-        return task
+    def _call_soon(
+        self, step: Callable[..., object], *arguments: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        context = copy_context() if context is None else context
+        return self._schedule(self._measured, context.get(_CALL), step, arguments, context=context)
+
+    def _measured(self, call: "RemoteCall | None", step: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+        begun = time.perf_counter()
+        with self._lock:
+            self._holder, self._since = call, begun
+        try:
+            step(*arguments)
+        finally:
+            with self._lock:
+                seconds = time.perf_counter() - begun
+                self._held += seconds
+                if call is not None:
+                    call.held += seconds
+                self._holder = self._since = None
 
 
 class RemoteCall:
@@ -146,10 +145,11 @@ class RemoteCall:
         self.held = 0.0
         """Seconds for which this call has held the loop."""
         self.output: Any = None
-        self.error: BaseException | None = None
+        self.error: BaseException | None = asyncio.CancelledError("before it began")
         self._loop, self._tool, self._arguments = loop, tool, arguments
         self._ended = threading.Event()
-        self._held_before, self._begun = loop.held_by_others(None), time.perf_counter()
+        self._begun = time.perf_counter()
+        self._held_before = loop.held_by_others(self)
         self._total: float | None = None
 
     def seconds(self) -> float:
@@ -172,7 +172,7 @@ class RemoteCall:
                             f"{self._tool.name}: another remote tool blocks the event loop, so this call could not go on. A "
                             "remote tool must await, and not block: make the other tool a function that runs in a worker."
                         )
-                    self._ended.wait(min(max(left, _LOOK_SECONDS), 1.0))
+                    self._ended.wait(min(left, _LOOK_SECONDS))
                 turn.check()
         finally:
             is_late = self.seconds() >= self.timeout
@@ -195,6 +195,6 @@ class RemoteCall:
 
     async def _work(self) -> None:
         try:
-            self.output = await self._tool.function(**self._arguments)
+            self.output, self.error = await self._tool.function(**self._arguments), None
         except BaseException as error:  # an uncaught `SystemExit` would end the loop
             self.error = error

@@ -218,6 +218,27 @@ def test_a_remote_tool_that_blocks_fails_only_its_own_call(blocking: str) -> Non
         assert output_of(made, blocking, seconds=0) == "blocked"
 
 
+def test_the_time_of_many_calls_that_block_shortly_is_charged_to_each_of_them() -> None:
+    """None waits for 0.6 s at its own cost."""
+    with remote(block, rest, timeout=0.3) as made:
+        *blocked, rested = made.run([call("block", seconds=0.01)] * 60 + [call("rest", seconds=0.05)])
+    assert all(result.ok for result in (*blocked, rested))
+    assert all(result.seconds >= 0.01 for result in blocked)
+    assert sum(result.seconds for result in blocked) < 2 * 60 * 0.01
+
+
+def test_a_remote_tool_that_stops_the_loop_ends_no_call() -> None:
+    async def stop() -> str:
+        """Stop the loop."""
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0)
+        return "stopped"
+
+    with remote(stop, rest, timeout=LONG) as made:
+        results = made.run([call("rest", seconds=0.05), call("stop"), call("stop")])
+    assert [result.output for result in results] == ["rested", "stopped", "stopped"]
+
+
 def test_a_loop_that_a_remote_tool_never_gives_back_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adapters.tools.execution.remote_tools._GRACE_SECONDS", 0.05)
     monkeypatch.setattr("adapters.tools.execution.remote_tools._LOOK_SECONDS", 0.05)
