@@ -31,6 +31,9 @@ def answer(name: str, arguments: dict[str, Any]) -> Any:
             return {"folder": str(Path.cwd()), "process": os.getpid()}
         case "variable":
             return os.environ.get(arguments["name"], "not set")
+        case "complain":
+            print("x" * 20_000, file=sys.stderr)
+            print("that is all", file=sys.stderr, flush=True)
         case "die":
             print("the server gives up", file=sys.stderr, flush=True)
             os._exit(3)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _RESTART = "The server is not restarted: leave its `with` block, and enter it again."
 _STDERR_BYTES = 2_000
+"""How much of the end of a server's stderr is read."""
+_STDERR_FILE_BYTES = 10_000_000
+"""Size of the file with a server's stderr from which on the next call empties it."""
 
 
 class MCPServer:
@@ -189,6 +192,10 @@ class MCPServer:
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
+        stderr = self._stderr.fileno()
+        if os.fstat(stderr).st_size > _STDERR_FILE_BYTES:
+            os.ftruncate(stderr, 0)
+            os.lseek(stderr, 0, os.SEEK_SET)  # the server shares this position
         try:
             result = await self._client.call_tool(name, arguments)
         except MCPError as error:

@@ -75,6 +75,16 @@ def test_a_server_that_dies_is_reported_with_its_stderr_and_its_calls_fail() -> 
             ask(tools["waits"])
 
 
+def test_the_stderr_of_a_server_takes_little_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapters.tools.execution.mcp_tools._STDERR_FILE_BYTES", 100_000)
+    with by_hand(listing("complain")) as server:
+        [complain] = server.tools()
+        for _ in range(20):
+            ask(complain)
+        assert 20_000 < os.fstat(server._stderr.fileno()).st_size < 200_000
+        assert server._last_words().endswith("xxx / that is all")
+
+
 def test_a_session_that_ends_by_itself_loses_its_calls_and_is_left_quietly() -> None:
     with by_hand() as server:
         tools = by_name(server)
