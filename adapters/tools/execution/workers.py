@@ -36,6 +36,8 @@ _ALLOWANCE = 65_536
 _START_SECONDS = 120.0
 """Time limit for the import of the tools' modules."""
 _FORK_SECONDS = 30.0
+_MOST_SECONDS = 1e6
+"""A socket cannot have a much longer timeout."""
 _END_SECONDS = 10.0
 _HOME = str(Path(__file__).parents[1])
 
@@ -115,7 +117,7 @@ class WorkerPool:
                 flags, value, size = worker.ask(request, timeout)
         except BaseException as error:
             is_late = isinstance(error, TimeoutError)
-            has_ended = isinstance(error, EOFError | OSError) and not is_late
+            has_ended = isinstance(error, EOFError | OSError) and not is_late and not turn.given_up.is_set()
             status = worker.end(has_ended=has_ended)
             turn.check()
             if not is_new and isinstance(error, PartOfFrameError | ValueError | RecursionError):
@@ -178,6 +180,7 @@ class WorkerProcess:
             ValueError, RecursionError: The worker sent data that does not answer this request.
             EOFError, OSError: The worker has ended, or there is no answer within `timeout` (see `receive`).
         """
+        timeout = min(timeout, _MOST_SECONDS)
         deadline = time.monotonic() + timeout
         token = os.urandom(TOKEN_BYTES)
         self.socket.settimeout(timeout)
@@ -222,28 +225,34 @@ class ForkServerProcess:
             prctl(PR_SET_DUMPABLE, 0)  # nothing else keeps the workers from this program's memory and environment
         passed_on = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TZ") if name in os.environ}
         command = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), _HOME]
-        with theirs:
-            self._process = subprocess.Popen(
-                KINDS[setup["kind"]].prefix(root, setup["readable"]) + command,
-                pass_fds=[theirs.fileno(), parent],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=passed_on | {"LANG": "C.UTF-8", "HOME": root, "OMP_NUM_THREADS": "1", INSIDE: "1"},  # no secrets
-                cwd=root,
-                start_new_session=True,  # Ctrl-C goes to the main program, which shuts the fork server down
-            )
-        os.close(parent)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    KINDS[setup["kind"]].prefix(root, setup["readable"]) + command,
+                    pass_fds=[theirs.fileno(), parent],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=passed_on
+                    | {"LANG": "C.UTF-8", "HOME": root, "OMP_NUM_THREADS": "1", INSIDE: "1"},  # no secrets
+                    cwd=root,
+                    start_new_session=True,  # Ctrl-C goes to the main program, which shuts the fork server down
+                )
+        finally:
+            os.close(parent)
         try:
             send(self._socket, json.dumps(setup | {"parent": parent}).encode())
             answer = json.loads(receive(self._socket, deadline=time.monotonic() + _START_SECONDS))
-        except TimeoutError:
+            if "error" in answer:
+                raise ConfigError(f"ToolExecutor could not start its workers: {answer['error']}")
+        except BaseException as error:  # includes an interrupt, while the modules are imported
             os.killpg(self._process.pid, signal.SIGKILL)  # it has no workers yet
-            answer = {"error": f"their modules were not imported within {_START_SECONDS:g} s"}
-        except (EOFError, OSError) as error:
-            answer = {"error": f"the fork server: {error}; it may have written why, and another confinement may work"}
-        if "error" in answer:
             self.close()
-            raise ConfigError(f"ToolExecutor could not start its workers: {answer['error']}")
+            if not isinstance(error, EOFError | OSError):
+                raise
+            reason = f"the fork server: {error}; it may have written why, and another confinement may work"
+            if isinstance(error, TimeoutError):
+                reason = f"their modules were not imported within {_START_SECONDS:g} s"
+            raise ConfigError(f"ToolExecutor could not start its workers: {reason}") from error
 
     @property
     def is_lost(self) -> bool:

@@ -1,6 +1,7 @@
 """Main programs that make an executor: their own functions as tools, and the cleanup when a program ends or is killed."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -104,3 +105,30 @@ def test_a_main_program_that_is_no_file_is_refused(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=LONG)
     assert process.returncode == 1
     assert "Move the functions to a module, and import them" in errors.splitlines()[-1]
+
+
+def test_an_interrupt_while_the_tools_are_imported_ends_the_fork_server(tmp_path: Path) -> None:
+    (tmp_path / "slow_there.py").write_text("""
+import os, time
+
+if "MODEL_AGNOSTIC_GRPO_TOOL_WORKER" in os.environ:
+    os.close(os.open("begun", os.O_CREAT))
+    time.sleep(600)
+
+def one() -> int:
+    "Return a number."
+    return 1
+""")
+    process = start(tmp_path, """
+import slow_there, tempfile
+tempfile.tempdir = sys.path[0]
+try:
+    ToolExecutor(ToolCatalogue([Tool.from_function(slow_there.one)]), confinement="user")
+except KeyboardInterrupt:
+    print(list(descendants(os.getpid())))
+""")  # fmt: skip
+    assert soon(lambda: [*tmp_path.glob("*/begun")])
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=LONG)
+    assert out.splitlines() == ["imported __main__", "[]"]
+    assert not [*tmp_path.glob("grpo-tools-*")]

@@ -334,6 +334,12 @@ def test_a_call_has_ten_seconds_unless_told_otherwise() -> None:
         assert made._timeout == 10.0
 
 
+def test_a_timeout_may_be_as_good_as_none() -> None:
+    with ToolExecutor(CATALOGUE, num_workers=1, timeout=1e300) as made:
+        results = made.run([call("add", a=1), call("async_nap", seconds=0)])
+    assert all(result.ok for result in results), results
+
+
 def test_a_worker_that_dies_is_named_and_replaced(executor: ToolExecutor) -> None:
     assert "exit status 7" in died(executor, "os_exit_7")
     assert "SIGSEGV" in died(executor, "segfault")
