@@ -8,9 +8,9 @@ import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, wait
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Sequence
+from concurrent.futures import CancelledError, wait
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
@@ -34,6 +34,7 @@ from .workers import ERRORS, WorkerLimits, WorkerPool, setup_of
 
 _FOLDER = re.compile(r"[A-Za-z0-9_-]{1,100}")
 """Names of the folders of calls."""
+_LOOK_SECONDS = 0.5
 _END_SECONDS = 10.0
 """Time for calls that are given up to end."""
 
@@ -63,7 +64,8 @@ class ToolExecutor:
         num_workers: Maximum number of worker processes, started on demand. More workers use more memory.
         timeout: Time limit of one call in seconds, for tools without their own limit. A larger limit waits longer for hangs.
         max_output_bytes: Size limit of one output as JSON. A larger limit lets more data into this process.
-        max_concurrency: Maximum number of concurrent remote calls. A larger limit puts more load on the servers.
+        max_concurrency: Maximum number of concurrent remote calls. A larger limit puts more load on the servers. A remote tool
+            that awaits other remote calls counts too while it waits.
         root: The tools' folder: their working directory, and the folder that paths must not leave. Files that tools change must
             be writable for the workers' user. None creates a new folder, which `close` removes.
         fresh_folder: Whether each call in a worker runs in an empty folder within `root`, which is removed after the call.
@@ -149,8 +151,7 @@ class ToolExecutor:
         self._pool = WorkerPool(setup, num_workers)
         owned.callback(self._pool.close)
         self._batches: set[Batch] = set()
-        self._threads: set[Future[None]] = set()
-        owned.callback(_give_up, self._batches, self._threads)
+        owned.callback(_give_up, self._batches)
         if in_workers:
             try:
                 problems = self._pool.start()
@@ -190,28 +191,29 @@ class ToolExecutor:
             raise ConfigError(
                 "ToolExecutor.run must not be called in a remote tool, where it would wait for itself; await run_async."
             )
-        with self._batch(calls, folders) as batch:
-            try:
-                batch.start(*self._at_once)
-                wait(batch.threads)
-                return batch.results()
-            except BaseException:  # an interrupt, or the executor was closed
-                batch.give_up()
-                wait(batch.threads, _END_SECONDS)
-                raise
+        batch = self._batch(calls, folders)
+        try:
+            batch.start(*self._at_once)
+            while not wait([batch.ended], _LOOK_SECONDS).done:
+                pass  # an interrupt that comes just before such a wait is raised after it
+            return batch.results()
+        except BaseException:  # an interrupt, or the executor was closed
+            batch.give_up()
+            wait([batch.ended], _END_SECONDS)
+            raise
 
     async def run_async(
         self, calls: Sequence[ToolCall], folders: Sequence[str | None] | None = None
     ) -> list[ToolResult]:
         """Asynchronous version of `run`."""
-        with self._batch(calls, folders) as batch:
-            try:
-                batch.start(*self._at_once)
-                await asyncio.gather(*map(asyncio.wrap_future, batch.threads))
-                return batch.results()
-            except BaseException:
-                batch.give_up()
-                raise
+        batch = self._batch(calls, folders)
+        try:
+            batch.start(*self._at_once)
+            await asyncio.wrap_future(batch.ended)
+            return batch.results()
+        except BaseException:
+            batch.give_up()
+            raise
 
     def close(self) -> None:
         """End all workers and calls, and remove the folder if the executor created it. May be called more than once."""
@@ -228,9 +230,8 @@ class ToolExecutor:
             "A ToolExecutor owns processes, so it cannot be pickled or copied. Create an executor where it is used."
         )
 
-    @contextmanager
-    def _batch(self, calls: Sequence[ToolCall], folders: Sequence[str | None] | None) -> Iterator[Batch]:
-        """A new batch. Within the block, `close` gives it up."""
+    def _batch(self, calls: Sequence[ToolCall], folders: Sequence[str | None] | None) -> Batch:
+        """A new batch. Until its calls have ended, `close` gives it up."""
         if os.getpid() != self._process:
             raise ConfigError(
                 "ToolExecutor belongs to the process that created it. Create another executor after a fork."
@@ -243,14 +244,10 @@ class ToolExecutor:
             )
         given_up = threading.Event()
         turns = [Turn(call, self._find(call), name, given_up) for call, name in zip(calls, named, strict=True)]
-        batch = Batch(turns, self._execute, self._threads)
-        self._batches.add(batch)
-        try:
-            if not self._finish.alive:
-                raise ConfigError("ToolExecutor is closed. Create another executor.")
-            yield batch
-        finally:
-            self._batches.discard(batch)
+        batch = Batch(turns, self._execute, self._batches)
+        if not self._finish.alive:
+            raise ConfigError("ToolExecutor is closed. Create another executor.")
+        return batch
 
     def _find(self, call: ToolCall) -> Tool | ToolError:
         """The tool of a call, or the error if the call has no allowed tool."""
@@ -270,7 +267,8 @@ class ToolExecutor:
             turn.check()
             output, size = self._output(turn)
         except (ToolError, CancelledError) as raised:
-            error = raised
+            error = raised.with_traceback(None)  # whoever keeps the result must not keep the executor
+            error.__context__ = None
         seconds = turn.seconds()
         if self._log is not None:
             self._log.write(turn.call, error, seconds, size)
@@ -365,10 +363,10 @@ def _finish(process: int, owned: ExitStack) -> None:
         owned.close()
 
 
-def _give_up(batches: set[Batch], threads: set[Future[None]]) -> None:
+def _give_up(batches: set[Batch]) -> None:
     running = list(batches)
     for turn in (turn for batch in running for turn in batch.turns):
         turn.given_up.set()  # first for all, so that no call takes the turn of another one
     for batch in running:
         batch.give_up()
-    wait(list(threads), _END_SECONDS)
+    wait([batch.ended for batch in running], _END_SECONDS)

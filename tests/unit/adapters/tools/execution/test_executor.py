@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,41 @@ def test_an_interrupt_ends_the_calls_and_the_executor_stays_usable(tmp_path: Pat
         assert output_of(made, "add", a=1) == 2
 
 
+def test_calls_in_many_workers_are_given_up_at_once() -> None:
+    with ToolExecutor(CATALOGUE, num_workers=4, timeout=10 * LONG) as made:
+        assert all(result.ok for result in made.run([call("meet", number=4)] * 4))
+
+        async def cancel() -> float:
+            waiting = asyncio.ensure_future(made.run_async([call("nap", seconds=500)] * 4))
+            assert await asyncio.to_thread(soon, lambda: len([*made.root.glob("begun-*")]) == 4)
+            waiting.cancel()
+            return time.perf_counter()
+
+        start = asyncio.run(cancel())
+        assert output_of(made, "add", a=1) == 2
+        made.close()
+        assert time.perf_counter() - start < 1.0, "no worker gets time to end by itself"
+
+
+def test_an_interrupt_within_the_start_leaves_no_call_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread runs, and its call is logged, before `run` raises."""
+    log = tmp_path / "calls.jsonl"
+    begin = threading.Thread.start
+
+    def begin_and_be_interrupted(thread: threading.Thread) -> None:
+        begin(thread)
+        if thread.name == "ToolExecutor":
+            raise KeyboardInterrupt
+
+    with ToolExecutor(CATALOGUE, num_workers=1, timeout=10 * LONG, log_path=log) as made:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", begin_and_be_interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                made.run([call("nap", seconds=500)] * 2)
+        assert [json.loads(line)["error"] for line in log.read_text().splitlines()] == ["CancelledError"] * 2
+        assert not made._batches
+
+
 def test_an_interrupt_at_the_moment_of_the_start_ends_the_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with ToolExecutor(CATALOGUE, num_workers=1, timeout=10 * LONG) as made:
         start = Batch.start
@@ -303,6 +339,18 @@ def test_a_garbage_collected_executor_ends_its_processes() -> None:
     del made
     gc.collect()
     assert soon(lambda: not any(exists(pid) for pid in running) and not root.exists())
+
+
+def test_the_errors_of_its_calls_do_not_keep_an_executor() -> None:
+    made = ToolExecutor(CATALOGUE, num_workers=1)
+    results = made.run(
+        [call("unknown"), call("add", a="x"), call("async_raise", message="m"), call("misbehave", how="os_exit")]
+    )
+    assert not any(result.ok for result in results)
+    root = made.root
+    del made
+    gc.collect()
+    assert soon(lambda: not root.exists())
 
 
 def test_an_executor_cannot_be_pickled_or_copied(executor: ToolExecutor) -> None:
