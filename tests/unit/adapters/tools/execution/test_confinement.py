@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import uuid
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -194,9 +195,8 @@ from adapters.tools.execution.workers import WorkerLimits
 from tests.support.confined_tools import core_can_be_dumped, secrets
 
 warnings.simplefilter("ignore")
-assert os.environ["API_KEY"] == "hunter" + "2"
 limits = WorkerLimits(first_uid=61_000 if sys.argv[1] == "own" else None)
-call = ToolCall(tool="secrets", arguments={"secret": "hunter" + "2", "program": os.getpid()})
+call = ToolCall(tool="secrets", arguments={"secret": os.environ["API_KEY"], "program": os.getpid()})
 for kind in sys.argv[2:]:
     with ToolExecutor(ToolCatalogue([Tool.from_function(secrets)]), num_workers=1, confinement=kind, limits=limits) as executor:
         print(kind, executor.run([call])[0].output, core_can_be_dumped())
@@ -210,9 +210,10 @@ def test_a_secret_in_the_programs_environment_is_seen_by_no_worker(user: str) ->
         pytest.skip("only root on Linux can give workers user ids of their own")
     kinds = ["bubblewrap", *(["landlock"] if Landlock().unavailable() is None else []), "user"]
     command = [sys.executable, "-c", SECRETS, user, *kinds]
+    secret = uuid.uuid4().hex  # of this test alone: another one may run at the same time
     run = subprocess.run(
         as_nobody(command) if user == "nobody" else command,
-        capture_output=True, text=True, env=os.environ | {"API_KEY": "hunter2"}, check=False,
+        capture_output=True, text=True, env=os.environ | {"API_KEY": secret}, check=False,
     )  # fmt: skip
     expected = [f"{kind} [] {kind != 'user' or user == 'own'}" for kind in kinds]
     assert run.stdout.splitlines() == expected, run.stderr
