@@ -42,6 +42,7 @@ def test_cartpole_is_learned_within_30_000_steps(seed):
     assert steps <= 30_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_acrobot_is_learned_within_120_000_steps(seed):
     curve, steps = learn("Acrobot-v1", seed)
@@ -54,6 +55,7 @@ class Negated(EnvironmentReward):
         return -super().compute_rewards(states, actions)
 
 
+@pytest.mark.slow
 def test_cartpole_is_not_learned_from_negated_rewards():
     curve, steps = learn("CartPole-v1", 0, Negated())
     assert steps is None

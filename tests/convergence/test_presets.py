@@ -186,7 +186,10 @@ def test_a_preset_of_each_kind_follows_the_dynamic_bandit(name: str) -> None:
     assert_follows_the_bandit(name, seed=0)
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ALIKE])
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "dapo" else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS if name not in ALIKE],
+)
 def test_a_preset_learns_to_write_sequences(name: str) -> None:
     assert_learns_to_write(name, seed=0)
 
@@ -201,6 +204,7 @@ def test_every_preset_learns_both_tasks_with_five_seeds(name: str, subtests: pyt
             assert_learns_to_write(name, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["maxrl", "bnpo"])
 def test_a_preset_learns_from_rewards_of_0_and_1(name: str) -> None:
     """These two presets are made for rewards of 0 and 1. The reward is 1 if a whole answer of two or three steps is right.
@@ -225,6 +229,7 @@ def test_binary_rewards_and_the_kl_have_the_same_effect_with_five_seeds(subtests
             assert_learns_more_without_the_kl(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "dapo" else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS]
 )

@@ -23,6 +23,7 @@ def run(code: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_core_its_bandits_and_the_readme_need_six_packages(tmp_path: Path) -> None:
     """In one process. First it tells that other packages cannot be imported, although this environment has them."""
     codes = blocks((ROOT / "README.md").read_text(encoding="utf-8"))

@@ -55,6 +55,7 @@ class OnDevicePolicy:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["row_mean", "step_mean", "group_mean"])
 @pytest.mark.parametrize("credit", [None, "gae", "return_to_go"])
 def test_an_iteration_needs_no_float64(aggregation: Any, credit: Any) -> None:

@@ -247,6 +247,7 @@ def test_the_positions_per_forward_pass_do_not_change_the_update(
 # References
 
 
+@pytest.mark.slow
 def test_the_kl_term_keeps_the_policy_near_the_reference(subtests: pytest.Subtests) -> None:
     for kind in ["LoRA", "reference model"]:
         with subtests.test(kind=kind):

@@ -11,6 +11,7 @@ from tests.support.out_of_memory import SmallMemory, limit_updates, sampled_rows
 from tests.support.sgd_runs import run_with_sgd
 
 
+@pytest.mark.slow
 def test_updates_of_any_adapter_are_replayed_with_the_same_gradient(subtests: pytest.Subtests) -> None:
     for name in RUNS:
         expected, states, options = run_with_sgd(name)

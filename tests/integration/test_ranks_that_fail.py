@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.failing_ranks import FAULTS, Case, launch, require_named, require_shared
 
+pytestmark = pytest.mark.slow
+
 CASES = [
     Case(phase="sampling", fault="killed", culprit=1),
     Case(phase="apply", fault="stopped", culprit=0),
@@ -29,7 +31,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return launch(CASES, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.slow
 def test_a_rank_that_ends_or_hangs_is_named_on_all_others(
     outcomes: list[dict[str, Any]], subtests: pytest.Subtests
 ) -> None:

@@ -21,6 +21,8 @@ from tests.support.sharded_ranks import CASES, NUM_UPDATES, loaded
 from tests.support.sharded_results import assert_right
 from tests.support.tensor_hashes import hash_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -128,7 +130,6 @@ def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_a_sampler_that_reads_layer_by_layer_gets_all_weights_and_never_has_two_layers(language_model: Path) -> None:
     for rank in range(2):
         for found in torch.load(language_model / f"read {rank}.pt", weights_only=True).values():
@@ -137,7 +138,6 @@ def test_a_sampler_that_reads_layer_by_layer_gets_all_weights_and_never_has_two_
             assert found["norm"] > 0
 
 
-@pytest.mark.slow
 def test_a_language_model_is_saved_from_parts(language_model: Path) -> None:
     tmp_path = language_model
     first, second = (torch.load(tmp_path / f"llama {rank}.pt", weights_only=True) for rank in range(2))

@@ -236,6 +236,7 @@ def in_a_process(script: str, *arguments: Any, timeout: float = 60) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_time_leaves_a_whole_checkpoint_to_load(tmp_path: Path) -> None:
     in_a_process(SAVE_FOR_EVER, tmp_path, timeout=240)
 

@@ -293,6 +293,7 @@ def start_processes(folder: Path, then: Callable[[], Any]) -> Any:
 STARTED = ("child", "session", "orphan", "worker", "supervisor")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_processes_that_a_call_started_end_with_it(tmp_path: Path, subtests: pytest.Subtests) -> None:
     endings: dict[str, tuple[Callable[[], Any], Any]] = {
@@ -325,6 +326,7 @@ def test_a_call_that_kills_its_supervisor_is_killed_too(tmp_path: Path) -> None:
     eventually(lambda: not is_alive(worker) or "Z" in Path(f"/proc/{worker}/stat").read_text(), "the worker is dead")
 
 
+@pytest.mark.slow
 def test_a_call_ends_when_this_process_is_killed(tmp_path: Path) -> None:
     script = f"""
 import sys
@@ -377,6 +379,7 @@ def test_an_interrupt_ends_the_call_and_is_raised_again(subtests: pytest.Subtest
             assert children() == set()
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_moment_leaves_nothing(subtests: pytest.Subtests) -> None:
     generator = random.Random(0)
     for number in range(20):

@@ -97,6 +97,7 @@ def test_a_rank_that_does_not_come_is_named_on_every_rank_within_the_timeout(sub
                 assert rank == culprit or seconds > 0.5 * SHORT
 
 
+@pytest.mark.slow
 def test_two_ranks_that_do_not_come_are_both_named() -> None:
     given_up = threading.Event()
 
@@ -129,6 +130,7 @@ def test_a_rank_that_does_not_build_its_meetings_is_named() -> None:
     assert first.endswith("Raise Replicated(timeout=...) if ranks may wait longer for one another.")
 
 
+@pytest.mark.slow
 def test_no_meeting_follows_a_failed_one() -> None:
     given_up = threading.Event()
 
@@ -167,6 +169,7 @@ WAIT = 2.0
 """The time limit of ranks that announce that they come later."""
 
 
+@pytest.mark.slow
 def test_the_others_wait_longer_for_a_rank_that_announces_it_and_say_why(caplog: pytest.LogCaptureFixture) -> None:
     """Twice the time limit, and still at the same meeting. Both other ranks log it once."""
 
@@ -181,6 +184,7 @@ def test_the_others_wait_longer_for_a_rank_that_announces_it_and_say_why(caplog:
     assert [record.getMessage() for record in caplog.records] == ["Training waits for rank 1: the judge is ill"] * 2
 
 
+@pytest.mark.slow
 def test_nothing_is_logged_while_rank_0_is_busy_or_a_rank_is_busy_for_a_moment(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -221,6 +225,7 @@ def late(announced: float, busy: float, culprit: int, num_ranks: int) -> tuple[s
     return results[0]
 
 
+@pytest.mark.slow
 def test_a_busy_rank_gets_exactly_the_time_that_it_announced(subtests: pytest.Subtests) -> None:
     """And no other rank gets more time. The cases run at the same time."""
     cases: dict[str, tuple[float, float, int, int]] = {

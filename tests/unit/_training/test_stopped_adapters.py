@@ -26,6 +26,7 @@ def quiet(build):
     return built
 
 
+@pytest.mark.slow
 def test_a_run_of_any_adapter_continues_to_the_same_end(subtests: pytest.Subtests, tmp_path: Path) -> None:
     draw = random.Random(7)
     for name, build in RUNS.items():

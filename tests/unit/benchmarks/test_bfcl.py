@@ -171,6 +171,7 @@ def other_calls(asked: Question) -> Iterator[ToolCall]:
             yield ToolCall(tool=asked.tool, arguments=rights | {name: value})
 
 
+@pytest.mark.slow
 def test_a_call_is_right_where_bfcls_own_checker_says_so(checker: Callable[..., bool]) -> None:
     counts: Counter[bool] = Counter()
     for asked, functions, answer in entries():

@@ -22,7 +22,7 @@ from tests.support.agents import (
     original_template,
     scores_one_by_one,
 )
-from tests.support.llm_models import FAMILIES, gradients, relative_difference
+from tests.support.llm_models import FAMILIES, FLOAT32_GRADIENT, gradients, relative_difference
 
 STOP = tuple("abcdefghikmnoprstu12345XYZ\n")
 """Turns end at these letters, so that a model with random weights holds conversations of three turns."""
@@ -87,7 +87,7 @@ def test_the_gradient_is_the_sum_over_contexts_one_by_one(family: str) -> None:
             for row, own in zip(rows, weights, strict=True)
         ]
         expected = gradients(policy.model, torch.stack(one_by_one).sum())
-        assert relative_difference(found, expected) < 1e-6
+        assert relative_difference(found, expected) < FLOAT32_GRADIENT
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])

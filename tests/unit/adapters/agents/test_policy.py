@@ -27,7 +27,14 @@ from tests.support.agents import (
     says_call,
     scores_one_by_one,
 )
-from tests.support.llm_models import adapted_model, forward_shapes, gradients, relative_difference, tiny_model
+from tests.support.llm_models import (
+    FLOAT32_GRADIENT,
+    adapted_model,
+    forward_shapes,
+    gradients,
+    relative_difference,
+    tiny_model,
+)
 
 
 class Caller(Echo):
@@ -111,7 +118,7 @@ def test_the_gradient_is_the_sum_over_contexts_one_by_one() -> None:
     for row, weight in zip(rows, weights, strict=True):
         slopes = gradients(policy.model, (scores_one_by_one(policy.model, row) * weight[: len(row)]).sum())
         expected = {name: slope + expected.get(name, 0) for name, slope in slopes.items()}
-    assert relative_difference(found, expected) < 1e-6
+    assert relative_difference(found, expected) < FLOAT32_GRADIENT
 
 
 @pytest.mark.slow
@@ -150,13 +157,13 @@ def test_what_the_environment_said_has_no_loss() -> None:
     places = [place for place in range(40) if sampled[place]]
     loss_by_hand = -sum(logits[place - 1, tokens[place]] for place in places)
     by_hand = gradients(policy.model, loss_by_hand)
-    assert relative_difference(gradients(policy.model, -scores.log_probs.sum()), by_hand) < 1e-6
+    assert relative_difference(gradients(policy.model, -scores.log_probs.sum()), by_hand) < FLOAT32_GRADIENT
     # a label is what a position is trained to predict; observations keep their place as inputs
     labels = [tokens[place] if sampled[place] else -100 for place in range(40)]
     loss = torch.nn.functional.cross_entropy(
         policy.model(input_ids=torch.tensor([tokens])).logits[0, :-1], torch.tensor(labels[1:]), reduction="sum"
     )
-    assert relative_difference(gradients(policy.model, loss), by_hand) < 1e-6
+    assert relative_difference(gradients(policy.model, loss), by_hand) < FLOAT32_GRADIENT
 
 
 @pytest.mark.slow

@@ -189,6 +189,7 @@ CAPABILITIES = {"CAP_CHOWN": 0, "CAP_KILL": 5, "CAP_SETGID": 6, "CAP_SETUID": 7}
 PR_CAPBSET_DROP = 24
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not OWN_USERS, reason="only root can lack capabilities of root")
 def test_root_without_capabilities_gets_workers_like_any_other_user_and_is_told(subtests: pytest.Subtests) -> None:
     code = """
@@ -221,6 +222,7 @@ with warnings.catch_warnings(record=True) as said:
             assert reason in run.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not OWN_USERS, reason="only root's workers have another user")
 @pytest.mark.parametrize("kind", BUBBLEWRAP_DAILY)
 def test_a_command_runs_the_program_that_the_executors_user_finds_or_none(
