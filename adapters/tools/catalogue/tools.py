@@ -271,9 +271,14 @@ def _enumerated(schema: Any) -> dict[str | None, tuple[Any, str]] | None:
 
 
 def _json_key(value: Any) -> str | None:
-    """JSON text that is the same for equal values, except for 1 and 1.0 within lists. None if the value is not of JSON."""
+    """JSON text that is the same for equal values, such as 1 and 1.0. None if JSON cannot represent the value."""
     try:
-        is_whole = isinstance(value, float) and value.is_integer()
-        return json.dumps(int(value) if is_whole else value, allow_nan=False, sort_keys=True)
+        plain = json.loads(json.dumps(value, allow_nan=False), parse_float=_whole_if_equal)
     except (TypeError, ValueError):
         return None
+    return json.dumps(plain, sort_keys=True)
+
+
+def _whole_if_equal(text: str) -> float:
+    number = float(text)
+    return int(number) if number.is_integer() else number

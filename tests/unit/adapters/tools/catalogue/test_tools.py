@@ -189,6 +189,7 @@ def test_equal_values_of_a_schema_become_one_choice(subtests: pytest.Subtests) -
     for schema, values in (
         ({"enum": [1, 1.0, True, "1", [1], [1], [True]]}, [1.0, True, "1", [1], [True]]),
         ({"enum": [1.0, 1, 2]}, [1, 2]),
+        ({"enum": [[1], [1.0], [1.5], {"a": [2.0]}, {"a": [2]}]}, [[1.0], [1.5], {"a": [2]}]),
         ({"anyOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]}, ["a", "b", "c"]),
         ({"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]}, ["a", "c"]),
         ({"oneOf": [{"enum": [1.0, 1]}, {"const": 2}]}, [1, 2]),
