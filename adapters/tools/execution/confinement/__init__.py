@@ -37,14 +37,20 @@ def choose(wanted: Literal["auto"] | Kind) -> tuple[Kind | None, list[str]]:
 
 
 def readable_paths(more: Iterable[str]) -> list[str]:
-    """What tools may read besides their folder: the system's programs, Python, `sys.path`, imported packages, and `more`."""
-    python = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, sys.executable, *sys.path]
+    """What tools may read besides their folder: the system's programs, Python, `sys.path`, imported packages, and `more`.
+
+    What a link points to is included, because the link alone may be in a folder that is readable.
+    """
+    interpreter = [Path(sys.executable)]
+    while interpreter[-1].is_symlink():
+        interpreter.append(Path(os.path.normpath(interpreter[-1].parent / interpreter[-1].readlink())))
+    python = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *interpreter, *sys.path]
     specs = (getattr(module, "__spec__", None) for name, module in list(sys.modules.items()) if "." not in name)
     packages = [path for spec in specs if spec is not None for path in spec.submodule_search_locations or ()]
     programs = [path for name in ("PATH", "LD_LIBRARY_PATH") for path in os.environ.get(name, "").split(":") if path]
-    found = {str(Path(path).absolute()) for path in (*python, *packages, *programs, *more)}
-    found |= {*_SYSTEM, os.path.realpath("/etc/resolv.conf")}
-    here = {Path(path) for path in found if os.access(path, os.R_OK)}
+    named = (*python, *packages, *programs, *_SYSTEM, "/etc/resolv.conf", *more)
+    found = {Path(path).absolute() for path in named}
+    here = {path for path in found | {path.resolve() for path in found} if os.access(path, os.R_OK)}
     return sorted(str(path) for path in here if not (here & {*path.parents} - {Path("/")}))
 
 

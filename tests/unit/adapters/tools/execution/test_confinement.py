@@ -1,6 +1,7 @@
 """What workers can reach with each kind of confinement, and which kind an executor takes."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -44,6 +45,7 @@ CATALOGUE = ToolCatalogue(
         )
     ]
 )  # fmt: skip
+ROOT = Path(__file__).parents[5]
 ROOT_USER = WorkerLimits(first_uid=None)
 
 
@@ -120,6 +122,37 @@ def test_packages_that_were_not_found_by_the_path_are_readable(monkeypatch: pyte
         assert "/no/such/folder" not in found
         assert not any(Path(path).is_relative_to(other) for path in found for other in found if path != other)
     assert str(folder / "hooked") not in readable_paths([])
+
+
+@pytest.mark.parametrize("kind", CONFINEMENTS)
+def test_tools_run_if_the_program_was_started_through_links(kind: Any) -> None:
+    """The environment is a link in a project, the interpreter a link to a link, and the project is on `sys.path`."""
+    if not Path(sys.prefix, "pyvenv.cfg").is_file():
+        pytest.skip("this Python is no virtual environment")
+    with open_folder() as project, open_folder() as other:
+        environment = project / "real environment"
+        shutil.copytree(sys.prefix, environment, symlinks=True, ignore=lambda *_: {"lib", "lib64", "share", "include"})
+        (environment / "lib").symlink_to(Path(sys.prefix, "lib"))
+        (project / "env").symlink_to(other / "env")
+        environment.rename(other / "env")
+        (other / "python").symlink_to(Path(sys.executable).resolve())
+        for name in (project / "env" / "bin").glob("python*"):
+            name.unlink()
+            name.symlink_to(other / "python")
+        program = (
+            "from adapters.tools import Tool, ToolCall, ToolCatalogue, ToolExecutor\n"
+            "from tests.support.tool_functions import add\n"
+            f"with ToolExecutor(ToolCatalogue([Tool.from_function(add)]), confinement={kind!r}) as executor:\n"
+            "    print(executor.run([ToolCall(tool='add', arguments={'a': 1, 'b': 2})])[0].output)\n"
+        )
+        run = subprocess.run(
+            [project / "env" / "bin" / "python", "-c", program],
+            env=os.environ | {"PYTHONPATH": f"{project}:{ROOT}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert run.stdout == "3\n", run.stderr
 
 
 @pytest.mark.parametrize("kind", CONFINEMENTS[:2])
