@@ -24,6 +24,9 @@ help:  ## Show this list
 demo: $(DEMO)  ## Train a policy on a bandit whose best arm moves
 	@$(RUN) examples.dynamic_bandit
 
+# Container images often set this. Without cached bytecode, each process that a test starts compiles every module again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Test files run in parallel, one process per core; more threads in each process would only compete for the cores.
 test test-slow test-faults coverage: export OMP_NUM_THREADS ?= 1
 test test-slow coverage: | bwrap
@@ -31,7 +34,7 @@ test: $(DEV)  ## Run the daily tests, all but the slow ones (more options: ARGS=
 	@$(RUN) pytest -n auto --dist loadfile -m "not slow and not faults" $(ARGS)
 
 test-slow: $(DEV) $(MCP_SERVERS)  ## Run the slow tests only; needs node and npm
-	@$(RUN) pytest -n auto --dist load -m slow $(ARGS)
+	@$(RUN) pytest -n auto --dist worksteal -m slow $(ARGS)
 
 test-faults: $(DEV)  ## Run the long tests of kills, signals, damaged files and failing ranks; needs strace
 	@$(RUN) pytest -n auto --dist load -m faults $(ARGS)

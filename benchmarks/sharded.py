@@ -5,6 +5,7 @@ python -m benchmarks.sharded
 The ranks are processes of one machine that meet over gloo, so the times are no prediction for ranks with a GPU each.
 """
 
+import argparse
 import gc
 import os
 import statistics
@@ -25,14 +26,13 @@ from adapters.llm.model.loading import add_lora
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.distributed import OneProcess, Replicated, Sharded
 
-SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 4096, "head_dim": 64}
+SIZES = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 4096, "head_dim": 64}
 HEADS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
-NUM_ITERATIONS = 4
 PROMPTS, GROUP_SIZE, MAX_NEW_TOKENS = 4, 4, 16
 
 
@@ -45,9 +45,9 @@ def digits() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
 
 
-def policy(*, lora: bool) -> HFPolicy:
+def policy(*, lora: bool, layers: int) -> HFPolicy:
     torch.manual_seed(0)
-    model: Any = Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS))
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS, num_hidden_layers=layers))
     if lora:
         model = add_lora(model)
     sampling = SamplingConfig(max_new_tokens=MAX_NEW_TOKENS)
@@ -63,8 +63,8 @@ def megabytes(tensors: Any) -> float:
     return sum(storages.values()) / 2**20
 
 
-def measured(engine: Any, *, lora: bool) -> dict[str, float]:
-    trained = policy(lora=lora)
+def measured(engine: Any, *, lora: bool, layers: int, iterations: int) -> dict[str, float]:
+    trained = policy(lora=lora, layers=layers)
     trainer = GRPOTrainer(
         config=GRPOConfig(group_size=GROUP_SIZE, learning_rate=1e-4, seed=0),
         policy=trained,
@@ -72,7 +72,7 @@ def measured(engine: Any, *, lora: bool) -> dict[str, float]:
         engine=engine,
     )
     states = [f"{number}" for number in range(PROMPTS)][engine.rank :: engine.num_ranks]
-    found = [trainer.step(states) for _ in range(NUM_ITERATIONS)][1:]
+    found = [trainer.step(states) for _ in range(iterations)][1:]
     gc.collect()
     parameters = list(trained.model.parameters())
     assert trainer.optimizer_step.optimizer is not None
@@ -82,15 +82,15 @@ def measured(engine: Any, *, lora: bool) -> dict[str, float]:
     return {"weights": megabytes(parameters), "moments": megabytes(moments), "alive": megabytes(alive)} | times
 
 
-def on_rank(rank: int, num_ranks: int, kind: str, lora: bool, folder: Path) -> None:
+def on_rank(rank: int, num_ranks: int, kind: str, folder: Path, **sizes: Any) -> None:
     store = dist.FileStore(str(folder / "rendezvous"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     engine = {"replicated": Replicated, "sharded": Sharded}[kind](timeout=300.0)
-    torch.save(measured(engine, lora=lora), folder / f"{rank}.pt")
+    torch.save(measured(engine, **sizes), folder / f"{rank}.pt")
     engine.agree()
 
 
-def on_ranks(num_ranks: int, kind: str, *, lora: bool) -> dict[str, float]:
+def on_ranks(num_ranks: int, kind: str, **sizes: Any) -> dict[str, float]:
     """The largest figure of any rank."""
     with tempfile.TemporaryDirectory() as name:
         folder, children = Path(name), []
@@ -99,7 +99,7 @@ def on_ranks(num_ranks: int, kind: str, *, lora: bool) -> dict[str, float]:
             if child == 0:
                 code = 1
                 try:
-                    on_rank(rank, num_ranks, kind, lora, folder)
+                    on_rank(rank, num_ranks, kind, folder, **sizes)
                     code = 0
                 finally:
                     os._exit(code)
@@ -110,6 +110,10 @@ def on_ranks(num_ranks: int, kind: str, *, lora: bool) -> dict[str, float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Memory and time per rank, with divided and with copied weights.")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--iterations", type=int, default=4, help="of which the first is not timed (at least 2)")
+    options = vars(parser.parse_args())
     torch.set_num_threads(1)
     print("| trained | ranks | weights | moments | of one process | all tensors | sampling | update |")
     print("|---|---|---|---|---|---|---|---|")
@@ -118,9 +122,9 @@ def main() -> None:
         for num_ranks, kind in ((1, "one process"), (2, "replicated"), (2, "sharded"), (4, "sharded")):
             begun = time.perf_counter()
             if kind == "one process":
-                found = alone = measured(OneProcess(), lora=lora)
+                found = alone = measured(OneProcess(), lora=lora, **options)
             else:
-                found = on_ranks(num_ranks, kind, lora=lora)
+                found = on_ranks(num_ranks, kind, lora=lora, **options)
             ratio = (found["weights"] + found["moments"]) / (alone["weights"] + alone["moments"])
             cells = [
                 f"{found['weights']:.1f} MB",

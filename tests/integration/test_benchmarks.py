@@ -74,7 +74,7 @@ TYPED = {
     "objective": ["--rows", "64", "--steps", "32", "--repeats", "3"],
     "overhead": ["--rows", "64", "128", "--repeats", "3"],
     "scale": ["--ranks", "2", "--hidden-size", "64", "--layers", "2", "--iterations", "2"],
-    "sharded": [],
+    "sharded": ["--layers", "1", "--iterations", "2"],
     "tool_fill": [],
     "tool_speed": ["--quick"],
     "tools_bfcl": ["--seeds", "1", "--iterations", "2", "--tools", "74"],
