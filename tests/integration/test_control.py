@@ -115,6 +115,7 @@ def test_every_kind_of_policy_passes_the_conformance_kit(subtests: pytest.Subtes
                 check_reward_model(reward, states, rows, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*copies of another:grpo.errors.GRPOWarning")  # Blackjack has few outcomes
 def test_every_kind_of_policy_trains_for_two_iterations(subtests: pytest.Subtests) -> None:
     for name, case in available_cases().items():

@@ -285,5 +285,6 @@ CANARY = """
 """
 
 
+@pytest.mark.slow
 def test_loading_never_unpickles(tmp_path: Path) -> None:
     in_a_process(CANARY, tmp_path)

@@ -385,6 +385,7 @@ def test_a_repeated_run_has_the_same_outcome(subtests: pytest.Subtests) -> None:
             assert outcome_before(config, scene) == outcome(config, scene)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind, cases in CASES.items() if cases])
 @pytest.mark.filterwarnings("ignore::grpo.errors.GRPOWarning")  # bfloat16 moves log-probs, and that is said
 def test_changing_any_single_field_changes_the_outcome_of_a_run(

@@ -80,6 +80,7 @@ HANGING: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_reward_that_never_answers_ends_at_its_deadline(subtests: pytest.Subtests) -> None:
     actions = [Completion(token_ids=(1,), text=text, finish_reason="end") for text in ("a", "bb", "ccc")]
     before = children()

@@ -238,6 +238,7 @@ HANGING: dict[str, Callable[[], None]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_call_that_hangs_ends_at_its_deadline(subtests: pytest.Subtests) -> None:
     for name, function in HANGING.items():
         with subtests.test(hangs=name):

@@ -96,6 +96,7 @@ needs_linux = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_linux
 def test_saving_adds_at_most_a_fifth_and_loading_at_most_one_and_a_fifth(tmp_path: Path) -> None:
     measured = measured_by(CHECKPOINT, tmp_path)

@@ -150,6 +150,7 @@ def whole(aggregation: str, entropy_aggregation: str | None, dtype: torch.dtype 
     return both_gradients(RowScoring, dtype, aggregation, entropy_aggregation)
 
 
+@pytest.mark.slow
 def test_every_micro_batch_size_gives_the_same_gradient(subtests: pytest.Subtests) -> None:
     for aggregation, entropy_aggregation in PAIRS:
         for kind, size in [(RowScoring, 1), (RowScoring, 5), (GroupScoring, 2), (GroupScoring, 3)]:

@@ -206,6 +206,7 @@ def test_each_broken_rule_is_found_and_named(subtests: pytest.Subtests) -> None:
                 report.raise_for_failures()
 
 
+@pytest.mark.slow
 def test_correct_environments_pass(subtests: pytest.Subtests) -> None:
     correct: tuple[tuple[str | Callable[[], gymnasium.Env], dict[str, Any]], ...] = (
         ("CartPole-v1", {}),

@@ -22,6 +22,7 @@ from adapters.tools.execution.workers import WorkerLimits
 from grpo.errors import ConfigError, GRPOWarning
 from tests.support import confined_tools, tool_functions
 from tests.support.tool_executors import (
+    BUBBLEWRAP_DAILY,
     CONFINEMENTS,
     LINUX,
     LONG,
@@ -124,7 +125,7 @@ def test_packages_that_were_not_found_by_the_path_are_readable(monkeypatch: pyte
     assert str(folder / "hooked") not in readable_paths([])
 
 
-@pytest.mark.parametrize("kind", CONFINEMENTS)
+@pytest.mark.parametrize("kind", BUBBLEWRAP_DAILY)
 def test_tools_run_if_the_program_was_started_through_links(kind: Any) -> None:
     """The environment is a link in a project, the interpreter a link to a link, and the project is on `sys.path`."""
     if not Path(sys.prefix, "pyvenv.cfg").is_file():
