@@ -1,5 +1,6 @@
 """What holds for every test: one thread unless OMP_NUM_THREADS says more, a fixed seed, and the right `adapters`."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -40,6 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
             f"import name, so only one of them can be used in one environment: run `pip uninstall adapters`, then "
             f'`pip install -e ".[all,dev]"` in {ROOT}.'
         )
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what importing the tests has made from garbage collection: there are millions of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
