@@ -131,13 +131,12 @@ def test_tools_run_if_the_program_was_started_through_links(kind: Any) -> None:
     if not Path(sys.prefix, "pyvenv.cfg").is_file():
         pytest.skip("this Python is no virtual environment")
     with open_folder() as project, open_folder() as other:
-        environment = project / "real environment"
+        environment = other / "env"
         shutil.copytree(sys.prefix, environment, symlinks=True, ignore=lambda *_: {"lib", "lib64", "share", "include"})
         (environment / "lib").symlink_to(Path(sys.prefix, "lib"))
-        (project / "env").symlink_to(other / "env")
-        environment.rename(other / "env")
+        (project / "env").symlink_to(environment)
         (other / "python").symlink_to(Path(sys.executable).resolve())
-        for name in (project / "env" / "bin").glob("python*"):
+        for name in (environment / "bin").glob("python*"):
             name.unlink()
             name.symlink_to(other / "python")
         program = (
