@@ -20,18 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.tools import (
-    LoggedRewards,
-    RewardRegression,
-    ToolCall,
-    ToolCatalogue,
-    ToolSample,
-    ToolSelectionPolicy,
-)
+from adapters.tools import RewardRegression, ToolCall, ToolCatalogue, ToolSample, ToolSelectionPolicy
 from adapters.tools.catalogue.tools import ABSENT
 from benchmarks._bfcl import Question, catalogue_of, questions, split, wordllama_encoder
 from benchmarks.tools_bfcl import CONFIG, NUM_ITERATIONS, no_values, reward
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer
+from grpo.logs import LoggedRewards
 
 NUM_DECISIONS = 50_000
 
@@ -122,7 +116,7 @@ def measure(seed: int) -> dict[str, float]:
     for kind in LOGGING_POLICIES:
         logs = draw_logs(kind, catalogue, training, seed)
         for method, fit in (("doubly robust", RewardRegression(catalogue, online.encoder)), ("IPS", None)):
-            rewards = LoggedRewards(logs, catalogue, fit=fit)
+            rewards = LoggedRewards(logs, fit=fit, action_key=catalogue.decisions)
             learned = learn(catalogue, rewards.states, rewards, replace(LOGS_CONFIG, seed=seed))
             found[f"{kind}, {method}"] = right_tool(learned, held_out)
     return found

@@ -54,7 +54,6 @@ from .errors import (
     WorkerLostError,
 )
 from .learning.evaluation import Abstention, Accuracy, ToolReport, classify_error, evaluate_tools
-from .learning.logs import LogEstimate, LoggedRewards, LogReport, evaluate_from_logs
 from .learning.records import SampleError, ToolGroup, ToolSample
 from .learning.reward_regression import RewardRegression
 from .learning.rewards import (
@@ -110,9 +109,6 @@ __all__ = [
     "InvalidArgumentsError",
     "InvalidOutputError",
     "JoinedEncoder",
-    "LogEstimate",
-    "LogReport",
-    "LoggedRewards",
     "LoopBlockedError",
     "LostCallError",
     "MCPServer",
@@ -145,7 +141,6 @@ __all__ = [
     "batch_from_groups",
     "call_cost",
     "classify_error",
-    "evaluate_from_logs",
     "evaluate_tools",
     "executed",
     "fill_from_request",

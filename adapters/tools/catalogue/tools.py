@@ -15,7 +15,7 @@ import jsonschema
 from grpo.errors import ConfigError
 
 from .annotations import schema_of
-from .calls import plain_name, same_json
+from .calls import ToolCall, plain_name, same_json
 from .inputs import is_finite, require_type
 from .schemas import plain_schema
 
@@ -234,6 +234,20 @@ class ToolCatalogue(Mapping[str, Tool]):
     def without(self, *names: str) -> "ToolCatalogue":
         """Return a new catalogue without the named tools."""
         return ToolCatalogue(tool for name, tool in self.items() if name not in names)
+
+    @functools.cached_property
+    def choices(self) -> Mapping[str, tuple[ParameterChoices, ...]]:
+        """`Tool.choices` of each tool by name."""
+        return {name: tool.choices for name, tool in self.items()}
+
+    def decisions(self, call: ToolCall) -> tuple[tuple[Any, ...], ...]:
+        """What a policy decides of a call: the tool, then each enumerated value as (tool, parameter, index of the value).
+
+        Calls that differ in other arguments only have equal decisions. A value that is not enumerated is no decision.
+        """
+        tool = plain_name(call.tool)
+        chosen = ((choice.name, choice.index(call.arguments)) for choice in self.choices.get(tool or "", ()))
+        return ((tool,), *((tool, name, index) for name, index in chosen if index is not None))
 
     @property
     def categories(self) -> tuple[str, ...]:

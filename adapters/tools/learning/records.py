@@ -133,8 +133,8 @@ class ToolSample(Record):
             )
 
     @property
-    def call(self) -> ToolCall:
-        """The action as a `ToolCall`."""
+    def action(self) -> ToolCall:
+        """The choice as a `ToolCall`."""
         return ToolCall(tool=self.tool, arguments=self.arguments)
 
 

@@ -1,8 +1,8 @@
 """Estimate of the reward of any call, fitted to logged decisions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -11,52 +11,9 @@ from torch import Tensor, nn
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import ToolCatalogue
 from grpo.errors import ConfigError
+from grpo.logs import Estimate, key_of
 
 from .records import ToolSample
-from .tasks import ToolTask
-
-Estimate: TypeAlias = Callable[[Sequence[Any], Sequence[ToolCall]], Tensor]
-"""q(states, calls) -> [N], the expected reward of each call in its state."""
-FitsEstimate: TypeAlias = Callable[[Sequence[ToolSample]], Estimate]
-"""Fits an estimate to logged decisions."""
-
-
-def state_key(state: Any) -> str | tuple[float, ...]:
-    """What equal states have in common: the text, or the numbers of a vector."""
-    state = state.text if isinstance(state, ToolTask) else state
-    return state if isinstance(state, str) else tuple(torch.as_tensor(state).tolist())
-
-
-class Decisions:
-    """Numbers of all decisions that calls are made of: each tool, then each value of each enumerated parameter."""
-
-    def __init__(self, catalogue: ToolCatalogue) -> None:
-        self.catalogue = catalogue
-        self._choices = {name: tool.choices for name, tool in catalogue.items()}
-        self._tools = {name: number for number, name in enumerate(catalogue)}
-        self._values: dict[tuple[str, str], int] = {}
-        self.total = len(catalogue)
-        """Number of decisions."""
-        for name, choices in self._choices.items():
-            for choice in choices:
-                self._values[name, choice.name] = self.total
-                self.total += len(choice.values)
-
-    def of(self, call: ToolCall) -> tuple[int, ...]:
-        """The decisions of a call: its tool and its enumerated values. Empty: the catalogue lacks the tool."""
-        if call.tool not in self.catalogue:
-            return ()
-        chosen = ((choice, choice.index(call.arguments)) for choice in self._choices[call.tool])
-        values = (self._values[call.tool, choice.name] + place for choice, place in chosen if place is not None)
-        return (self._tools[call.tool], *values)
-
-    def matrix(self, calls: Sequence[tuple[int, ...]]) -> Float[Tensor, "A J"]:
-        """How much each decision counts in each call: 1 for its tool, `SMALL` for its values, 0 for other decisions."""
-        found = torch.zeros(len(calls), self.total)
-        for row, decisions in enumerate(calls):
-            found[row, list(decisions)] = SMALL
-            found[row, list(decisions[:1])] = 1.0
-        return found
 
 
 class RewardRegression:
@@ -94,25 +51,33 @@ class RewardRegression:
     ) -> None:
         if not ridge > 0:
             raise ConfigError(f"RewardRegression.ridge must be above 0; got {ridge}.")
-        self.encoder, self.ridge = encoder, ridge
-        self.decisions = Decisions(catalogue)
+        self.catalogue, self.encoder, self.ridge = catalogue, encoder, ridge
+        every = [
+            (name, choice.name, i)
+            for name, of in catalogue.choices.items()
+            for choice in of
+            for i in range(len(choice.values))
+        ]
+        self._number: Mapping[tuple[Any, ...], int] = {
+            one: i for i, one in enumerate([*((name,) for name in catalogue), *every])
+        }
 
     def __call__(self, logs: Sequence[ToolSample]) -> Estimate:
         """Fit the regression."""
-        states = {state: number for number, state in enumerate(dict.fromkeys(state_key(row.state) for row in logs))}
-        made = [self.decisions.of(row.call) for row in logs]
+        states = {state: number for number, state in enumerate(dict.fromkeys(key_of(row.state) for row in logs))}
+        made = [self.catalogue.decisions(row.action) for row in logs]
         calls = {call: number for number, call in enumerate(dict.fromkeys(made))}
         rewards = torch.tensor([row.reward for row in logs], dtype=torch.float32)
         low, high = float(rewards.min()), float(rewards.max())
         scaled = (rewards - low) / (high - low) if high > low else torch.zeros_like(rewards)
-        cells = torch.tensor([states[state_key(row.state)] for row in logs]), torch.tensor([calls[one] for one in made])
+        cells = torch.tensor([states[key_of(row.state)] for row in logs]), torch.tensor([calls[one] for one in made])
         counts, sums = torch.zeros(2, len(states), len(calls))
         counts.index_put_(cells, torch.ones_like(scaled), accumulate=True)
         sums.index_put_(cells, scaled, accumulate=True)
 
         vectors = self._vectors(list(states))
-        model = _Scores(vectors.mean(0), self._tool_vectors, self.decisions.total)
-        matrix, features = self.decisions.matrix(list(calls)), model.features(vectors)
+        model = _Scores(vectors.mean(0), self._tool_vectors, len(self._number))
+        matrix, features = self._matrix(list(calls)), model.features(vectors)
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=50, history_size=10, line_search_fn="strong_wolfe")
 
         def loss() -> Tensor:
@@ -126,16 +91,25 @@ class RewardRegression:
 
         @torch.no_grad()
         def estimate(states: Sequence[Any], calls: Sequence[ToolCall]) -> Tensor:
-            scores = model.scores(*model.features(self._vectors([state_key(state) for state in states])))
-            matrix = self.decisions.matrix([self.decisions.of(call) for call in calls])
+            scores = model.scores(*model.features(self._vectors(states)))
+            matrix = self._matrix([self.catalogue.decisions(call) for call in calls])
             return low + (high - low) * ((scores * matrix).sum(1) + model.bias).sigmoid()
 
         return estimate
 
-    def _vectors(self, states: Sequence[str | tuple[float, ...]]) -> Float[Tensor, "N F"]:
+    def _matrix(self, calls: Sequence[tuple[tuple[Any, ...], ...]]) -> Float[Tensor, "A J"]:
+        """How much each decision counts in each call: 1 for its tool, `SMALL` for its values, 0 for other decisions."""
+        found = torch.zeros(len(calls), len(self._number))
+        for row, decisions in enumerate(calls):
+            for one in decisions:
+                if one in self._number:  # the catalogue may lack the tool
+                    found[row, self._number[one]] = 1.0 if len(one) == 1 else SMALL
+        return found
+
+    def _vectors(self, states: Sequence[Any]) -> Float[Tensor, "N F"]:
         texts = [state for state in states if isinstance(state, str)]
         if self.encoder is None and not texts:
-            return torch.tensor(states, dtype=torch.float32)
+            return torch.stack([torch.as_tensor(state, dtype=torch.float32) for state in states])
         if self.encoder is None or len(texts) != len(states):
             raise ConfigError(
                 "RewardRegression: states must be texts if there is an encoder, and vectors if there is none. "
@@ -145,7 +119,7 @@ class RewardRegression:
 
     @cached_property
     def _tool_vectors(self) -> Float[Tensor, "K D"]:
-        tools = self.decisions.catalogue.values()
+        tools = self.catalogue.values()
         return torch.zeros(len(tools), 0) if self.encoder is None else self._vectors([tool.text for tool in tools])
 
 

@@ -95,7 +95,7 @@ def batch_from_groups(
     final_values = torch.tensor([sample.final_value or 0.0 for sample in samples], dtype=torch.float64)
     batch = ExperienceBatch.from_rows(
         states=_states(samples) if state is None else [state(group, sample) for _, group, sample in rows],
-        actions=[sample.call for sample in samples],
+        actions=[sample.action for sample in samples],
         rewards=[sample.reward for sample in samples],
         group_ids=[number for number, _, _ in rows],
         behaviour_log_probs=_padded([sample.log_prob for sample in samples]),

@@ -8,8 +8,7 @@ import torch
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.learning.records import ToolSample
-from adapters.tools.learning.reward_regression import Decisions, RewardRegression, _Scores, state_key
-from adapters.tools.learning.tasks import ToolTask
+from adapters.tools.learning.reward_regression import RewardRegression, _Scores
 from grpo.errors import ConfigError
 
 
@@ -51,23 +50,17 @@ def estimated(q: Any, *pairs: tuple[Any, ToolCall]) -> list[float]:
 
 
 def test_decisions_are_numbered_tools_first_and_then_values() -> None:
-    """add 0, sort 1, wait 2; order: up 3, down 4; sure: false 5, true 6, left out 7."""
-    decisions = Decisions(CATALOGUE)
-    assert decisions.total == 8
-    assert decisions.of(call("add", number=7.0)) == (0,)
-    assert decisions.of(call("sort", order="down")) == (1, 4, 7)
-    assert decisions.of(call("sort", order="up", sure=True)) == (1, 3, 6)
-    assert decisions.of(call("sort", order="sideways", sure=1)) == (1,)
-    assert decisions.of(call("fly")) == decisions.of(ToolCall(tool=["add"])) == ()  # type: ignore[arg-type]
-    matrix = decisions.matrix([(1, 4, 7), (0,), ()])
-    assert matrix.tolist() == [
-        pytest.approx(values) for values in ([0, 1, 0, 0, 0.3, 0, 0, 0.3], [1] + [0] * 7, [0] * 8)
+    """add 0, sort 1, wait 2; order: up 3, down 4; sure: false 5, true 6, left out 7. Values count 0.3."""
+    made = [call("add", number=7.0), call("sort", order="down"), call("sort", order="up", sure=True), call("fly")]
+    decisions = [CATALOGUE.decisions(one) for one in made]
+    assert decisions[:2] == [(("add",),), (("sort",), ("sort", "order", 1), ("sort", "sure", 2))]
+    assert decisions[3] == (("fly",),)
+    assert CATALOGUE.decisions(call("sort", order="sideways", sure=1)) == (("sort",),)
+    assert CATALOGUE.decisions(ToolCall(tool=["add"])) == ((None,),)  # type: ignore[arg-type]
+    assert RewardRegression(CATALOGUE)._matrix(decisions).tolist() == [
+        pytest.approx(values)
+        for values in ([1] + [0] * 7, [0, 1, 0, 0, 0.3, 0, 0, 0.3], [0, 1, 0, 0.3, 0, 0, 0.3, 0], [0] * 8)
     ]
-
-
-def test_equal_states_have_equal_keys() -> None:
-    assert state_key("x") == state_key(ToolTask(text="x", tool=None)) == "x"
-    assert state_key([1, 2.5]) == state_key(torch.tensor([1.0, 2.5])) == (1.0, 2.5)
 
 
 def test_with_many_decisions_the_estimate_is_the_mean_reward_of_each_call() -> None:

@@ -111,7 +111,7 @@ def test_a_sample_survives_a_json_round_trip() -> None:
         "final_value": 0.125,
     }
     assert ToolSample.from_json(first.to_json()) == first
-    assert first.call == ToolCall(tool="paint", arguments={"colour": "black", "coats": [1, 2.5, None, {"a": True}]})
+    assert first.action == ToolCall(tool="paint", arguments={"colour": "black", "coats": [1, 2.5, None, {"a": True}]})
     assert "\n" not in sample(state="two\nlines").to_json()
 
 

@@ -1,51 +1,79 @@
-"""Learning from logs that have one decision per request, and evaluation from them, by doubly robust estimates."""
+"""Learning from logs that have one decision per state, and evaluation from them, by doubly robust estimates."""
 
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from adapters.tools.catalogue.calls import ToolCall
-from adapters.tools.catalogue.inputs import require_whole
-from adapters.tools.catalogue.tools import ToolCatalogue
 from grpo.errors import ConfigError, ContractError, GRPOWarning
+from grpo.types import Rows
+from grpo.writing import require_count
 
-from .evaluation import PredictsCalls
-from .records import SampleError, ToolSample
-from .reward_regression import Decisions, Estimate, FitsEstimate, state_key
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedDecision:
+    """One decision of a policy in service, with its probability and its reward."""
+
+    state: Any
+    """What the logging policy saw."""
+    action: Any
+    """What it chose."""
+    log_prob: float | Sequence[float]
+    """Log-probability of the choice under the logging policy, in nats: one number, or one for each step. Log it when the
+    decision is made. It cannot be recovered later."""
+    reward: float
+    """What the choice earned."""
+
+
+Estimate: TypeAlias = Callable[[Sequence[Any], Sequence[Any]], Tensor]
+"""q(states, actions) -> [N], the expected reward of each action in its state."""
+FitsEstimate: TypeAlias = Callable[[Sequence[Any]], Estimate]
+"""Fits an estimate to logged decisions."""
+
+
+def key_of(value: Any) -> Hashable:
+    """What equal states or actions have in common: the numbers of a tensor or an array, or the value itself."""
+    value = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
+    return tuple(map(key_of, value)) if isinstance(value, list) else value
 
 
 class LoggedRewards:
-    """Rewards of any call in a logged request, estimated from logged decisions. The policy trains on them as it trains online.
+    """Rewards of any action in a logged state, estimated from logged decisions. A policy trains on them as it trains online.
 
         r(x, a) = mean over the n decisions (a_i, r_i) logged for x of  q(x, a) + 1[a = a_i] w_i (r_i - q(x, a_i))
         w_i     = min(1 / mu(a_i | x), max_weight)
 
-    mu(a_i | x) is the probability with which the logging policy made decision i, exp of the sum of `ToolSample.log_prob`. The
-    estimate is unbiased for every q if mu is right, every call had a chance to be logged, and no weight is cut off. A good q
-    makes its variance small. q is fitted to the decisions of the other folds, so that it never sees the decision it is compared
-    with. Without q it is 0: inverse propensity scoring.
-
-    Two calls are equal if they have the same tool and the same enumerated values, because the policy decides nothing else.
+    mu(a_i | x) is the probability with which the logging policy made decision i. The estimate is unbiased for every q if mu is
+    right, every action had a chance to be logged, and no weight is cut off. A good q makes its variance small. q is fitted to
+    the decisions of the other folds, so that it never sees the decision it is compared with. Without q it is 0: inverse
+    propensity scoring.
 
     Args:
-        logs: Decisions with their rewards. Keep decisions of tools that the catalogue lacks: without them, every estimate
-            would be too high, because the probabilities of the other decisions would no longer add up to 1.
-        catalogue: The policy's tools.
-        fit: Fits q to decisions, for example `RewardRegression(catalogue, policy.encoder)`. None: q is 0.
+        logs: `LoggedDecision`s, or other objects with its attributes. Keep decisions for actions that the new policy lacks:
+            without them, every estimate would be too high, because the probabilities of the other decisions would no longer
+            add up to 1.
+        fit: Fits q to decisions: logs -> (states, actions) -> [N]. None: q is 0.
+        state_key: Maps a state to what equal states have in common, a hashable object.
+        action_key: Maps an action to what the policy decides of it. Two actions with the same key are equal.
         max_weight: Largest w. A larger value has less bias and more variance. math.inf: no bound.
         num_folds: Number of folds for q. More folds fit q to more of the decisions, and take longer.
 
     Raises:
         ConfigError: There is no decision, or a setting is out of range.
-        SampleError: A decision has no probability, or one above 1.
+        ContractError: A decision has no probability, or one above 1.
+
+    Example:
+        >>> log = [LoggedDecision(state="x", action="a", log_prob=math.log(0.5), reward=1.0)]
+        >>> LoggedRewards(log).compute_rewards(["x", "x"], ["a", "b"])
+        tensor([2., 0.], dtype=torch.float64)
 
     Source:
         Dudík, Langford and Li 2011, arXiv:1103.4601, eq. 5 (with q = 0: eq. 2).
@@ -53,43 +81,43 @@ class LoggedRewards:
 
     def __init__(
         self,
-        logs: Sequence[ToolSample],
-        catalogue: ToolCatalogue,
+        logs: Sequence[Any],
         *,
         fit: FitsEstimate | None = None,
+        state_key: Callable[[Any], Hashable] = key_of,
+        action_key: Callable[[Any], Hashable] = key_of,
         max_weight: float = 30.0,
         num_folds: int = 5,
     ) -> None:
         if not max_weight >= 1:
             raise ConfigError(f"LoggedRewards.max_weight must be at least 1; got {max_weight}.")
-        rows = LoggedRows(logs, catalogue, fit, num_folds)
-        self.states = list(rows.states)
-        """The different logged requests, to train on: `trainer.train(rewards.states)`."""
-        self._rows = rows
+        self._state_key, self._action_key = state_key, action_key
+        self._rows = rows = _Rows(logs, fit, state_key, num_folds)
+        self.states: list[Any] = rows.states
+        """The different logged states, to train on: `trainer.train(rewards.states)`."""
         weights = (-rows.log_probs).exp().clamp(max=max_weight)
         residuals = weights * (rows.rewards - rows.estimates) / rows.places.bincount()[rows.places]
-        self._corrections: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)
-        for place, made, residual in zip(rows.places.tolist(), rows.made, residuals.tolist(), strict=True):
-            if made:
-                self._corrections[place, made] += residual
+        self._corrections: dict[tuple[int, Hashable], float] = defaultdict(float)
+        for place, row, residual in zip(rows.places.tolist(), logs, residuals.tolist(), strict=True):
+            self._corrections[place, action_key(row.action)] += residual
         self._shares = rows.fold_shares()
-        # Calls of a batch are often equal, and equal to those of the batches before.
-        self._known: dict[tuple[int, tuple[int, ...]], float] = {}
+        # Actions of a batch are often equal, and equal to those of the batches before.
+        self._known: dict[tuple[int, Hashable], float] = {}
 
-    def compute_rewards(self, states: Sequence[Any], actions: Sequence[ToolCall]) -> Float64[Tensor, " N"]:
-        """The estimated reward of each call.
+    def compute_rewards(self, states: Rows, actions: Rows) -> Float64[Tensor, " N"]:
+        """The estimated reward of each action.
 
         Raises:
             ContractError: A state has no logged decision.
         """
         rows = self._rows
-        keys = list(map(state_key, states))
+        keys = list(map(self._state_key, states))
         for key in keys:
-            if key not in rows.states:
+            if key not in rows.place_of:
                 raise ContractError(
                     f"LoggedRewards: every state must have a logged decision; {key!r:.100} has none. Train on rewards.states."
                 )
-        pairs = [(rows.states[key], rows.decisions.of(call)) for key, call in zip(keys, actions, strict=True)]
+        pairs = [(rows.place_of[key], self._action_key(action)) for key, action in zip(keys, actions, strict=True)]
         new = {pair: row for row, pair in enumerate(pairs) if pair not in self._known}
         total = torch.tensor([self._corrections.get(pair, 0.0) for pair in new], dtype=torch.float64)
         asked = [states[row] for row in new.values()], [actions[row] for row in new.values()]
@@ -105,23 +133,29 @@ class LoggedRewards:
     eval = to = train
 
 
-class LoggedRows:
+class _Rows:
     """Logged decisions as tensors, and an estimate for each fold that is fitted to the other folds."""
 
     def __init__(
-        self, logs: Sequence[ToolSample], catalogue: ToolCatalogue, fit: FitsEstimate | None, num_folds: int
+        self,
+        logs: Sequence[Any],
+        fit: FitsEstimate | None,
+        state_key: Callable[[Any], Hashable],
+        num_folds: int,
     ) -> None:
-        require_whole("num_folds", num_folds=num_folds)
+        require_count("num_folds", num_folds)
         if not logs or (fit is not None and not 2 <= num_folds <= len(logs)):
             raise ConfigError(
                 f"learning from logs needs a decision, and from 2 to {len(logs)} folds for an estimate; got {len(logs)} "
                 f"decisions and num_folds={num_folds}."
             )
-        self.decisions = Decisions(catalogue)
+        state_of: dict[Hashable, Any] = {}
         keys = [state_key(row.state) for row in logs]
-        self.states = {key: place for place, key in enumerate(dict.fromkeys(keys))}
-        self.places = torch.tensor([self.states[key] for key in keys])
-        self.made = [self.decisions.of(row.call) for row in logs]
+        for key, row in zip(keys, logs, strict=True):
+            state_of.setdefault(key, row.state)
+        self.states = list(state_of.values())
+        self.place_of = {key: place for place, key in enumerate(state_of)}
+        self.places = torch.tensor([self.place_of[key] for key in keys])
         self.log_probs = torch.tensor([_log_prob(row) for row in logs], dtype=torch.float64)
         self.rewards = torch.tensor([row.reward for row in logs], dtype=torch.float64)
         order = torch.randperm(len(logs), generator=torch.Generator().manual_seed(0))
@@ -134,7 +168,7 @@ class LoggedRows:
                 is_own = self.folds == fold
                 estimate = fit([*compress(logs, (~is_own).tolist())])
                 own = [*compress(logs, is_own.tolist())]
-                self.estimates[is_own] = estimate([row.state for row in own], [row.call for row in own]).double()
+                self.estimates[is_own] = estimate([row.state for row in own], [row.action for row in own]).double()
                 self.fitted.append(estimate)
 
     def fold_shares(self) -> Float64[Tensor, "S K"]:
@@ -143,35 +177,30 @@ class LoggedRows:
         counts.index_put_((self.places, self.folds), torch.ones(len(self.places)).double(), accumulate=True)
         return counts / counts.sum(1, keepdim=True)
 
-    def estimates_of(self, calls: Sequence[ToolCall | None]) -> Float64[Tensor, " N"]:
-        """q of one call per state, for each row of the state, from the row's own estimate. 0 for no call."""
-        given = [(state, call) for state, call in zip(self.states, calls, strict=True) if call is not None]
-        is_given = torch.tensor([call is not None for call in calls])
-        found = torch.zeros(len(calls), len(self.fitted), dtype=torch.float64)
+    def estimates_of(self, actions: Sequence[Any]) -> Float64[Tensor, " N"]:
+        """q of one action per state, for each row of the state, from the row's own estimate. 0 for no action."""
+        given = [(state, action) for state, action in zip(self.states, actions, strict=True) if action is not None]
+        is_given = torch.tensor([action is not None for action in actions])
+        found = torch.zeros(len(actions), len(self.fitted), dtype=torch.float64)
         for fold, estimate in enumerate(self.fitted if given else ()):
             found[is_given, fold] = estimate(*map(list, zip(*given, strict=True))).double()
         return found[self.places, self.folds]
 
 
-def _log_prob(row: ToolSample) -> float:
-    total = math.fsum(row.log_prob)
-    if not row.log_prob or total > 1e-6 or math.exp(total) == 0.0:
-        raise SampleError(
-            "a logged decision must have the log-probs of its steps under the logging policy, with a probability above 0 and "
-            f"at most 1; got log_prob={row.log_prob} for {row.call}. Log the probability when the decision is made."
+def _log_prob(row: Any) -> float:
+    steps = (row.log_prob,) if isinstance(row.log_prob, int | float) else row.log_prob
+    total = math.fsum(steps)
+    if not steps or not total <= 1e-6 or math.exp(total) == 0.0:
+        raise ContractError(
+            "a logged decision must have its log-prob under the logging policy, with a probability above 0 and at most 1; got "
+            f"log_prob={row.log_prob} for {row.action!r:.200}. Log the probability when the decision is made."
         )
     return total
 
 
-class DecidesCalls(PredictsCalls, Protocol):
-    """A `ToolSelectionPolicy`, or any other policy that can be evaluated from logs."""
-
-    catalogue: ToolCatalogue
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogEstimate:
-    """An estimated mean reward per request."""
+    """An estimated mean reward per state."""
 
     value: float
     """The estimate."""
@@ -184,7 +213,7 @@ class LogEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogReport:
-    """Result of `evaluate_from_logs`: what a policy would earn per request, with decision i weighted by w_i."""
+    """Result of `evaluate_from_logs`: what a policy would earn per state, with decision i weighted by w_i."""
 
     num_decisions: int
     """Number of logged decisions."""
@@ -195,7 +224,7 @@ class LogReport:
     snips: LogEstimate | None
     """Self-normalised: sum of w r / sum of w. A small bias and less variance. None: all weights are 0."""
     dr: LogEstimate | None
-    """Doubly robust: mean of q(x, predict(x)) + w (r - q(x, a_i)). Unbiased, and varies less. None: there is no q."""
+    """Doubly robust: mean of q(x, choice of x) + w (r - q(x, a_i)). Unbiased, and varies less. None: there is no q."""
     effective_decisions: float
     """(sum of w)^2 / sum of w^2: the number of equally weighted decisions that would say as much about the policy."""
     mean_weight: float
@@ -210,28 +239,31 @@ class LogReport:
 
 
 def evaluate_from_logs(
-    policy: DecidesCalls,
-    logs: Sequence[ToolSample],
-    fit: FitsEstimate | None = None,
+    choose: Callable[[list[Any]], Sequence[Any]],
+    logs: Sequence[Any],
     *,
+    fit: FitsEstimate | None = None,
+    state_key: Callable[[Any], Hashable] = key_of,
+    action_key: Callable[[Any], Hashable] = key_of,
     num_folds: int = 5,
 ) -> LogReport:
-    """Estimate what a policy would earn per request, from logged decisions of another policy. No tool is executed.
+    """Estimate what a policy's choices would earn per state, from logged decisions of another policy.
 
-        w_i = 1[a_i = predict(x_i)] / mu(a_i | x_i)
+        w_i = 1[a_i = choice of x_i] / mu(a_i | x_i)
 
-    A request for which `predict` returns None earns 0. The estimate for a policy that was trained on the same decisions is too
-    high: keep some apart.
+    The estimate for a policy that was trained on the same decisions is too high: keep some apart.
 
     Args:
-        policy: The policy to evaluate.
-        logs: Decisions with their rewards and their log-probs under the logging policy.
+        choose: Maps states to the policy's choices, one action per state. None in place of an action earns 0.
+        logs: As in `LoggedRewards`.
         fit: Fits q, for the doubly robust estimate, as in `LoggedRewards`.
+        state_key: As in `LoggedRewards`.
+        action_key: As in `LoggedRewards`.
         num_folds: Number of folds for q.
 
     Raises:
         ConfigError: There is no decision.
-        SampleError: A decision has no probability, or one above 1.
+        ContractError: A decision has no probability, or one above 1.
 
     Warns:
         GRPOWarning: The logging policy gave almost no probability to much of what the policy chooses, so the logs cannot say
@@ -240,15 +272,14 @@ def evaluate_from_logs(
     Source:
         Dudík, Langford and Li 2011, arXiv:1103.4601, eq. 2 and 5; self-normalised: Swaminathan and Joachims 2015, NeurIPS.
     """
-    rows = LoggedRows(logs, policy.catalogue, fit, num_folds)
-    states = list(rows.states)
-    calls = policy.predict(states)
-    chosen = [rows.decisions.of(call) if call is not None else () for call in calls]
-    hits = [chosen[place] == made != () for place, made in zip(rows.places.tolist(), rows.made, strict=True)]
+    rows = _Rows(logs, fit, state_key, num_folds)
+    actions = [*choose(rows.states)]
+    chosen = [None if action is None else (action_key(action),) for action in actions]
+    hits = [chosen[place] == (action_key(row.action),) for place, row in zip(rows.places.tolist(), logs, strict=True)]
     weights = torch.tensor(hits).double() * (-rows.log_probs).exp()
     doubly_robust = None
     if fit is not None:
-        doubly_robust = _mean(rows.estimates_of(calls) + weights * (rows.rewards - rows.estimates))
+        doubly_robust = _mean(rows.estimates_of(actions) + weights * (rows.rewards - rows.estimates))
     report = LogReport(
         num_decisions=len(logs),
         logged=_mean(rows.rewards),
