@@ -3,8 +3,9 @@
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
 from itertools import compress
 from typing import Any, TypeAlias
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from grpo.errors import ConfigError, ContractError, GRPOWarning
 from grpo.types import Rows
-from grpo.writing import require_count
+from grpo.writing import describe, require_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,23 +27,41 @@ class LoggedDecision:
     """What the logging policy saw."""
     action: Any
     """What it chose."""
-    log_prob: float | Sequence[float]
-    """Log-probability of the choice under the logging policy, in nats: one number, or one for each step. Log it when the
+    log_prob: Any
+    """Log-probability of the choice under the logging policy, in nats: a number, or one for each step. Log it when the
     decision is made. It cannot be recovered later."""
     reward: float
     """What the choice earned."""
 
 
-Estimate: TypeAlias = Callable[[Sequence[Any], Sequence[Any]], Tensor]
-"""q(states, actions) -> [N], the expected reward of each action in its state."""
+Estimate: TypeAlias = Callable[[Sequence[Any], Sequence[Any]], Any]
+"""q(states, actions) -> [N], the expected reward of each action in its state: a tensor, an array or a list."""
 FitsEstimate: TypeAlias = Callable[[Sequence[Any]], Estimate]
 """Fits an estimate to logged decisions."""
 
 
 def key_of(value: Any) -> Hashable:
-    """What equal states or actions have in common: the numbers of a tensor or an array, or the value itself."""
-    value = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
-    return tuple(map(key_of, value)) if isinstance(value, list) else value
+    """What equal states or actions have in common: the contents of tensors, arrays, lists, tuples, dicts and dataclasses.
+
+    Raises:
+        ContractError: The value has no hash of its own, so that no two of them would be equal.
+    """
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return key_of(value.tolist())
+    if isinstance(value, list | tuple):
+        return tuple(map(key_of, value))
+    if isinstance(value, Mapping):
+        return frozenset((key, key_of(each)) for key, each in value.items())
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), *(key_of(getattr(value, field.name)) for field in fields(value) if field.compare)
+    own_hash: Any = type(value).__hash__
+    if own_hash in (None, object.__hash__) and not isinstance(value, Enum | type | None):
+        raise ContractError(
+            f"learning from logs compares states and actions, and a {type(value).__name__} equals no other. Pass state_key=... "
+            "or action_key=..., a function to something hashable that equal ones have in common."
+        )
+    key: Hashable = value
+    return key
 
 
 class LoggedRewards:
@@ -63,12 +82,16 @@ class LoggedRewards:
         fit: Fits q to decisions: logs -> (states, actions) -> [N]. None: q is 0.
         state_key: Maps a state to what equal states have in common, a hashable object.
         action_key: Maps an action to what the policy decides of it. Two actions with the same key are equal.
-        max_weight: Largest w. A larger value has less bias and more variance. math.inf: no bound.
+        max_weight: Largest w. A larger value has less bias and more variance. math.inf: no bound. Without `fit`, a bound makes
+            rewards of rare actions too small.
         num_folds: Number of folds for q. More folds fit q to more of the decisions, and take longer.
 
     Raises:
         ConfigError: There is no decision, or a setting is out of range.
-        ContractError: A decision has no probability, or one above 1.
+        ContractError: A decision has no probability, or one above 1, or a reward is not finite.
+
+    Warns:
+        GRPOWarning: Weights were cut off, and there is no `fit`. Or none of many actions equals a logged one.
 
     Example:
         >>> log = [LoggedDecision(state="x", action="a", log_prob=math.log(0.5), reward=1.0)]
@@ -81,7 +104,7 @@ class LoggedRewards:
 
     def __init__(
         self,
-        logs: Sequence[Any],
+        logs: Iterable[Any],
         *,
         fit: FitsEstimate | None = None,
         state_key: Callable[[Any], Hashable] = key_of,
@@ -91,11 +114,21 @@ class LoggedRewards:
     ) -> None:
         if not max_weight >= 1:
             raise ConfigError(f"LoggedRewards.max_weight must be at least 1; got {max_weight}.")
+        logs = list(logs)
         self._state_key, self._action_key = state_key, action_key
         self._rows = rows = _Rows(logs, fit, state_key, num_folds)
         self.states: list[Any] = rows.states
         """The different logged states, to train on: `trainer.train(rewards.states)`."""
-        weights = (-rows.log_probs).exp().clamp(max=max_weight)
+        weights = (-rows.log_probs).exp()
+        cut = (weights > 1.001 * max_weight).double().mean().item()
+        if fit is None and cut > 0.001:
+            warnings.warn(
+                f"LoggedRewards: max_weight={max_weight:g} cuts off the weights of {cut:.1%} of the "
+                "decisions, so the rewards of rarely logged actions are too small. Pass fit=..., or raise max_weight.",
+                GRPOWarning,
+                stacklevel=2,
+            )
+        weights = weights.clamp(max=max_weight)
         residuals = weights * (rows.rewards - rows.estimates) / rows.places.bincount()[rows.places]
         self._corrections: dict[tuple[int, Hashable], float] = defaultdict(float)
         for place, row, residual in zip(rows.places.tolist(), logs, residuals.tolist(), strict=True):
@@ -103,6 +136,7 @@ class LoggedRewards:
         self._shares = rows.fold_shares()
         # Actions of a batch are often equal, and equal to those of the batches before.
         self._known: dict[tuple[int, Hashable], float] = {}
+        self._num_unmatched = 0.0
 
     def compute_rewards(self, states: Rows, actions: Rows) -> Float64[Tensor, " N"]:
         """The estimated reward of each action.
@@ -120,11 +154,25 @@ class LoggedRewards:
         pairs = [(rows.place_of[key], self._action_key(action)) for key, action in zip(keys, actions, strict=True)]
         new = {pair: row for row, pair in enumerate(pairs) if pair not in self._known}
         total = torch.tensor([self._corrections.get(pair, 0.0) for pair in new], dtype=torch.float64)
+        self._count_unmatched(new.keys())
         asked = [states[row] for row in new.values()], [actions[row] for row in new.values()]
         for share, estimate in zip(self._shares.T, rows.fitted if new else (), strict=False):
-            total += share[[place for place, _ in new]] * estimate(*asked).double()
+            total += share[[place for place, _ in new]] * _estimated(estimate, *asked)
         self._known.update(zip(new, total.tolist(), strict=True))
         return torch.tensor([self._known[pair] for pair in pairs], dtype=torch.float64)
+
+    def _count_unmatched(self, pairs: Collection[tuple[int, Hashable]]) -> None:
+        """Warn once if none of the first `NUM_UNMATCHED` different actions equals a logged action of its state."""
+        is_matched = any(pair in self._corrections for pair in pairs)
+        self._num_unmatched += -math.inf if is_matched else len(pairs)
+        if self._num_unmatched >= NUM_UNMATCHED:
+            self._num_unmatched = -math.inf
+            warnings.warn(
+                f"LoggedRewards: none of the first {NUM_UNMATCHED} actions equals a logged action of its state, so the logged "
+                "rewards are not used. Pass action_key=..., a function to what equal actions have in common.",
+                GRPOWarning,
+                stacklevel=3,
+            )
 
     def train(self, *_: Any) -> "LoggedRewards":
         """Do nothing. `train`, `eval` and `to` do nothing, because the rewards are numbers on the CPU."""
@@ -157,7 +205,12 @@ class _Rows:
         self.place_of = {key: place for place, key in enumerate(state_of)}
         self.places = torch.tensor([self.place_of[key] for key in keys])
         self.log_probs = torch.tensor([_log_prob(row) for row in logs], dtype=torch.float64)
-        self.rewards = torch.tensor([row.reward for row in logs], dtype=torch.float64)
+        self.rewards = torch.tensor([float(row.reward) for row in logs], dtype=torch.float64)
+        if not bool(self.rewards.isfinite().all()):
+            wrong = logs[int(self.rewards.isfinite().int().argmin())]
+            raise ContractError(
+                f"a logged decision must have a finite reward; got {wrong.reward} for {wrong.action!r:.200}."
+            )
         order = torch.randperm(len(logs), generator=torch.Generator().manual_seed(0))
         self.folds = order % num_folds
         self.fitted: list[Estimate] = []
@@ -168,7 +221,7 @@ class _Rows:
                 is_own = self.folds == fold
                 estimate = fit([*compress(logs, (~is_own).tolist())])
                 own = [*compress(logs, is_own.tolist())]
-                self.estimates[is_own] = estimate([row.state for row in own], [row.action for row in own]).double()
+                self.estimates[is_own] = _estimated(estimate, [row.state for row in own], [row.action for row in own])
                 self.fitted.append(estimate)
 
     def fold_shares(self) -> Float64[Tensor, "S K"]:
@@ -177,18 +230,28 @@ class _Rows:
         counts.index_put_((self.places, self.folds), torch.ones(len(self.places)).double(), accumulate=True)
         return counts / counts.sum(1, keepdim=True)
 
-    def estimates_of(self, actions: Sequence[Any]) -> Float64[Tensor, " N"]:
-        """q of one action per state, for each row of the state, from the row's own estimate. 0 for no action."""
-        given = [(state, action) for state, action in zip(self.states, actions, strict=True) if action is not None]
-        is_given = torch.tensor([action is not None for action in actions])
+    def estimates_of(self, actions: Sequence[Any], is_given: Sequence[bool]) -> Float64[Tensor, " N"]:
+        """q of one action per state, for each row of the state, from the row's own estimate. 0 where no action is given."""
+        asked = [*compress(self.states, is_given)], [*compress(actions, is_given)]
         found = torch.zeros(len(actions), len(self.fitted), dtype=torch.float64)
-        for fold, estimate in enumerate(self.fitted if given else ()):
-            found[is_given, fold] = estimate(*map(list, zip(*given, strict=True))).double()
+        for fold, estimate in enumerate(self.fitted if asked[0] else ()):
+            found[torch.tensor(is_given), fold] = _estimated(estimate, *asked)
         return found[self.places, self.folds]
 
 
+def _estimated(estimate: Estimate, states: Sequence[Any], actions: Sequence[Any]) -> Float64[Tensor, " N"]:
+    """q as a checked tensor."""
+    values = torch.as_tensor(estimate(states, actions), dtype=torch.float64).detach().cpu()
+    if list(values.shape) != [len(states)] or not bool(values.isfinite().all()):
+        raise ContractError(
+            f"an estimate that `fit` returns must give finite rewards [N] = [{len(states)}], one per action; got "
+            f"{describe(values)}."
+        )
+    return values
+
+
 def _log_prob(row: Any) -> float:
-    steps = (row.log_prob,) if isinstance(row.log_prob, int | float) else row.log_prob
+    steps = [] if row.log_prob is None else np.asarray(row.log_prob, dtype=np.float64).ravel().tolist()
     total = math.fsum(steps)
     if not steps or not total <= 1e-6 or math.exp(total) == 0.0:
         raise ContractError(
@@ -228,8 +291,8 @@ class LogReport:
     effective_decisions: float
     """(sum of w)^2 / sum of w^2: the number of equally weighted decisions that would say as much about the policy."""
     mean_weight: float
-    """Mean of w, about 1 if the logging policy gave every choice of the policy a fair chance. 0.7: about 30 % of the
-    choices are not in the logs."""
+    """Mean of w where the policy chooses an action, about 1 if the logging policy gave every choice of the policy a fair
+    chance. 0.7: about 30 % of the choices are not in the logs."""
 
     def __str__(self) -> str:
         names = {"logged": self.logged, "IPS": self.ips, "SNIPS": self.snips, "DR": self.dr}
@@ -240,7 +303,7 @@ class LogReport:
 
 def evaluate_from_logs(
     choose: Callable[[list[Any]], Sequence[Any]],
-    logs: Sequence[Any],
+    logs: Iterable[Any],
     *,
     fit: FitsEstimate | None = None,
     state_key: Callable[[Any], Hashable] = key_of,
@@ -254,7 +317,8 @@ def evaluate_from_logs(
     The estimate for a policy that was trained on the same decisions is too high: keep some apart.
 
     Args:
-        choose: Maps states to the policy's choices, one action per state. None in place of an action earns 0.
+        choose: Maps states to the policy's choices, one action per state. None in place of an action earns 0, unless None is
+            among the logged actions: then it is an action like the others.
         logs: As in `LoggedRewards`.
         fit: Fits q, for the doubly robust estimate, as in `LoggedRewards`.
         state_key: As in `LoggedRewards`.
@@ -263,23 +327,30 @@ def evaluate_from_logs(
 
     Raises:
         ConfigError: There is no decision.
-        ContractError: A decision has no probability, or one above 1.
+        ContractError: A decision has no probability, or one above 1, a reward is not finite, or `choose` does not return one
+            action per state.
 
     Warns:
-        GRPOWarning: The logging policy gave almost no probability to much of what the policy chooses, so the logs cannot say
-            what it would earn.
+        GRPOWarning: The logging policy gave almost no probability to much of what the policy chooses, or few decisions agree
+            with its choices, so the logs cannot say what it would earn.
 
     Source:
         Dudík, Langford and Li 2011, arXiv:1103.4601, eq. 2 and 5; self-normalised: Swaminathan and Joachims 2015, NeurIPS.
     """
+    logs = list(logs)
     rows = _Rows(logs, fit, state_key, num_folds)
     actions = [*choose(rows.states)]
-    chosen = [None if action is None else (action_key(action),) for action in actions]
+    if len(actions) != len(rows.states):
+        raise ContractError(f"`choose` must return one action per state, {len(rows.states)}; got {len(actions)}.")
+    none_is_action = any(row.action is None for row in logs)
+    is_given = [none_is_action or action is not None for action in actions]
+    chosen = [(action_key(action),) if given else () for action, given in zip(actions, is_given, strict=True)]
     hits = [chosen[place] == (action_key(row.action),) for place, row in zip(rows.places.tolist(), logs, strict=True)]
     weights = torch.tensor(hits).double() * (-rows.log_probs).exp()
+    of_actions = weights[torch.tensor(is_given)[rows.places]]
     doubly_robust = None
     if fit is not None:
-        doubly_robust = _mean(rows.estimates_of(actions) + weights * (rows.rewards - rows.estimates))
+        doubly_robust = _mean(rows.estimates_of(actions, is_given) + weights * (rows.rewards - rows.estimates))
     report = LogReport(
         num_decisions=len(logs),
         logged=_mean(rows.rewards),
@@ -287,20 +358,28 @@ def evaluate_from_logs(
         snips=_self_normalised(weights, rows.rewards),
         dr=doubly_robust,
         effective_decisions=(weights.sum().square() / weights.square().sum().clamp(min=1e-300)).item(),
-        mean_weight=weights.mean().item(),
+        mean_weight=of_actions.mean().item() if len(of_actions) else 1.0,
     )
-    if report.mean_weight + 3 * _mean(weights).standard_error < MIN_WEIGHT:
+    problem = None
+    if len(of_actions) and report.mean_weight + 3 * _mean(of_actions).standard_error < MIN_WEIGHT:
+        problem = (
+            f"the logging policy gave almost no probability to {1 - report.mean_weight:.0%} of what the policy chooses"
+        )
+    elif len(of_actions) and report.effective_decisions < MIN_EFFECTIVE:
+        problem = f"only {report.effective_decisions:.0f} effective decisions agree with what the policy chooses"
+    if problem is not None:
         warnings.warn(
-            f"evaluate_from_logs: the logging policy gave almost no probability to {1 - report.mean_weight:.0%} of what the "
-            "policy chooses (mean weight far below 1), so the logs cannot say what these choices earn. Log more of them.",
+            f"evaluate_from_logs: {problem}, so the logs cannot say what these choices earn. Log more of them.",
             GRPOWarning,
             stacklevel=2,
         )
     return report
 
 
-MIN_WEIGHT = 0.9
-"""Mean weight below which `evaluate_from_logs` warns, with three standard errors added."""
+MIN_WEIGHT, MIN_EFFECTIVE = 0.9, 10
+"""`evaluate_from_logs` warns if the mean weight, with three standard errors added, or the effective number is lower."""
+NUM_UNMATCHED = 1_000
+"""Number of different actions without a logged one among them after which `LoggedRewards` warns."""
 
 
 def _mean(values: Float64[Tensor, " N"]) -> LogEstimate:

@@ -1,13 +1,16 @@
 """Rewards and values estimated from logged decisions: by hand, without bias on average, and in training."""
 
+import enum
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.checks import check_reward_model
@@ -18,6 +21,11 @@ from tests.support.policies import TablePolicy
 
 def row(state: Any, action: Any, probability: float, reward: float) -> LoggedDecision:
     return LoggedDecision(state=state, action=action, log_prob=math.log(probability), reward=reward)
+
+
+class Size(enum.Enum):
+    SMALL = "small"
+    LARGE = "large"
 
 
 ADD, UP, DOWN, WAIT = "add", "up", "down", "wait"
@@ -54,13 +62,18 @@ def test_an_estimate_is_corrected_where_decisions_were_logged() -> None:
 
 def test_weights_are_cut_off_at_their_maximum() -> None:
     """At 3: add (2 * 1 + 3 * 0) / 3, up 3 * .5 / 3, wait 3 * 1. The default is 30."""
-    rewards = LoggedRewards(LOGS, max_weight=3)
+    with pytest.warns(GRPOWarning, match="max_weight=3 cuts off the weights of 75.0%"):
+        rewards = LoggedRewards(LOGS, max_weight=3)
     assert estimated(rewards, ("x", ADD), ("x", UP), ("y", WAIT)) == pytest.approx([2 / 3, 0.5, 3.0])
-    rare = [row("x", ADD, 1e-3, 1.0)]
-    assert estimated(LoggedRewards(rare), ("x", ADD)) == pytest.approx([30.0])
-    assert estimated(LoggedRewards(rare, max_weight=math.inf), ("x", ADD)) == pytest.approx([1000.0])
+    rare = [row("x", ADD, 1e-3, 1.0), row("x", ADD, 1 / 30, 1.0)]
+    with pytest.warns(GRPOWarning, match="max_weight=30 cuts off the weights of 50.0% of the decisions"):
+        rewards = LoggedRewards(rare)
+    assert estimated(rewards, ("x", ADD)) == pytest.approx([30.0])
+    LoggedRewards(rare, fit=constant(0.5), num_folds=2)  # an estimate fills the gap: no warning
+    assert estimated(LoggedRewards(rare, max_weight=math.inf), ("x", ADD)) == pytest.approx([515.0])
 
 
+@pytest.mark.filterwarnings("ignore:evaluate_from_logs")
 def test_keys_say_which_states_and_actions_are_equal() -> None:
     """Case does not count in states, and only the first letter counts in actions: 1 / .5 and 3 / .25, over two decisions."""
     logs = [row("x", "add 2", 0.5, 1.0), row("X", "sort", 0.25, 3.0)]
@@ -86,6 +99,79 @@ def test_tensors_arrays_and_numbers_are_states_and_actions_too() -> None:
     assert rewards.compute_rewards(*asked).tolist() == pytest.approx([1.0, 1.0, 0.0])
     assert rewards.compute_rewards(np.array([[1.0, 2.0]]), [3]).tolist() == pytest.approx([1.0])
     assert key_of(torch.tensor([[1, 2], [3, 4]])) == key_of([[1, 2], [3, 4]]) == ((1, 2), (3, 4))
+
+
+@dataclass(frozen=True)
+class Point:
+    """A state that holds a tensor."""
+
+    place: Any
+    kind: Size
+
+
+def test_states_and_actions_are_compared_by_content(subtests: pytest.Subtests) -> None:
+    for make in (
+        lambda: (torch.tensor([1.0, 2.0]), torch.tensor(3)),
+        lambda: {"a": [1, {"b": np.array([2.0])}]},
+        lambda: Point(torch.tensor([1.0]), Size.LARGE),
+        lambda: np.float32(0.5),
+        lambda: None,
+    ):
+        with subtests.test(state=make()):
+            assert key_of(make()) == key_of(make())
+            assert estimated(LoggedRewards([row(make(), make(), 0.5, 1.0)] * 2), (make(), make())) == pytest.approx(
+                [2.0]
+            )
+    assert key_of(Point(1, Size.SMALL)) != key_of(Point(1, Size.LARGE))
+    assert key_of({"a": 1}) != key_of({"a": 2})
+
+
+def test_what_only_equals_itself_needs_a_key(subtests: pytest.Subtests) -> None:
+    for value in (object(), {1, 2}, DataLoader([1])):
+        with subtests.test(type(value)), pytest.raises(ContractError, match=r"equals no other. Pass state_key=\.\.\."):
+            LoggedRewards([row(value, ADD, 0.5, 1.0)])
+
+
+def test_log_probs_may_be_numbers_arrays_and_tensors() -> None:
+    """Each is log .5."""
+    half = math.log(0.5)
+    given = (half, np.float32(half), np.array([half]), torch.tensor(half), torch.tensor([half / 2, half / 2]), (half,))
+    logs = [LoggedDecision(state=number, action=ADD, log_prob=one, reward=1.0) for number, one in enumerate(given)]
+    pairs = [(number, ADD) for number in range(len(given))]
+    assert estimated(LoggedRewards(iter(logs)), *pairs) == pytest.approx([2.0] * len(given), rel=1e-6)
+
+
+def test_actions_that_are_never_those_of_the_log_are_reported() -> None:
+    """The log has texts, and the policy numbers: after 1,000 different actions that is said once."""
+    logs = [row(state, "1", 0.5, 1.0) for state in range(1200)]
+    rewards = LoggedRewards(logs)
+    rewards.compute_rewards(range(999), [1] * 999)
+    rewards.compute_rewards(range(999), [1] * 999)  # the same actions again
+    with pytest.warns(GRPOWarning, match="none of the first 1000 actions equals a logged action") as given:
+        rewards.compute_rewards([999], [1])
+    rewards.compute_rewards(range(1000, 1200), [1] * 200)
+    assert len(given) == 1
+    matched = LoggedRewards(logs)
+    matched.compute_rewards([0], ["1"])
+    matched.compute_rewards(range(1200), [1] * 1200)  # one action was matched: no warning
+
+
+def test_estimates_may_be_arrays_or_lists_and_must_be_finite(subtests: pytest.Subtests) -> None:
+    for values in (np.full(2, 0.5, np.float32), [0.5, 0.5], torch.full((2,), 0.5)):
+        rewards = LoggedRewards(
+            LOGS[:2], fit=lambda logs, v=values: lambda states, actions: v[: len(actions)], num_folds=2
+        )
+        assert estimated(rewards, ("x", UP)) == pytest.approx([0.5])
+    for make in (
+        lambda number: torch.full((number, 1), 0.5),
+        lambda number: 0.5,
+        lambda number: [math.nan] * number,
+    ):
+        with (
+            subtests.test(value=make(1)),
+            pytest.raises(ContractError, match=r"must give finite rewards \[N\] = \[\d\]"),
+        ):
+            LoggedRewards(LOGS, fit=lambda logs, make=make: lambda states, actions: make(len(actions)), num_folds=2)
 
 
 def test_a_decision_is_never_compared_with_an_estimate_that_has_seen_it() -> None:
@@ -143,10 +229,17 @@ def test_logs_that_say_nothing_are_refused(subtests: pytest.Subtests) -> None:
         (lambda: LoggedRewards(LOGS, num_folds=0), ConfigError, "num_folds must be >= 1; got 0"),
         (lambda: LoggedRewards(LOGS).compute_rewards(["z"], [ADD]), ContractError, "'z' has none"),
         (lambda: LoggedRewards([row("x", ADD, 1.1, 1.0)]), ContractError, "at most 1"),
+        (lambda: LoggedRewards([row("x", ADD, 0.5, math.nan)]), ContractError, "a finite reward; got nan for 'add'"),
+        (lambda: evaluate_from_logs(lambda states: [ADD], LOGS), ContractError, "one action per state, 2; got 1"),
     ):
         with subtests.test(text), pytest.raises(kind, match=text):
             make()
-    for steps in ((), (-400.0, -400.0), (math.nan,)):  # no probability, one that is 0 in float64, and an unknown one
+    for steps in (
+        (),
+        None,
+        (-400.0, -400.0),
+        (math.nan,),
+    ):  # no probability, one that is 0 in float64, and an unknown one
         logged = LoggedDecision(state="x", action=ADD, log_prob=steps, reward=1.0)
         with subtests.test(steps=steps), pytest.raises(ContractError, match="with a probability above 0"):
             LoggedRewards([sure, logged])
@@ -166,6 +259,7 @@ def value_of(report: LogReport, name: str) -> tuple[float, float]:
     return found.value, found.standard_error
 
 
+@pytest.mark.filterwarnings("ignore:evaluate_from_logs")
 def test_the_value_of_a_policys_predictions_equals_hand_worked_numbers() -> None:
     """x: add, y: wait. w = 2, 4, 0, 10 and w r = 2, 0, 0, 10: mean 3, deviations -1, -3, -3, 7, variance 68 / 3.
 
@@ -186,11 +280,24 @@ def test_the_value_of_a_policys_predictions_equals_hand_worked_numbers() -> None
     assert evaluate_from_logs(chooses({"x": ADD, "y": WAIT}), LOGS).dr is None
 
 
+@pytest.mark.filterwarnings("ignore:evaluate_from_logs")
 def test_a_state_without_an_action_earns_nothing() -> None:
+    """w = 2, 4, 0 for x, whose mean is 2; y earns 0."""
     report = evaluate_from_logs(chooses({"x": ADD, "y": None}), LOGS, fit=constant(0.5), num_folds=2)
-    assert report.ips.value == pytest.approx(0.5)  # 2, 0, 0, 0
+    assert (report.ips.value, report.mean_weight) == pytest.approx((0.5, 2.0))  # 2, 0, 0, 0
     assert report.dr is not None
     assert report.dr.value == pytest.approx((1.5 - 1.5 + 0.5 + 0.0) / 4)
+    nothing = evaluate_from_logs(
+        chooses({"x": None, "y": None}), LOGS
+    )  # without a warning: nothing is known for certain
+    assert (nothing.ips.value, nothing.mean_weight) == (0.0, 1.0)
+
+
+def test_none_is_an_action_where_it_was_logged() -> None:
+    """Showing nothing was drawn in half of 20 decisions, and earns 1."""
+    logs = [row(state, action, 0.5, float(action is None)) for state in range(10) for action in (None, "ad")]
+    assert evaluate_from_logs(lambda states: [None] * len(states), logs).ips.value == pytest.approx(1.0)
+    assert estimated(LoggedRewards(logs), (3, None), (3, "ad")) == pytest.approx([1.0, 0.0])
 
 
 def test_choices_that_the_logs_lack_are_reported() -> None:
@@ -204,6 +311,16 @@ def test_choices_that_the_logs_lack_are_reported() -> None:
     evaluate_from_logs(chooses({"x": ADD, "y": UP}), logs)  # without a warning
 
 
+def test_few_decisions_that_agree_with_the_policy_are_reported() -> None:
+    """Of 1,000 decisions one has the policy's choice, with probability 1 / 1000: one decision makes the mean weight 1."""
+    logs = [row("x", ADD, 0.999, 0.0)] * 999 + [row("x", WAIT, 0.001, 1.0)]
+    with pytest.warns(GRPOWarning, match="only 1 effective decisions agree"):
+        assert evaluate_from_logs(chooses({"x": WAIT}), logs).ips.value == pytest.approx(1.0)
+    enough = [row("x", action, 0.5, 1.0) for action in (ADD, WAIT) for _ in range(10)]
+    evaluate_from_logs(chooses({"x": WAIT}), enough)  # 10 effective decisions: no warning
+
+
+@pytest.mark.filterwarnings("ignore:evaluate_from_logs")
 def test_one_decision_has_no_known_standard_error() -> None:
     report = evaluate_from_logs(chooses({"x": ADD}), [row("x", ADD, 1.0, 0.5)])
     assert value_of(report, "ips") == (0.5, math.inf)
