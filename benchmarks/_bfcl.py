@@ -71,8 +71,13 @@ class Question:
 
     @property
     def task(self) -> ToolTask:
-        """The question as a task without slots, so that `fill` reads values from the text."""
-        return ToolTask(text=self.text, tool=self.tool, arguments=self.arguments)
+        """The question as a task without slots, so that `fill` reads values from the text.
+
+        Some of BFCL's values are not among those that the schema enumerates ("True" for true). They are left open.
+        """
+        enumerated = {choices.name: choices.values for choices in self.offered.choices}
+        given = {name: value for name, value in self.arguments.items() if value in enumerated.get(name, [value])}
+        return ToolTask(text=self.text, tool=self.tool, arguments=given)
 
 
 @functools.cache

@@ -91,6 +91,15 @@ def test_arithmetic_writes_metrics_a_comparison_a_plot_and_the_model(run: Run, t
 
 
 @pytest.mark.slow
+def test_arithmetic_improves_from_below_40_to_above_60_per_cent_in_250_iterations(run: Run) -> None:
+    """The sampled answers get 72 % right on one machine, and the likeliest 83 %."""
+    shares, printed = arithmetic(run, "--iterations", 250)
+    for before, after in shares.values():
+        assert before < 0.4, printed
+        assert after > 0.6, printed
+
+
+@pytest.mark.faults  # four minutes
 @pytest.mark.timeout(1600)
 def test_arithmetic_improves_from_below_40_to_above_90_per_cent(run: Run) -> None:
     shares, printed = arithmetic(run)

@@ -53,7 +53,7 @@ def test_divided_weights_make_the_updates_of_one_process(
 
 
 @pytest.mark.parametrize(
-    "num_ranks", [pytest.param(1, marks=SLOW), pytest.param(2, marks=LONG), pytest.param(4, marks=SLOW)]
+    "num_ranks", [pytest.param(1, marks=LONG), pytest.param(2, marks=LONG), pytest.param(4, marks=SLOW)]
 )
 def test_any_number_of_ranks_loads_the_weights_and_moments_of_two_ranks(
     num_ranks: int, tmp_path: Path, subtests: pytest.Subtests

@@ -41,16 +41,10 @@ def test_tool_routing_reaches_its_documented_accuracy(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_iterations", "learned", "right_call", "without_words"),
-    [(20, 0.50, 0.20, 0.25), (60, 0.80, 0.25, 0.70)],
-)
-def test_tool_routing_learns_from_the_rewards_of_executed_calls(
-    num_iterations: int, learned: float, right_call: float, without_words: float, tmp_path: Path
-) -> None:
-    process = example_process("tool_routing", "--iterations", str(num_iterations), "--seed", "5", folder=tmp_path)
+def test_tool_routing_learns_from_the_rewards_of_executed_calls(tmp_path: Path) -> None:
+    process = example_process("tool_routing", "--iterations", "20", "--seed", "5", folder=tmp_path)
     printed = process.stdout
-    assert f"{num_iterations}/{num_iterations}" in process.stderr, "a progress bar"
+    assert "20/20" in process.stderr, "a progress bar"
     folder = tmp_path / "runs" / "tool_routing" / "seed-5"
     assert re.search(r"^33 tools in 6 categories", printed, re.MULTILINE), printed
     shares = shares_of_tools(printed)
@@ -59,12 +53,12 @@ def test_tool_routing_learns_from_the_rewards_of_executed_calls(
     assert right_in_all < 0.2
     assert where_no_word_is_shared[0] < 0.1
     right_tool, right_in_all, *where_no_word_is_shared = shares["after"]
-    assert right_tool > learned
-    assert right_in_all > right_call
-    assert where_no_word_is_shared[0] > without_words
+    assert right_tool > 0.50
+    assert right_in_all > 0.20
+    assert where_no_word_is_shared[0] > 0.25
     at_once, later = added_tools(printed)
     assert at_once["new tools, description's words"] > at_once["new tools, other words"]
-    assert later["known tools"] > learned
+    assert later["known tools"] > 0.50
 
     assert {path.name for path in folder.iterdir()} == {
         "accuracy.png", "calls.jsonl", "confusion.png", "metrics.jsonl", "policy", "report.json",

@@ -128,7 +128,10 @@ def test_states_and_actions_are_compared_by_content(subtests: pytest.Subtests) -
 
 def test_what_only_equals_itself_needs_a_key(subtests: pytest.Subtests) -> None:
     for value in (object(), {1, 2}, DataLoader([1])):
-        with subtests.test(type(value)), pytest.raises(ContractError, match=r"equals no other. Pass state_key=\.\.\."):
+        with (
+            subtests.test(type(value).__name__),
+            pytest.raises(ContractError, match=r"equals no other. Pass state_key=\.\.\."),
+        ):
             LoggedRewards([row(value, ADD, 0.5, 1.0)])
 
 

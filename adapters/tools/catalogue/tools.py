@@ -240,11 +240,14 @@ class ToolCatalogue(Mapping[str, Tool]):
         """`Tool.choices` of each tool by name."""
         return {name: tool.choices for name, tool in self.items()}
 
-    def decisions(self, call: ToolCall) -> tuple[tuple[Any, ...], ...]:
+    def decisions(self, call: ToolCall | None) -> tuple[tuple[Any, ...], ...]:
         """What a policy decides of a call: the tool, then each enumerated value as (tool, parameter, index of the value).
 
-        Calls that differ in other arguments only have equal decisions. A value that is not enumerated is no decision.
+        Calls that differ in other arguments only have equal decisions. A value that is not enumerated is no decision. No call
+        (None) has no decisions.
         """
+        if call is None:
+            return ()
         tool = plain_name(call.tool)
         chosen = ((choice.name, choice.index(call.arguments)) for choice in self.choices.get(tool or "", ()))
         return ((tool,), *((tool, name, index) for name, index in chosen if index is not None))

@@ -236,6 +236,10 @@ class ToolExecutor:
             raise ConfigError(
                 "ToolExecutor belongs to the process that created it. Create another executor after a fork."
             )
+        if isinstance(calls, ToolCall) or not all(isinstance(call, ToolCall) for call in calls):
+            raise ConfigError(
+                f"ToolExecutor.run needs a list of ToolCalls, without None for no call; got {calls!r:.200}."
+            )
         named = [None] * len(calls) if folders is None else list(folders)
         if len(named) != len(calls) or not all(name is None or _FOLDER.fullmatch(name) for name in named):
             raise ConfigError(

@@ -12,7 +12,7 @@ import pydantic
 from adapters.tools.catalogue.calls import ToolCall
 from grpo.errors import ConfigError, GRPOError
 
-from .records import Record, record
+from .records import JSONObject, Record, record
 
 
 class TaskError(GRPOError, ValueError):
@@ -39,9 +39,9 @@ class ToolTask(Record):
     """The request."""
     tool: pydantic.StrictStr | None
     """Name of the right tool. None: the right answer is to call no tool."""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """The right arguments. Enumerated parameters are included even if they have their default value, except where the
-    right call omits them."""
+    arguments: JSONObject = field(default_factory=dict)
+    """The right arguments, as JSON values: "red", not `Colour.RED`. Enumerated parameters are included even if they have their
+    default value, except where the right call omits them."""
     other_calls: tuple[ToolCall, ...] = ()
     """Other calls that are right too."""
     slots: Mapping[str, Any] = field(default_factory=dict)

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from adapters.tools.catalogue.inputs import require_real, require_whole
 from grpo.errors import ConfigError, ContractError
+from grpo.writing import describe
 
 Encoder: TypeAlias = Callable[[Sequence[str]], Any]
-"""A function from N texts to N vectors [N, F] (a tensor, an array or lists): `HashingEncoder`, or a model's `encode`."""
+"""A function from N texts to N vectors [N, F] (a tensor, an array or lists): `HashingEncoder`, or a model's `encode`. A policy
+scales the vectors to length 1."""
 
 _STOP_WORDS = """
 a about above after again all also am an and another any anything are as at be been before being below between both but by
@@ -115,11 +117,11 @@ def with_own_feature(
     places, signs = zip(*(_hashed(f"text {text}", 1.0) for text in texts), strict=True)
     own = vectors.clone()
     own[torch.arange(len(texts)), torch.tensor(places) % vectors.shape[1]] += weight * torch.tensor(signs)
-    return own / own.norm(dim=1, keepdim=True).clamp(min=1e-12)
+    return unit(own)
 
 
 class CachedEncoder:
-    """A cache of the vectors of a frozen encoder. Threads may share it: its dict is replaced, and never changed.
+    """A cache of a frozen encoder's vectors, scaled to length 1. Threads may share it: its dict is replaced, never changed.
 
     When there are more than `capacity` texts, the older half is dropped.
     """
@@ -131,7 +133,7 @@ class CachedEncoder:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> Float[Tensor, "N F"]:
-        """Encode each text as one vector, float32, on the CPU. F is 0 if no text was ever encoded."""
+        """Encode each text as one vector of length 1, float32, on the CPU. F is 0 if no text was ever encoded."""
         known = self._known
         new = [text for text in dict.fromkeys(texts) if text not in known]
         if new:
@@ -142,14 +144,29 @@ class CachedEncoder:
         return torch.stack([known[text] for text in texts]) if len(texts) else torch.zeros(0, self._num_features)
 
     def _encode(self, texts: list[str]) -> Float[Tensor, "N F"]:
-        answer = self.encoder(texts)
-        vectors = torch.as_tensor(np.asarray(answer) if isinstance(answer, list) else answer)
-        vectors = vectors.detach().to("cpu", torch.float32)
-        is_finite = bool(vectors.isfinite().all())
-        if vectors.dim() != 2 or len(vectors) != len(texts) or not is_finite:
+        vectors = as_vectors(self.encoder(texts), len(texts))
+        if self._num_features not in (0, vectors.shape[1]):
             raise ContractError(
-                f"The encoder must return finite vectors [N, F] for N = {len(texts)} texts; got {list(vectors.shape)}"
-                f"{'' if is_finite else ' with NaN or infinity'}."
+                f"The encoder must always return vectors of the same length; got {vectors.shape[1]} after {self._num_features}."
             )
         self._num_features = vectors.shape[1]
-        return vectors
+        return unit(vectors)
+
+
+def as_vectors(answer: Any, num_texts: int) -> Float[Tensor, "N F"]:
+    """An encoder's answer as float32 on the CPU."""
+    required = f"The encoder must return finite vectors [N, F] for N = {num_texts} texts"
+    try:
+        vectors = torch.as_tensor(np.asarray(answer) if isinstance(answer, list) else answer)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ContractError(f"{required}; got {describe(answer)}: {error}.") from error
+    vectors = vectors.detach().to("cpu", torch.float32)
+    is_finite = bool(vectors.isfinite().all())
+    if vectors.dim() != 2 or len(vectors) != num_texts or vectors.shape[1] == 0 or not is_finite:
+        raise ContractError(f"{required}; got {list(vectors.shape)}{'' if is_finite else ' with NaN or infinity'}.")
+    return vectors
+
+
+def unit(vectors: Float[Tensor, "N F"]) -> Float[Tensor, "N F"]:
+    """The vectors scaled to length 1. A vector of zeros stays zero."""
+    return vectors / vectors.norm(dim=1, keepdim=True).clamp(min=1e-12)

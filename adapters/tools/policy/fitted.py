@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from adapters.tools.catalogue.inputs import require_whole
 from grpo.errors import ConfigError
 
-from .encoders import Encoder, HashingEncoder
+from .encoders import Encoder, HashingEncoder, as_vectors, unit
 
 _CHUNK = 1024
 """Texts that are hashed at once, to a dense matrix."""
@@ -25,8 +24,8 @@ class HasFit(Protocol):
         """The fitted numbers by name."""
         ...
 
-    def restore(self, fitted: Mapping[str, Tensor]) -> None:
-        """Take over the numbers that `fitted` returned."""
+    def restored(self, fitted: Mapping[str, Tensor]) -> Encoder:
+        """A new encoder of this kind with the numbers that `fitted` returned."""
         ...
 
 
@@ -65,15 +64,21 @@ class FittedEncoder:
         """Fit the weights and the projection to texts, and return this encoder.
 
         Raises:
-            ConfigError: There is no text.
+            ConfigError: There is no text, or the encoder is fitted already: a policy that uses it would be lost.
         """
         different = list(dict.fromkeys(texts))
-        if not different:
-            raise ConfigError("FittedEncoder.fit needs texts; got none. Pass the requests and the texts of the tools.")
+        if isinstance(texts, str) or not different:
+            raise ConfigError(
+                f"FittedEncoder.fit needs a list of texts; got {texts!r:.100}. Pass the requests and the texts of the tools."
+            )
+        if self.idf is not None:
+            raise ConfigError(
+                "FittedEncoder is fitted already, and policies may use it. Create another one to fit it again."
+            )
         chunks = [different[i : i + _CHUNK] for i in range(0, len(different), _CHUNK)]
         frequency = torch.stack([(self.hashing(chunk) != 0).sum(0) for chunk in chunks]).sum(0)
         self.idf = ((1 + len(different)) / (1 + frequency)).log() + 1
-        rows = torch.cat([_unit(self.hashing(chunk) * self.idf).to_sparse() for chunk in chunks])
+        rows = torch.cat([unit(self.hashing(chunk) * self.idf).to_sparse() for chunk in chunks])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # the method is randomised
             num_tried = min(self.num_features + 32, len(different))  # a few more, for precision
@@ -90,48 +95,55 @@ class FittedEncoder:
         """
         if self.idf is None or self.projection is None:
             raise ConfigError("FittedEncoder must be fitted before it encodes. Call fit(texts) first.")
-        chunks = [texts[i : i + _CHUNK] for i in range(0, len(texts), _CHUNK)]
+        chunks = [texts[i : i + _CHUNK] for i in range(0, len(texts), _CHUNK)] or [texts]
         vectors = torch.cat([(self.hashing(chunk) * self.idf) @ self.projection for chunk in chunks])
-        return _unit(vectors)
+        return unit(vectors)
 
     def fitted(self) -> dict[str, Tensor]:
         """The weights and the projection. Empty before `fit`."""
         return {} if self.idf is None or self.projection is None else {"idf": self.idf, "projection": self.projection}
 
-    def restore(self, fitted: Mapping[str, Tensor]) -> None:
-        """Take over the numbers that `fitted` returned."""
-        if fitted:
-            self.idf, self.projection = fitted["idf"], fitted["projection"]
-            self.hashing = HashingEncoder(len(self.idf))
-            self.num_features = self.projection.shape[1]
+    def restored(self, fitted: Mapping[str, Tensor]) -> "FittedEncoder":
+        """A new encoder with the numbers that `fitted` returned."""
+        if not fitted:
+            return self
+        idf, projection = fitted["idf"], fitted["projection"]
+        other = FittedEncoder(projection.shape[1], num_hashed=len(idf))
+        other.idf, other.projection = idf, projection
+        return other
 
 
 class JoinedEncoder:
-    """Several encoders side by side: x = (x_1, ..., x_n) / sqrt(n). A cosine is then the mean of the encoders' cosines.
+    """Several encoders side by side: x = (x_1 / |x_1|, ..., x_n / |x_n|) / sqrt(n). A cosine is the mean of their cosines.
 
     Args:
-        encoders: Encoders that return unit vectors, such as a sentence embedder and a `FittedEncoder`.
+        encoders: At least one encoder, such as a sentence embedder and a `FittedEncoder`.
+
+    Raises:
+        ConfigError: There is no encoder, or one of them is not a function.
     """
 
     def __init__(self, *encoders: Encoder) -> None:
+        if not encoders or not all(callable(encoder) for encoder in encoders):
+            raise ConfigError(f"JoinedEncoder needs encoders, one argument each; got {encoders!r:.100}.")
         self.encoders = encoders
         each: Sequence[object] = encoders
-        self._fits = {f"{i}.": encoder for i, encoder in enumerate(each) if isinstance(encoder, HasFit)}
+        self._fits = {i: encoder for i, encoder in enumerate(each) if isinstance(encoder, HasFit)}
 
     def __call__(self, texts: Sequence[str]) -> Float[Tensor, "N F"]:
         """Encode each text."""
-        parts = [torch.as_tensor(np.asarray(encoder(texts)), dtype=torch.float32) for encoder in self.encoders]
+        parts = [unit(as_vectors(encoder(texts), len(texts))) for encoder in self.encoders]
         return torch.cat(parts, dim=1) / len(parts) ** 0.5
 
     def fitted(self) -> dict[str, Tensor]:
         """The fitted numbers of all encoders that have them."""
-        return {place + name: value for place, fit in self._fits.items() for name, value in fit.fitted().items()}
+        return {f"{place}.{name}": value for place, fit in self._fits.items() for name, value in fit.fitted().items()}
 
-    def restore(self, fitted: Mapping[str, Tensor]) -> None:
-        """Take over the numbers that `fitted` returned."""
+    def restored(self, fitted: Mapping[str, Tensor]) -> "JoinedEncoder":
+        """A new encoder with the numbers that `fitted` returned."""
+        encoders = list(self.encoders)
         for place, fit in self._fits.items():
-            fit.restore({name.removeprefix(place): value for name, value in fitted.items() if name.startswith(place)})
-
-
-def _unit(vectors: Float[Tensor, "N F"]) -> Float[Tensor, "N F"]:
-    return vectors / vectors.norm(dim=1, keepdim=True).clamp(min=1e-12)
+            start = f"{place}."
+            own = {name.removeprefix(start): value for name, value in fitted.items() if name.startswith(start)}
+            encoders[place] = fit.restored(own)
+        return JoinedEncoder(*encoders)

@@ -85,7 +85,7 @@ class Menu(nn.Module):
             row = [self.position[call.tool]]
             for choice in self.choices[row[0]]:
                 index = choice.index(call.arguments)
-                if index is None and not partial:
+                if index is None and (not partial or choice.name in call.arguments):
                     listed = ["left out" if value is ABSENT else value for value in choice.values]
                     name = f"ToolSelectionPolicy: {call.tool}.{choice.name}"
                     raise ContractError(f"{name} must be one of {listed}; got {call}.")

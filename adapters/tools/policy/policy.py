@@ -1,5 +1,6 @@
 """A policy that chooses a tool, then the values of the tool's enumerated parameters. Axes: see `distribution.py`."""
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import NoneType
@@ -14,8 +15,9 @@ from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.inputs import require_real, require_type, require_whole
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.learning.tasks import ToolTask
-from grpo.errors import ConfigError, ContractError
+from grpo.errors import ConfigError, ContractError, GRPOWarning
 from grpo.types import ActionScores, SampledActions
+from grpo.writing import require_rows
 
 from .distribution import CallDistribution, Prediction, ToolNetwork, best_threshold, offset_of_added
 from .encoders import CachedEncoder, Encoder, HashingEncoder
@@ -59,7 +61,8 @@ class ToolSelectionPolicy(nn.Module):
     """
 
     threshold: float = 0.0
-    """`predict` calls no tool if the confidence is lower. From 0 to 1; `calibrate_threshold` sets it."""
+    """`predict` calls no tool if the confidence is lower. From 0 to 1; `calibrate_threshold` sets it. Set it last: training and
+    other tools change confidences."""
 
     def __init__(
         self,
@@ -161,7 +164,7 @@ class ToolSelectionPolicy(nn.Module):
     ) -> list[float]:
         """Supervised warm start: train on tasks with known right calls. GRPO can continue from there.
 
-        Minimises `loss` with Adam. Tasks without a tool are left out, and so are choices that a right call leaves open.
+        Minimises `loss` with Adam. Tasks without a tool are left out, and so are choices that a right call does not name.
 
         Args:
             tasks: Tasks whose tools the catalogue has.
@@ -175,13 +178,14 @@ class ToolSelectionPolicy(nn.Module):
 
         Raises:
             ConfigError: No task has a tool, or a number is out of range.
-            ContractError: The catalogue lacks the tool of a right call.
+            ContractError: The catalogue lacks the tool of a right call, or one of its values is not among the enumerated ones.
         """
         require_whole("ToolSelectionPolicy.fit", num_epochs=num_epochs, batch_size=batch_size)
         require_real("ToolSelectionPolicy.fit", learning_rate=learning_rate)
         with_tool = [task for task in tasks if task.tool is not None]
         if not with_tool:
             raise ConfigError("ToolSelectionPolicy.fit needs tasks with a right tool; got none.")
+        self._warn_of_threshold("fit")
         generator = torch.Generator().manual_seed(seed)
         optimizer = torch.optim.Adam(self.parameters(), lr=learning_rate)
         losses = []
@@ -214,6 +218,7 @@ class ToolSelectionPolicy(nn.Module):
         Raises:
             ConfigError: The catalogue already has a tool of that name.
         """
+        self._warn_of_threshold("add_tools")
         self.menu.use(self.catalogue.with_tools(*tools))
         self.menu.set_offsets(self.menu.offset_of | {tool.name: 0.0 for tool in tools})
 
@@ -225,6 +230,7 @@ class ToolSelectionPolicy(nn.Module):
         """
         if unknown := [name for name in names if name not in self.catalogue]:
             raise ConfigError(f"ToolSelectionPolicy.remove_tools: the catalogue lacks {', '.join(unknown)}.")
+        self._warn_of_threshold("remove_tools")
         self.menu.use(self.catalogue.without(*names))
 
     @torch.no_grad()
@@ -238,6 +244,7 @@ class ToolSelectionPolicy(nn.Module):
         Raises:
             ConfigError: There is no state, no added tool or no other tool, or `share` is not from 0 to 1.
         """
+        self._warn_of_threshold("calibrate")
         is_added = torch.tensor([name in self.menu.offset_of for name in self.catalogue])
         offset = offset_of_added(self._logits(states)[0].cpu(), is_added, share)
         self.menu.set_offsets(dict.fromkeys(self.menu.offset_of, offset))
@@ -256,6 +263,16 @@ class ToolSelectionPolicy(nn.Module):
         wanted, unwanted = (self.distribution(each).confidences.amax(1).cpu() for each in (states, no_tool_states))
         self.threshold = best_threshold(wanted, unwanted)
         return self.threshold
+
+    def _warn_of_threshold(self, what: str) -> None:
+        """Warn that a call changes the confidences with which the threshold is compared."""
+        if self.threshold > 0:
+            warnings.warn(
+                f"ToolSelectionPolicy.{what} changes the confidences, and threshold={self.threshold:g} was chosen before. Call "
+                "calibrate_threshold again afterwards, or set threshold = 0 first.",
+                GRPOWarning,
+                stacklevel=3,
+            )
 
     def save(self, folder: str | Path) -> None:
         """Save the policy to one file in the folder: weights, sizes, calibration, and names of the tools.
@@ -294,6 +311,10 @@ class ToolSelectionPolicy(nn.Module):
         tools = tools + self.menu.offsets
         if self.available is not None and len(states):
             named = [self.available(state) for state in states]
+            if any(isinstance(of, str) for of in named):
+                raise ContractError(
+                    "ToolSelectionPolicy: available(state) must return a list of names, or None; got a text."
+                )
             allowed = torch.tensor([[of is None or name in of for name in self.catalogue] for of in named])
             if nowhere := (~allowed.any(1)).nonzero().flatten().tolist():
                 raise ContractError(
@@ -305,6 +326,7 @@ class ToolSelectionPolicy(nn.Module):
 
     def _logits(self, states: Any) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B C"]]:
         """Logits of all tools, available or not and without the offsets c_k, and of all values."""
+        require_rows("ToolSelectionPolicy: states", states)
         described = [self.describe(state) for state in states]
         like, num_features = self.menu.tool_vectors, self.num_features
         for what in described:
@@ -318,4 +340,6 @@ class ToolSelectionPolicy(nn.Module):
         else:
             rows = [torch.as_tensor(what, dtype=like.dtype) for what in described]
             vectors = torch.stack(rows) if rows else like.new_zeros(0, num_features)
+            if not bool(vectors.isfinite().all()):
+                raise ContractError("ToolSelectionPolicy: states must be finite vectors; got NaN or infinity.")
         return self.network.forward(vectors.to(like), like, self.menu.value_vectors)

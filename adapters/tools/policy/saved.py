@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .policy import ToolSelectionPolicy
 
 FILE = "policy.safetensors"
-PROBE = "Convert 12 miles to feet, please."
-"""Text that is encoded to check that a loaded policy gets the encoder it was trained with."""
+NUM_PROBES = 50
+"""Texts of tools that are encoded to check that a loaded policy gets the encoder it was trained with."""
 _FITTED = "encoder."
 
 
@@ -30,11 +30,14 @@ def save_policy(policy: "ToolSelectionPolicy", folder: Path) -> None:
         "hidden": policy.hidden,
         "calibration": tensors.pop("_extra_state"),
         "tools": list(policy.catalogue),
+        "probes": [tool.text for tool in policy.catalogue.values()][:NUM_PROBES],
     }
     encoder: object = policy.encoder.encoder
     if isinstance(encoder, HasFit):
         tensors |= {_FITTED + name: value for name, value in encoder.fitted().items()}
-    tensors = {name: value.contiguous() for name, value in tensors.items()} | {"probe": policy.encoder([PROBE])}
+    tensors = {name: value.contiguous() for name, value in tensors.items()} | {
+        "probe": policy.encoder(description["probes"])
+    }
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{FILE}.unfinished"
     try:
@@ -62,11 +65,11 @@ def load_policy(
         ) from error
     fitted = {name.removeprefix(_FITTED): tensors.pop(name) for name in list(tensors) if name.startswith(_FITTED)}
     if fitted and isinstance(options.get("encoder"), HasFit):
-        options["encoder"].restore(fitted)
+        options = options | {"encoder": options["encoder"].restored(fitted)}
     policy = kind(catalogue, num_features=about["num_features"], hidden=about["hidden"], **options)
-    probe, found = tensors.pop("probe"), policy.encoder([PROBE])
-    # A change of precision alone makes a smaller difference.
-    if probe.shape != found.shape or float((found - probe).norm()) > 0.05 * float(probe.norm()):
+    probe, found = tensors.pop("probe"), policy.encoder(about["probes"])
+    # Vectors have length 1, and a change of precision alone makes a smaller difference.
+    if probe.shape != found.shape or float((found - probe).norm(dim=1).amax()) > 0.05:
         raise ConfigError(
             f"{folder}: the policy was trained with another encoder, of {probe.shape[1]} features; this encoder has "
             f"{found.shape[1]}. Pass the encoder of the training as encoder=..."

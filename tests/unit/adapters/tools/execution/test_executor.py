@@ -374,6 +374,14 @@ def test_an_executor_refuses_calls_in_a_forked_process(executor: ToolExecutor) -
     assert output_of(executor, "add", a=1) == 2
 
 
+def test_what_is_no_list_of_calls_is_refused(subtests: pytest.Subtests) -> None:
+    """`ToolSelectionPolicy.predict` returns None for no call."""
+    with ToolExecutor(CATALOGUE, num_workers=1) as executor:
+        for wrong in (call("add", a=1), [call("add", a=1), None], ["add"]):
+            with subtests.test(str(wrong)), pytest.raises(ConfigError, match="needs a list of ToolCalls, without None"):
+                executor.run(wrong)
+
+
 def test_folders_without_permissions_are_removed_on_close() -> None:
     with ToolExecutor(CATALOGUE, allow=["async_nap"]) as made:
         locked = made.root / "a" / "b"

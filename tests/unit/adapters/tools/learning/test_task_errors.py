@@ -1,5 +1,6 @@
 """Kinds of error: which one a call has, by hand. Right calls have none."""
 
+import enum
 from dataclasses import replace
 from typing import Literal
 
@@ -8,7 +9,7 @@ import pytest
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.learning.evaluation import classify_error
-from adapters.tools.learning.tasks import ToolTask
+from adapters.tools.learning.tasks import TaskError, ToolTask
 from examples.tool_workbench import make_workbench_tasks, workbench_catalogue
 
 
@@ -189,3 +190,14 @@ def test_arguments_that_a_schema_does_not_name_are_invalid_unless_it_allows_them
             tool = Tool(name="open", description="Open.", function=print, parameters={"type": "object"} | allowed)
             task, call = ToolTask(text="", tool="open"), ToolCall(tool="open", arguments={"x": 1})
             assert classify_error(task, call, ToolCatalogue([tool])) == kind
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+def test_arguments_are_values_that_json_can_represent() -> None:
+    """A call has "red": an argument that is a member of an Enum would never equal it."""
+    with pytest.raises(TaskError, match=r"ToolTask\.arguments: Object of type Colour is not JSON serializable"):
+        ToolTask(text="paint it", tool="paint", arguments={"colour": Colour.RED})
+    assert ToolTask(text="paint it", tool="paint", arguments={"sizes": (1, 2)}).arguments == {"sizes": [1, 2]}

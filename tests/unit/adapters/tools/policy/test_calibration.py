@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from adapters.tools.catalogue.tools import Tool
+from adapters.tools.learning.tasks import ToolTask
 from adapters.tools.policy.distribution import best_threshold, offset_of_added
-from grpo.errors import ConfigError
+from grpo.errors import ConfigError, GRPOWarning
 from tests.support.tool_policies import CATALOGUE, TEXTS, policy, pong
 
 
@@ -121,3 +122,21 @@ def test_the_policys_threshold_separates_requests_of_both_kinds() -> None:
     for states, no_tool_states in (([], unclear), (clear, [])):
         with pytest.raises(ConfigError, match="needs requests of both kinds"):
             made.calibrate_threshold(states, no_tool_states)
+
+
+def test_what_changes_confidences_says_that_the_threshold_was_chosen_before(subtests: pytest.Subtests) -> None:
+    for what, change in (
+        ("add_tools", lambda made: made.add_tools(Tool.from_function(sing))),
+        ("remove_tools", lambda made: made.remove_tools("ping")),
+        ("calibrate", lambda made: made.calibrate(STATES)),
+        ("fit", lambda made: made.fit([ToolTask(text=TEXTS[0], tool="shout")], num_epochs=1)),
+    ):
+        with subtests.test(what):
+            made = policy()
+            made.add_tools(Tool.from_function(pong))  # without a threshold, nothing is said
+            made.threshold = 0.5
+            with pytest.warns(
+                GRPOWarning, match=rf"{what} changes the confidences, and threshold=0\.5 was chosen before"
+            ):
+                change(made)
+            assert made.threshold == 0.5

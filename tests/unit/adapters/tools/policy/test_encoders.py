@@ -128,22 +128,23 @@ def test_a_lone_surrogate_gets_an_own_feature() -> None:
 
 
 class Counting:
-    """An encoder that records the texts it encodes. The vector of a text is its length and its first letter."""
+    """An encoder that records the texts it encodes. A text's vector has length 5, and signs by its letter."""
 
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
 
     def __call__(self, texts: Sequence[str]) -> list[list[float]]:
         self.asked.append(list(texts))
-        return [[len(text), ord(text[0])] for text in texts]
+        return [[3.0 if ord(text[0]) & 1 else -3.0, 4.0 if ord(text[0]) & 2 else -4.0] for text in texts]
 
 
 def test_a_cached_encoder_encodes_each_text_once() -> None:
     encoder = Counting()
     cached = CachedEncoder(encoder)
-    assert cached(["a", "bb", "a"]).tolist() == [[1, 97], [2, 98], [1, 97]]
-    assert cached(["bb", "ccc", "a"]).tolist() == [[2, 98], [3, 99], [1, 97]]
-    assert cached(["a"]).tolist() == [[1, 97]]
+    a, bb, ccc = torch.tensor([[0.6, -0.8], [-0.6, 0.8], [0.6, 0.8]])  # 97 = 0b01, 98 = 0b10, 99 = 0b11 at the end
+    torch.testing.assert_close(cached(["a", "bb", "a"]), torch.stack([a, bb, a]))
+    torch.testing.assert_close(cached(["bb", "ccc", "a"]), torch.stack([bb, ccc, a]))
+    torch.testing.assert_close(cached(["a"]), torch.stack([a]))
     assert encoder.asked == [["a", "bb"], ["ccc"]]
 
 
@@ -175,7 +176,7 @@ def test_a_cached_encoder_handles_more_texts_at_once_than_its_capacity() -> None
     encoder = Counting()
     cached = CachedEncoder(encoder, capacity=2)
     cached(["d"])
-    assert cached(["a", "b", "c", "d"])[:, 1].tolist() == [97, 98, 99, 100]
+    assert cached(["a", "b", "c", "d"]).sign().tolist() == [[1, -1], [-1, 1], [1, 1], [-1, -1]]
     cached(["b", "c"])
     assert encoder.asked[:2] == [["d"], ["a", "b", "c"]]
     assert len(encoder.asked) <= 3
@@ -183,17 +184,33 @@ def test_a_cached_encoder_handles_more_texts_at_once_than_its_capacity() -> None
 
 def test_an_encoder_may_return_lists_arrays_or_tensors(subtests: pytest.Subtests) -> None:
     for answer in (
-        [[0.5, 2.0], [1.0, 3.0]],
-        np.array([[0.5, 2.0], [1.0, 3.0]]),
-        torch.tensor([[0.5, 2.0], [1.0, 3.0]], dtype=torch.float64, requires_grad=True),
-        torch.tensor([[0.5, 2.0], [1.0, 3.0]], dtype=torch.bfloat16),
-        [np.array([0.5, 2.0]), np.array([1.0, 3.0])],
+        [[3.0, 4.0], [0.0, 0.0]],
+        np.array([[3.0, 4.0], [0.0, 0.0]]),
+        torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64, requires_grad=True),
+        torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.bfloat16),
+        [np.array([3.0, 4.0]), np.array([0.0, 0.0])],
     ):
         with subtests.test(type(answer).__name__):
             vectors = CachedEncoder(lambda texts, answer=answer: answer)(["a", "b"])
             assert vectors.dtype == torch.float32
             assert not vectors.requires_grad
-            assert vectors.tolist() == [[0.5, 2.0], [1.0, 3.0]]
+            torch.testing.assert_close(vectors, torch.tensor([[0.6, 0.8], [0.0, 0.0]]))
+
+
+def test_the_length_of_an_encoders_vectors_does_not_matter() -> None:
+    """A policy multiplies vectors: with vectors of length 10, an untrained policy would always take the nearest tool."""
+    texts = ["convert miles", "sort words", ""]
+    vectors = HashingEncoder(64)(texts)
+    for scale in (0.1, 1.0, 10.0):
+        torch.testing.assert_close(CachedEncoder(lambda texts, scale=scale: scale * vectors)(texts), vectors)
+
+
+def test_vectors_of_another_length_than_before_are_refused() -> None:
+    sizes = iter((2, 3))
+    cached = CachedEncoder(lambda texts: torch.ones(len(texts), next(sizes)))
+    cached(["a"])
+    with pytest.raises(ContractError, match="always return vectors of the same length; got 3 after 2"):
+        cached(["b"])
 
 
 def test_encoder_outputs_that_are_no_vectors_are_refused(subtests: pytest.Subtests) -> None:
@@ -203,6 +220,9 @@ def test_encoder_outputs_that_are_no_vectors_are_refused(subtests: pytest.Subtes
         (torch.zeros(2, 1, 4), r"got \[2, 1, 4\]\."),
         ([[0.0, 1.0], [float("nan"), 1.0]], r"got \[2, 2\] with NaN or infinity\."),
         (np.array([[np.inf], [0.0]]), r"got \[2, 1\] with NaN or infinity\."),
+        (torch.zeros(2, 0), r"got \[2, 0\]\."),
+        ([[0.0], [1.0, 2.0]], r"got a list of 2: setting an array element"),
+        (None, r"got NoneType None: "),
     ):
         with (
             subtests.test(got),
@@ -218,7 +238,7 @@ def test_a_refused_encoder_output_is_not_cached() -> None:
     cached = CachedEncoder(lambda texts: answers.pop(0))
     with pytest.raises(ContractError):
         cached(["a"])
-    assert cached(["a"]).tolist() == [[2.0]]
+    assert cached(["a"]).tolist() == [[1.0]]
 
 
 # Memory and threads
@@ -246,7 +266,7 @@ def test_threads_that_evict_each_others_texts_get_correct_vectors() -> None:
     encoder = HashingEncoder(16)
     cached = CachedEncoder(encoder, capacity=8)
     texts = [f"w{letter}" for letter in "abcdefghijklmnop"]
-    expected = dict(zip(texts, encoder(texts), strict=True))
+    expected = dict(zip(texts, CachedEncoder(encoder)(texts), strict=True))
     wrong: list[object] = []
 
     def encode(seed: int) -> None:

@@ -70,8 +70,13 @@ def test_many_texts_are_encoded_as_few_are() -> None:
 def test_an_encoder_without_texts_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be fitted before it encodes"):
         FittedEncoder()(TEXTS)
-    with pytest.raises(ConfigError, match="needs texts; got none"):
-        FittedEncoder().fit([])
+    for texts in ([], "one text"):
+        with pytest.raises(
+            ConfigError, match=r"needs a list of texts; got .*Pass the requests and the texts of the tools"
+        ):
+            FittedEncoder().fit(texts)
+    with pytest.raises(ConfigError, match="is fitted already, and policies may use it"):
+        FittedEncoder(2).fit(TEXTS).fit(TEXTS)
     for options in ({"num_features": 0}, {"num_hashed": 0}):
         with pytest.raises(ConfigError, match="must be a whole number >= 1"):
             FittedEncoder(**options)
@@ -79,12 +84,12 @@ def test_an_encoder_without_texts_is_refused() -> None:
 
 def test_a_restored_encoder_equals_the_fitted_one() -> None:
     fitted = FittedEncoder(4, num_hashed=512).fit(TEXTS)
-    restored = FittedEncoder()
-    restored.restore(fitted.fitted())
+    new = FittedEncoder()
+    restored = new.restored(fitted.fitted())
     assert torch.equal(restored(TEXTS), fitted(TEXTS))
     assert restored.num_features == 4
-    restored.restore(FittedEncoder().fitted())
-    assert torch.equal(restored(TEXTS), fitted(TEXTS)), "nothing fitted, nothing restored"
+    assert new.idf is None, "the encoder itself does not change"
+    assert torch.equal(restored.restored(new.fitted())(TEXTS), fitted(TEXTS)), "nothing fitted, nothing restored"
 
 
 def test_cosines_of_joined_encoders_are_means() -> None:
@@ -92,10 +97,19 @@ def test_cosines_of_joined_encoders_are_means() -> None:
     joined = JoinedEncoder(one, lambda texts: other(texts).tolist())(TEXTS)
     assert joined.shape == (len(TEXTS), 68)
     torch.testing.assert_close(joined @ joined.T, (one(TEXTS) @ one(TEXTS).T + other(TEXTS) @ other(TEXTS).T) / 2)
+    longer = JoinedEncoder(lambda texts: 7 * one(texts), other)(TEXTS)
+    torch.testing.assert_close(longer, joined)
+
+
+def test_what_cannot_be_joined_is_refused(subtests: pytest.Subtests) -> None:
+    for encoders in ((), ([HashingEncoder(4)],), (HashingEncoder(4), None)):
+        with subtests.test(encoders=encoders), pytest.raises(ConfigError, match="needs encoders, one argument each"):
+            JoinedEncoder(*encoders)
 
 
 def test_joined_encoders_restore_what_each_has_fitted() -> None:
     fitted = JoinedEncoder(FittedEncoder(3).fit(TEXTS), HashingEncoder(16), FittedEncoder(2).fit(TEXTS[:5]))
-    restored = JoinedEncoder(FittedEncoder(), HashingEncoder(16), FittedEncoder())
-    restored.restore(fitted.fitted())
+    new = JoinedEncoder(FittedEncoder(), HashingEncoder(16), FittedEncoder())
+    restored = new.restored(fitted.fitted())
+    assert new.fitted() == {}
     assert torch.equal(restored(TEXTS), fitted(TEXTS))

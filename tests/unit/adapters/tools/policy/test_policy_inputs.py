@@ -66,6 +66,31 @@ def test_states_that_are_no_texts_are_refused_by_default() -> None:
         policy(describe=lambda state: state | {}).predict([{"text": TEXTS[0]}])
 
 
+def test_one_text_is_no_list_of_states(subtests: pytest.Subtests) -> None:
+    """A text is a sequence of letters, and each would get a call."""
+    made = policy()
+    for ask in (
+        made.predict,
+        lambda states: made.predict_top(states, 1),
+        lambda states: made.sample_actions(states, 2),
+    ):
+        with subtests.test(), pytest.raises(ContractError, match="states must be a list with one entry per row"):
+            ask(TEXTS[0])
+
+
+def test_state_vectors_with_nan_are_refused() -> None:
+    made = ToolSelectionPolicy(CATALOGUE, encoder=HashingEncoder(16), num_features=2)
+    with pytest.raises(ContractError, match="finite vectors; got NaN or infinity"):
+        made.predict([[0.0, 1.0], [math.nan, 0.0]])
+
+
+def test_one_name_is_no_list_of_available_tools() -> None:
+    """`"ping" in "pinging"` is true."""
+    made = policy(available=lambda state: "pinging")
+    with pytest.raises(ContractError, match="must return a list of names, or None; got a text"):
+        made.predict(TEXTS)
+
+
 def test_state_vectors_of_another_length_are_refused(subtests: pytest.Subtests) -> None:
     for states, got in (
         ([[1.0, 2.0]], r"\[1\.0, 2\.0\]"),

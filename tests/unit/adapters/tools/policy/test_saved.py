@@ -142,6 +142,33 @@ def test_a_fitted_encoder_is_saved_and_need_not_be_fitted_again(tmp_path) -> Non
         assert torch.equal(loaded.tool_probabilities(TEXTS), made.tool_probabilities(TEXTS))
 
 
+def test_a_loaded_policy_leaves_the_given_encoder_to_other_policies(tmp_path) -> None:
+    """Two policies with encoders fitted to other texts are loaded with the same encoder object."""
+    made = []
+    for number in (0, 3):
+        encoder = FittedEncoder(8).fit([*TEXTS[number:], *(tool.text for tool in CATALOGUE.values())])
+        made.append(policy(encoder=encoder))
+        made[-1].save(tmp_path / str(number))
+    shared = FittedEncoder(8)
+    loaded = [ToolSelectionPolicy.load(tmp_path / str(number), CATALOGUE, encoder=shared) for number in (0, 3)]
+    new = ["a text that no policy has encoded before"]
+    for before, after in zip(made, loaded, strict=True):
+        assert torch.equal(after.tool_probabilities(new), before.tool_probabilities(new))
+
+
+def test_an_encoder_that_differs_for_the_tools_texts_only_is_refused(tmp_path) -> None:
+    """A bag of the catalogue's words, and the same words in another order."""
+    words = sorted({word for tool in CATALOGUE.values() for word in tool.text.lower().split()})
+
+    def bag(vocabulary: list[str]) -> Any:
+        return lambda texts: [[float(text.lower().split().count(word)) for word in vocabulary] for text in texts]
+
+    policy(encoder=bag(words)).save(tmp_path)
+    ToolSelectionPolicy.load(tmp_path, CATALOGUE, encoder=bag(words))
+    with pytest.raises(ConfigError, match="trained with another encoder"):
+        ToolSelectionPolicy.load(tmp_path, CATALOGUE, encoder=bag(words[::-1]))
+
+
 def test_the_calibration_is_saved_and_is_part_of_the_state(tmp_path) -> None:
     made = policy()
     made.add_tools(Tool.from_function(pong))

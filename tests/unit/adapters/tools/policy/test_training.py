@@ -47,6 +47,14 @@ def test_a_parameter_that_a_task_does_not_name_is_left_out() -> None:
     torch.testing.assert_close(found, -(scores[0] + scores[2]))
 
 
+def test_a_value_that_is_not_enumerated_is_refused() -> None:
+    """It must not count as a parameter that the task does not name."""
+    with pytest.raises(
+        ContractError, match=r"convert.unit must be one of \['mile', 'foot'\]; got convert\(unit='yard'\)"
+    ):
+        policy().fit([ToolTask(text=TEXTS[2], tool="convert", arguments={"unit": "yard"})])
+
+
 def test_the_gradient_agrees_with_finite_differences() -> None:
     made = policy().double()
     tasks = [*TASKS, ToolTask(text="a", tool="ping", other_calls=(call("whisper", tone="soft"),))]
