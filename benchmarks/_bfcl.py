@@ -69,13 +69,12 @@ class Question:
                 found[name] = _first(allowed or values)
         return found
 
-    @property
-    def task(self) -> ToolTask:
+    def task(self, catalogue: ToolCatalogue) -> ToolTask:
         """The question as a task without slots, so that `fill` reads values from the text.
 
-        Some of BFCL's values are not among those that the schema enumerates ("True" for true). They are left open.
+        Values that the catalogue's definition of the function does not enumerate ("True" for true) are left open.
         """
-        enumerated = {choices.name: choices.values for choices in self.offered.choices}
+        enumerated = {choice.name: choice.values for choice in catalogue.choices[self.tool]}
         given = {name: value for name, value in self.arguments.items() if value in enumerated.get(name, [value])}
         return ToolTask(text=self.text, tool=self.tool, arguments=given)
 

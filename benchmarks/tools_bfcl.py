@@ -197,7 +197,7 @@ def on_held_out_requests(min_questions: int, num_iterations: int, seed: int) -> 
     found["untrained, WordLlama + fitted"] = right_tool(best, held_out)
     found["TF-IDF + logistic regression"] = logistic_regression(training, validation, held_out, None)
     found["same features + logistic regression"] = logistic_regression(training, validation, held_out, best)
-    best.fit([question.task for question in both])
+    best.fit([question.task(catalogue) for question in both])
     found["supervised (fit)"] = right_tool(best, held_out)
     for encoder in ("hashing", "fitted", "WordLlama", "WordLlama + fitted"):
         policy = new_policy(catalogue, both, encoder)

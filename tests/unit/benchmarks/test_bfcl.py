@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adapters.tools import Tool, ToolCall
+from adapters.tools import Tool, ToolCall, ToolCatalogue
 from benchmarks import _bfcl
 from benchmarks._bfcl import (
     Question,
@@ -84,9 +84,9 @@ def test_enumerated_values_have_their_schemas_type() -> None:
 
 def test_a_task_has_a_right_call_and_no_slots() -> None:
     asked = questions()
-    wrong = [one.tool for one in asked if not is_right(one, ToolCall(tool=one.tool, arguments=one.task.arguments))]
+    wrong = [one.tool for one in asked if not is_right(one, ToolCall(tool=one.tool, arguments=one.arguments))]
     assert Counter(wrong) == NO_RIGHT_CALL
-    task = asked[0].task
+    task = asked[0].task(ToolCatalogue([asked[0].offered]))
     assert (task.text, task.tool, task.arguments) == (
         asked[0].text,
         "calculate_triangle_area",
