@@ -48,7 +48,7 @@ class ToolSelectionPolicy(nn.Module):
 
     Args:
         catalogue: The tools.
-        encoder: Frozen text encoder, N texts -> [N, D]. Its vectors are cached. None uses a `HashingEncoder`.
+        encoder: Frozen text encoder, N texts -> [N, D]. Its vectors are scaled to length 1, and cached. None: `HashingEncoder`.
         num_features: F if states are vectors of length F. None if states are texts.
         hidden: Widths of h's layers, with tanh between them. Empty makes h the identity.
         describe: Maps a state to the text or vector that represents it. The default uses the text of a `ToolTask`.
