@@ -238,7 +238,8 @@ class ToolSelectionPolicy(nn.Module):
         """Change the logits of all added tools by one number, so that they compete with the tools of the training.
 
         Args:
-            states: Requests whose right tools are not added tools, such as the training requests. A hundred suffice.
+            states: Requests whose right tools are not added tools. A hundred suffice. If the policy was trained on them, it is
+                surer of them than of others, and a larger share of the others goes to added tools.
             share: Share of these requests that may go to an added tool. A larger share also finds more of the added tools.
 
         Raises:
