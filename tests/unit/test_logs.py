@@ -1,6 +1,7 @@
 """Rewards and values estimated from logged decisions: by hand, without bias on average, and in training."""
 
 import enum
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,11 @@ def constant(value: float) -> Any:
     return lambda logs: lambda states, calls: torch.full((len(calls),), value)
 
 
+def mean_reward(logs: Sequence[LoggedDecision]) -> Any:
+    """Fit the mean reward to decisions."""
+    return constant(sum(one.reward for one in logs) / len(logs))(logs)
+
+
 def estimated(rewards: LoggedRewards, *pairs: tuple[Any, Any]) -> list[float]:
     return rewards.compute_rewards([state for state, _ in pairs], [made for _, made in pairs]).tolist()
 
@@ -71,6 +77,13 @@ def test_weights_are_cut_off_at_their_maximum() -> None:
     assert estimated(rewards, ("x", ADD)) == pytest.approx([30.0])
     LoggedRewards(rare, fit=constant(0.5), num_folds=2)  # an estimate fills the gap: no warning
     assert estimated(LoggedRewards(rare, max_weight=math.inf), ("x", ADD)) == pytest.approx([515.0])
+
+
+def test_a_maximum_weight_of_one_leaves_rewards_as_they_were_logged() -> None:
+    """All weights are 1: add (1 + 0) / 3, up .5 / 3, wait 1."""
+    with pytest.warns(GRPOWarning, match="max_weight=1 cuts off the weights of 100.0%"):
+        rewards = LoggedRewards(LOGS, max_weight=1)
+    assert estimated(rewards, ("x", ADD), ("x", UP), ("y", WAIT)) == pytest.approx([1 / 3, 0.5 / 3, 1.0])
 
 
 @pytest.mark.filterwarnings("ignore:evaluate_from_logs")
@@ -204,21 +217,88 @@ def test_a_decision_is_never_compared_with_an_estimate_that_has_seen_it() -> Non
 
 def test_each_fold_counts_in_a_state_by_its_share_of_the_states_decisions() -> None:
     """The estimate of a fold is the mean reward of the other folds, and the state's mean weights the folds."""
-
-    def fit(rows: Sequence[LoggedDecision]) -> Any:
-        mean = sum(one.reward for one in rows) / len(rows)
-        return lambda states, calls: torch.full((len(calls),), mean)
-
     # Each state has 1 or 2 decisions, and each of the 3 folds leaves out one: the other two have this mean.
     logs = [row("x", ADD, 0.5, 3.0), row("x", ADD, 0.5, 6.0), row("y", ADD, 0.5, 12.0)]
-    found = estimated(LoggedRewards(logs, fit=fit, num_folds=3), ("x", WAIT), ("y", WAIT))
+    found = estimated(LoggedRewards(logs, fit=mean_reward, num_folds=3), ("x", WAIT), ("y", WAIT))
     assert found == pytest.approx([(9.0 + 7.5) / 2, 4.5])
+
+
+def test_a_fold_with_two_of_a_states_decisions_counts_twice() -> None:
+    """The estimate is the number of decisions that it is fitted to.
+
+    Of 3 decisions in 2 folds, one fold has 2, and its estimate is 1. The other has 1, and its estimate is 2: (2 * 1 + 2) / 3.
+    """
+
+    def fit(rows: Sequence[LoggedDecision]) -> Any:
+        return constant(float(len(rows)))(rows)
+
+    logs = [row("x", ADD, 0.5, 1.0)] * 3
+    assert estimated(LoggedRewards(logs, fit=fit, num_folds=2), ("x", WAIT)) == pytest.approx([4 / 3])
+
+
+def test_decisions_are_dealt_to_folds_by_chance_and_always_alike() -> None:
+    """Dealt in turn, all decisions of x would be in one of the 2 folds, and those of y in the other."""
+    logs = [row("xy"[number % 2], ADD, 0.5, float(number)) for number in range(20)]
+    fitted: list[list[LoggedDecision]] = []
+
+    def fit(rows: Sequence[LoggedDecision]) -> Any:
+        fitted.append([*rows])
+        return constant(0.0)(rows)
+
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        expected = torch.rand(1)
+        torch.manual_seed(seed)
+        LoggedRewards(logs, fit=fit, num_folds=2)
+        assert torch.equal(torch.rand(1), expected), "no number is drawn from the global generator"
+    assert [{one.state for one in rows} for rows in fitted] == [{"x", "y"}] * 4
+    assert fitted[:2] == fitted[2:]
+
+
+def test_an_estimate_has_five_folds_by_default() -> None:
+    fitted: list[int] = []
+
+    def fit(rows: Sequence[LoggedDecision]) -> Any:
+        fitted.append(len(rows))
+        return constant(0.0)(rows)
+
+    logs = [row("x", ADD, 0.5, 1.0)] * 10
+    LoggedRewards(logs, fit=fit)
+    evaluate_from_logs(chooses({"x": ADD}), logs, fit=fit)
+    assert fitted == [8] * 10, "five of each"
+
+
+def test_an_estimate_is_asked_once_for_each_state_and_action() -> None:
+    """An estimate may be slow, and need not take an empty batch."""
+    asked: list[list[tuple[Any, Any]]] = []
+
+    def fit(rows: Sequence[LoggedDecision]) -> Any:
+        def estimate(states: Sequence[Any], actions: Sequence[Any]) -> Tensor:
+            asked.append([*zip(states, actions, strict=True)])
+            return torch.zeros(len(actions))
+
+        return estimate
+
+    rewards = LoggedRewards(LOGS, fit=fit, num_folds=2)
+    asked.clear()
+    rewards.compute_rewards(["x", "y", "x"], [DOWN, DOWN, DOWN])
+    assert asked == [[("x", DOWN), ("y", DOWN)]] * 2, "by each of two folds"
+    rewards.compute_rewards(["y", "x", "x"], [DOWN, DOWN, WAIT])
+    assert asked[2:] == [[("x", WAIT)]] * 2
+    assert rewards.compute_rewards(["x", "y"], [WAIT, DOWN]).shape == (2,)
+    assert rewards.compute_rewards([], []).shape == (0,)
+    assert len(asked) == 4
 
 
 def test_logged_rewards_pass_the_conformance_kit() -> None:
     check_reward_model(
         LoggedRewards(LOGS, fit=constant(0.5), num_folds=2), ["x", "x", "y"], [ADD, DOWN, WAIT], strict=True
     )
+
+
+def test_the_methods_of_a_module_return_the_rewards() -> None:
+    rewards = LoggedRewards(LOGS)
+    assert rewards.to("cpu").eval().train() is rewards
 
 
 def test_logs_that_say_nothing_are_refused(subtests: pytest.Subtests) -> None:
@@ -247,6 +327,14 @@ def test_logs_that_say_nothing_are_refused(subtests: pytest.Subtests) -> None:
         with subtests.test(steps=steps), pytest.raises(ContractError, match="with a probability above 0"):
             LoggedRewards([sure, logged])
     assert estimated(LoggedRewards([sure]), ("x", ADD)) == [1.0], "a probability of 1 is a probability"
+
+
+def test_a_probability_may_be_above_one_by_rounding_only() -> None:
+    """exp(1e-7) is 1 but for rounding, and exp(1e-3) = 1.001 is not."""
+    near, above = (LoggedDecision(state="x", action=ADD, log_prob=log_prob, reward=1.0) for log_prob in (1e-7, 1e-3))
+    assert estimated(LoggedRewards([near]), ("x", ADD)) == pytest.approx([1.0])
+    with pytest.raises(ContractError, match="at most 1"):
+        LoggedRewards([above])
 
 
 # --- the value of a policy
@@ -290,9 +378,7 @@ def test_a_state_without_an_action_earns_nothing() -> None:
     assert (report.ips.value, report.mean_weight) == pytest.approx((0.5, 2.0))  # 2, 0, 0, 0
     assert report.dr is not None
     assert report.dr.value == pytest.approx((1.5 - 1.5 + 0.5 + 0.0) / 4)
-    nothing = evaluate_from_logs(
-        chooses({"x": None, "y": None}), LOGS
-    )  # without a warning: nothing is known for certain
+    nothing = evaluate_from_logs(chooses({"x": None, "y": None}), LOGS)
     assert (nothing.ips.value, nothing.mean_weight) == (0.0, 1.0)
 
 
@@ -301,6 +387,29 @@ def test_none_is_an_action_where_it_was_logged() -> None:
     logs = [row(state, action, 0.5, float(action is None)) for state in range(10) for action in (None, "ad")]
     assert evaluate_from_logs(lambda states: [None] * len(states), logs).ips.value == pytest.approx(1.0)
     assert estimated(LoggedRewards(logs), (3, None), (3, "ad")) == pytest.approx([1.0, 0.0])
+
+
+@pytest.mark.filterwarnings("ignore:evaluate_from_logs")
+def test_no_action_is_neither_given_to_the_key_nor_to_the_estimate() -> None:
+    """The key is the first letter, which None lacks. w = 2 for up in y: (0 + 2 * 3) / 2."""
+    logs = [row("x", ADD, 0.5, 1.0), row("y", UP, 0.5, 3.0)]
+    report = evaluate_from_logs(chooses({"x": None, "y": UP}), logs, action_key=lambda action: action[0])
+    assert report.ips.value == pytest.approx(3.0)
+    report = evaluate_from_logs(chooses({"x": None, "y": None}), LOGS, fit=constant(0.5), num_folds=2)
+    assert report.dr is not None
+    assert value_of(report, "dr") == (0.0, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:evaluate_from_logs")
+def test_the_value_uses_the_estimate_that_has_not_seen_the_decision() -> None:
+    """Each of 3 folds has 1 decision, and its estimate is the mean reward of the other two: 9, 7.5 and 4.5.
+
+    x: add, w = 2: 9 + 2 (3 - 9) = -3 and 7.5 + 2 (6 - 7.5) = 4.5. y: no action, 0. The mean is .5.
+    """
+    logs = [row("x", ADD, 0.5, 3.0), row("x", ADD, 0.5, 6.0), row("y", ADD, 0.5, 12.0)]
+    report = evaluate_from_logs(chooses({"x": ADD, "y": None}), logs, fit=mean_reward, num_folds=3)
+    assert report.dr is not None
+    assert report.dr.value == pytest.approx(0.5)
 
 
 def test_choices_that_the_logs_lack_are_reported() -> None:
@@ -321,6 +430,24 @@ def test_few_decisions_that_agree_with_the_policy_are_reported() -> None:
         assert evaluate_from_logs(chooses({"x": WAIT}), logs).ips.value == pytest.approx(1.0)
     enough = [row("x", action, 0.5, 1.0) for action in (ADD, WAIT) for _ in range(10)]
     evaluate_from_logs(chooses({"x": WAIT}), enough)  # 10 effective decisions: no warning
+
+
+def test_a_mean_weight_that_may_be_near_one_by_chance_is_not_reported() -> None:
+    """100 decisions with a probability of 1/2, and the policy's choice in 35 of them: w = 2 or 0, with the mean .7.
+
+    Variance (35 * 4 - 100 * .49) / 99 = .919, standard error .0959: .7 + 3 * .0959 = .988, which is not below .9.
+    In 30 of them: mean .6, variance (30 * 4 - 100 * .36) / 99 = .848, standard error .0921: .6 + 3 * .0921 = .876.
+    """
+
+    def evaluate(number: int) -> LogReport:
+        logs = [row("x", ADD if place < number else WAIT, 0.5, 1.0) for place in range(100)]
+        # The function itself, without the checks of types that the tests put around it.
+        return inspect.unwrap(evaluate_from_logs)(chooses({"x": ADD}), logs)
+
+    assert evaluate(35).mean_weight == pytest.approx(0.7)
+    with pytest.warns(GRPOWarning, match="almost no probability to 40%") as warned:
+        evaluate(30)
+    assert warned[0].filename == __file__, "the warning names the line that asked"
 
 
 @pytest.mark.filterwarnings("ignore:evaluate_from_logs")

@@ -1,7 +1,9 @@
 """The regression of rewards on requests and calls."""
 
+import math
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 
@@ -117,6 +119,35 @@ def test_a_regression_with_one_weight_equals_hand_worked_values() -> None:
         assert found == pytest.approx([expected, 1 - expected], abs=1e-3)
 
 
+def test_long_vectors_are_fitted_as_well_as_short_ones() -> None:
+    """Rewards of 1, 1, 0 at 30, and 1, 0, 0 at -30: the means 2/3 and 1/3, which a small weight gives almost unpunished."""
+    logs = [
+        *(row((30.0,), call("add"), reward) for reward in (1.0, 1.0, 0.0)),
+        *(row((-30.0,), call("add"), reward) for reward in (1.0, 0.0, 0.0)),
+    ]
+    found = estimated(RewardRegression(CATALOGUE)(logs), ((30.0,), call("add")), ((-30.0,), call("add")))
+    assert found == pytest.approx([2 / 3, 1 / 3], abs=1e-3)
+
+
+def test_vectors_may_be_whole_numbers_or_arrays_in_double_precision() -> None:
+    """The same decisions with the same weight w = 3.041: sigmoid(w) = .9544."""
+    logs = [row([1], call("add"), 1.0), row([-1], call("add"), 0.0)]
+    q = RewardRegression(CATALOGUE)(logs)
+    found = estimated(q, ([1], call("add")), (np.array([1.0]), call("add")), (torch.tensor([-1]), call("add")))
+    assert found == pytest.approx([0.9544, 0.9544, 1 - 0.9544], abs=1e-3)
+
+
+def test_an_encoder_may_be_in_training_and_in_double_precision() -> None:
+    """Neither the fit nor an estimate gives it a gradient."""
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    logs = [row("add 1", call("add"), 1.0), row("wait 1", call("add"), 0.0)]
+    asked = ["add 2", "wait 2"], [call("add"), call("wait")]
+    found = RewardRegression(CATALOGUE, lambda texts: weight * torch.tensor(encode(texts)).double())(logs)(*asked)
+    assert not found.requires_grad
+    assert weight.grad is None
+    assert found.tolist() == pytest.approx(RewardRegression(CATALOGUE, encode)(logs)(*asked).tolist(), abs=1e-5)
+
+
 def test_similarity_carries_over_to_a_tool_that_was_never_logged() -> None:
     """A request that is near to its tool earns 1. `wait` is in no decision, and only its description speaks for it."""
     requests = [f"{name} {number}" for name in ("add", "sort", "wait") for number in range(4)]
@@ -150,6 +181,11 @@ def test_texts_need_an_encoder_and_vectors_none() -> None:
         RewardRegression(CATALOGUE, encode, ridge=0)
 
 
+def test_a_ridge_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ridge must be above 0; got nan"):
+        RewardRegression(CATALOGUE, ridge=math.nan)
+
+
 def test_the_penalty_is_the_least_that_own_and_shared_weights_with_these_sums_can_have() -> None:
     """The sum W = U + V E' leaves V free. Its best value solves a ridge regression: V = W E (1 + E' E)^-1."""
     tools = torch.tensor([[0.6, 0.8], [1.0, -0.5], [0.0, 2.0]])
@@ -172,3 +208,12 @@ def test_features_are_the_vector_a_constant_and_the_centred_cosines() -> None:
     )
     assert vectors.tolist() == [pytest.approx([4.0, 4.0, 0.3])]
     assert cosines.tolist() == [pytest.approx([-0.141421, 0.141421, 0.0], abs=1e-6)]
+
+
+def test_a_score_holds_three_times_the_weight_of_the_similarity() -> None:
+    """Without other weights, s = 2 and cosines of .1 and -.2 give 3 * 2 * .1 = .6 and 3 * 2 * -.2 = -1.2."""
+    model = _Scores(torch.zeros(1), torch.zeros(2, 0), num_decisions=2)
+    with torch.no_grad():
+        model.similarity.fill_(2.0)
+    found = model.scores(torch.ones(1, 2), torch.tensor([[0.1, -0.2]]))
+    assert found.tolist() == [pytest.approx([0.6, -1.2])]

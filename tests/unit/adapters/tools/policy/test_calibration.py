@@ -33,10 +33,18 @@ def test_the_threshold_has_the_highest_balanced_accuracy(subtests: pytest.Subtes
         ([0.9, 0.4, 0.8], [0.5, 0.1, 0.2], 0.3),  # 1 + 2/3 = 5/3; 2/3 + 1 at 0.65 is equal, and higher
         ([0.2], [0.2], 0.2),  # nothing separates them
         ([0.1], [0.9], 0.1),  # the wrong way round: keep every tool
+        ([0.1, 0.6], [0.3, 0.9], 0.1),  # 1 + 0; 1/2 + 1/2 at 0.45 is equal, and higher
+        ([0.3, 0.5], [0.1], 0.2),  # 1 + 1; at 0.1 the unwanted confidence of 0.1 would suffice
     ):
         with subtests.test(str(wanted)):
             found = best_threshold(torch.tensor(wanted), torch.tensor(unwanted))
             assert found == pytest.approx(threshold)
+
+
+def test_the_threshold_separates_neighbours_in_single_precision() -> None:
+    """Next to 0.5 is 0.5 + 2^-24. Halfway is 0.5 + 2^-25, which single precision rounds to 0.5."""
+    wanted, unwanted = torch.tensor([0.5 + 2**-24]), torch.tensor([0.5])
+    assert best_threshold(wanted, unwanted) == 0.5 + 2**-25
 
 
 def calibrated(share: float, states: Any) -> Any:

@@ -1,5 +1,7 @@
 """Encoders that are fitted to texts: their formula by hand, their determinism, and encoders side by side."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -31,6 +33,29 @@ def test_vectors_equal_the_documented_formula() -> None:
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-4)
 
 
+def test_the_projection_of_many_texts_is_near_the_exact_one() -> None:
+    """440 texts are more than the method tries directions. V V' is the same for all signs and orders of the directions."""
+    texts = [f"{text} {first}{second}" for text in TEXTS for first in "abcdefghij" for second in "wxyz"]
+    encoder = FittedEncoder(4, num_hashed=512).fit(texts)
+    assert encoder.idf is not None
+    assert encoder.projection is not None
+    rows = unit((HashingEncoder(512)(texts) * encoder.idf).numpy().astype(np.float64))
+    exact = np.linalg.svd(rows, full_matrices=False)[2][:4].T
+    found = encoder.projection.numpy()
+    np.testing.assert_allclose(found @ found.T, exact @ exact.T, atol=1e-4)
+
+
+def test_weights_count_all_of_many_texts() -> None:
+    """All numbers are one word, so 1,030 different texts have the same features: idf = log(1031 / 1031) + 1 = 1.
+
+    Features that no text has: log(1031 / 1) + 1.
+    """
+    encoder = FittedEncoder(1, num_hashed=512).fit([f"show {number}" for number in range(1030)])
+    is_shown = HashingEncoder(512)(["show 1"])[0] != 0
+    assert encoder.idf is not None
+    torch.testing.assert_close(encoder.idf, torch.where(is_shown, 1.0, math.log(1031) + 1), rtol=0, atol=1e-5)
+
+
 def test_words_of_the_same_texts_become_similar() -> None:
     """ "yards" and "feet" never occur together, but both occur with "miles"."""
     yards, feet, song = FittedEncoder(3).fit(TEXTS)(["yards", "feet", "song"])
@@ -59,6 +84,11 @@ def test_fitting_is_deterministic_and_draws_from_no_other_generator() -> None:
 def test_the_length_is_at_most_the_number_of_texts() -> None:
     assert FittedEncoder().fit(TEXTS)(["a"]).shape == (1, len(TEXTS))
     assert FittedEncoder(4).fit(TEXTS)(["a"]).shape == (1, 4)
+
+
+def test_vectors_have_512_numbers_from_8192_hashed_ones_by_default() -> None:
+    encoder = FittedEncoder()
+    assert (encoder.num_features, encoder.hashing.num_features) == (512, 8192)
 
 
 def test_many_texts_are_encoded_as_few_are() -> None:
@@ -105,6 +135,20 @@ def test_what_cannot_be_joined_is_refused(subtests: pytest.Subtests) -> None:
     for encoders in ((), ([HashingEncoder(4)],), (HashingEncoder(4), None)):
         with subtests.test(encoders=encoders), pytest.raises(ConfigError, match="needs encoders, one argument each"):
             JoinedEncoder(*encoders)
+
+
+def test_joined_encoders_may_return_lists_of_vectors() -> None:
+    one = HashingEncoder(16)
+    for listed in (lambda texts: [*one(texts)], lambda texts: [*one(texts).numpy()]):
+        torch.testing.assert_close(JoinedEncoder(listed)(TEXTS), one(TEXTS))
+
+
+def test_a_joined_encoder_that_was_not_fitted_takes_over_nothing() -> None:
+    saved = JoinedEncoder(FittedEncoder(), FittedEncoder(2).fit(TEXTS)).fitted()
+    assert set(saved) == {"1.idf", "1.projection"}
+    own = FittedEncoder(3).fit(TEXTS)
+    restored = JoinedEncoder(own, FittedEncoder()).restored(saved)
+    assert torch.equal(restored(TEXTS), JoinedEncoder(own, FittedEncoder(2).fit(TEXTS))(TEXTS))
 
 
 def test_joined_encoders_restore_what_each_has_fitted() -> None:

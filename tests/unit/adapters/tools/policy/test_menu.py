@@ -7,6 +7,7 @@ from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.policy.encoders import HashingEncoder
 from adapters.tools.policy.menu import Menu
+from adapters.tools.policy.policy import ToolSelectionPolicy
 from grpo.errors import GRPOWarning
 
 UNIT = {"enum": ["mile", "foot"]}
@@ -90,6 +91,23 @@ def test_given_values_fill_only_parameters_without_a_decision_or_constant() -> N
     assert MENU.call([1, 0, 0], {}) == call("convert", version=2, unit="mile", exact=False)
 
 
+def test_equal_tools_of_a_state_share_what_fill_has_given() -> None:
+    """Two calls of `measure` and one of `ping` in the first state, one of `measure` in the second."""
+    asked: list[tuple[str, str]] = []
+
+    def fill(state: str, of: Tool) -> dict[str, object]:
+        asked.append((state, of.name))
+        return {}
+
+    steps = torch.tensor([[2, 0], [2, 1], [0, -1], [2, 0]])
+    groups = MENU.calls(fill, ["a", "b"], torch.tensor([0, 0, 0, 1]), steps)
+    assert groups == [
+        [call("measure", unit="mile"), call("measure", unit="foot"), call("ping")],
+        [call("measure", unit="mile")],
+    ]
+    assert asked == [("a", "measure"), ("a", "ping"), ("b", "measure")]
+
+
 # --- required values that `fill` never gives
 
 
@@ -109,6 +127,13 @@ def test_the_hundredth_call_without_a_required_value_warns_once(recwarn: pytest.
         convert(menu, False)
     convert(menu, *[False] * 300)
     assert len(recwarn) == 0
+
+
+def test_the_warning_names_the_line_that_draws() -> None:
+    made = ToolSelectionPolicy(CATALOGUE.without("ping", "measure"), fill=lambda *_: {})
+    with pytest.warns(GRPOWarning, match="in 100 calls of convert") as warned:
+        made.sample_actions(["a"], 100)
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 def test_only_the_first_parameter_without_a_value_is_reported() -> None:

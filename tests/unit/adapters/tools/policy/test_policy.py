@@ -11,6 +11,7 @@ from torch import Tensor
 
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.policy.distribution import CallDistribution
 from adapters.tools.policy.encoders import HashingEncoder, with_own_feature
 from grpo.checks import check_policy
 from grpo.errors import ConfigError, ContractError
@@ -135,6 +136,18 @@ def test_the_entropy_of_each_step_equals_hand_worked_values() -> None:
     tools = torch.distributions.Categorical(logits=similarities(TEXTS[:3])).entropy().tolist()
     expected = torch.tensor([[tools[0], 0, 0], [tools[1], log(2), log(3)], [tools[2], log(3), 0]])
     torch.testing.assert_close(entropy, expected, rtol=0, atol=1e-6)
+
+
+def test_the_entropy_counts_a_very_unlikely_tool_in_full() -> None:
+    """p = exp(-20) for one of two tools: H = 20 p - (1 - p) log(1 - p), which is nearly 21 p."""
+    unlikely = math.exp(-20)
+    distribution = CallDistribution(
+        tools=torch.tensor([[math.log1p(-unlikely), -20.0]], dtype=torch.float64),
+        values=torch.zeros(1, 0, dtype=torch.float64),
+        places=torch.zeros(2, 0, 0, dtype=torch.int64),
+    )
+    found = distribution.score(torch.tensor([0]), torch.tensor([[0]])).entropy
+    assert found.tolist() == [[pytest.approx(21 * unlikely, rel=1e-6)]]
 
 
 def test_log_probs_of_samples_equal_the_scored_ones() -> None:
