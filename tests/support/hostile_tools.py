@@ -214,6 +214,17 @@ def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def _stop_everybody() -> None:
+    """Stop every process of this user again and again, the one that comes to kill them included."""
+    assert os.getuid() >= 1000, "this would stop the tests"
+    for _ in range(5):
+        if os.fork() == 0:
+            os.setsid()
+            while True:
+                os.kill(-1, signal.SIGSTOP)
+    time.sleep(60)
+
+
 def _read_input() -> str:
     return sys.stdin.read()
 
@@ -274,6 +285,12 @@ def _daemon() -> int:
     return int(struct.unpack("i", os.read(reader, 4))[0])
 
 
+def _stranger() -> int:
+    """A process that becomes the child of another process than the worker."""
+    ctypes.CDLL(None).prctl(36, 0)  # PR_SET_CHILD_SUBREAPER
+    return _daemon()
+
+
 def _background_child() -> int:
     return subprocess.Popen(["sleep", "60"], start_new_session=True).pid
 
@@ -313,6 +330,17 @@ def _change_everything() -> str:
     os.environ["NEW"] = "1"
     sys.setrecursionlimit(50_000)
     signal.setitimer(signal.ITIMER_REAL, 0.05)
+    return "changed"
+
+
+def _timers() -> str:
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.001)
+    signal.setitimer(signal.ITIMER_PROF, 0.001)
+    for number in (signal.SIGUSR1, signal.SIGVTALRM, signal.SIGPROF):
+        signal.signal(number, lambda *_: os._exit(3))
+    signal.signal(signal.SIGXCPU, signal.SIG_IGN)
+    signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_IGN)
     return "changed"
 
 

@@ -12,7 +12,14 @@ PATHS = ("path", "file-path", "directory-path")
 _BESIDE = {"$ref", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 """Keywords that may stand beside a `$ref` that is replaced. They do not affect validation."""
 _REFERENCES: Mapping[str, Any] = {"$ref": str, "$dynamicRef": str}
-_SLOW: Mapping[str, Any] = {"pattern": str, "patternProperties": dict, "uniqueItems": bool, **_REFERENCES}
+_UNEVALUATED: Mapping[str, Any] = dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), (bool, dict))
+_SLOW: Mapping[str, Any] = {
+    "pattern": str,
+    "patternProperties": dict,
+    "uniqueItems": bool,
+    **_UNEVALUATED,
+    **_REFERENCES,
+}
 _MAX_REPLACED = 1_000
 
 
@@ -76,12 +83,14 @@ def names_path_format(schema: Any) -> bool:
 def slow_keyword(schema: Any, keywords: Mapping[str, Any] = _SLOW) -> str | None:
     """A keyword in a plain schema that can be very slow to check, or None.
 
-    A pattern can backtrack, `uniqueItems` compares all pairs, and a recursive `$ref` can try several branches at each level.
+    A pattern can backtrack, `uniqueItems` and `unevaluatedItems` compare all pairs, and a recursive `$ref` can try several
+    branches at each level.
     """
-    found = (
-        key for part in parts_of(schema) for key, kind in keywords.items() if isinstance(part.get(key) or None, kind)
-    )
-    return next(found, None)
+    for part in parts_of(schema):
+        for key, kind in keywords.items():
+            if isinstance(part.get(key), kind) and (part[key] or key in _UNEVALUATED):
+                return key
+    return None
 
 
 def describing(schema: Any, kind: str) -> list[Mapping[str, Any]]:

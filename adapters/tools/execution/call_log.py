@@ -47,7 +47,7 @@ class CallLog:
     def __init__(self, path: Path | str, redact: Redact = SECRET_NAMES) -> None:
         self._redact = redact
         self._names = [] if callable(redact) else [_plain(name) for name in redact]
-        self._failed = False
+        self._failed = self._is_partial = False
         try:
             self._file = FileIO(path, "a", opener=_opened)
         except OSError as error:
@@ -74,7 +74,9 @@ class CallLog:
         }
         line = json.dumps(entry).replace("\x7f", "\\u007f")  # the one control character that JSON does not escape
         try:
-            self._file.write(line.encode() + b"\n")  # one write, so that lines of several processes do not mix
+            content = (b"\n" if self._is_partial else b"") + line.encode() + b"\n"
+            # One write, so that lines of several processes do not mix. A full disk may take a part of it.
+            self._is_partial = self._file.write(content) < len(content)
         except (OSError, ValueError) as problem:  # ValueError: the file was closed meanwhile
             if not self._failed:  # warn once and go on: the results matter more than the log
                 self._failed = True

@@ -95,7 +95,7 @@ class Command:
         """Names of the parameters in `argv`."""
         return frozenset(name for element in self.argv for _, name in _parts(element) if name is not None)
 
-    def __call__(self, **arguments: Any) -> str:
+    def __call__(self, /, **arguments: Any) -> str:
         """Run the program.
 
         Raises:

@@ -240,8 +240,10 @@ class ToolExecutor:
             raise ConfigError(
                 f"ToolExecutor.run needs a list of ToolCalls, without None for no call; got {calls!r:.200}."
             )
-        named = [None] * len(calls) if folders is None else list(folders)
-        if len(named) != len(calls) or not all(name is None or _FOLDER.fullmatch(name) for name in named):
+        named: list[Any] = [None] * len(calls) if folders is None else list(folders)
+        if len(named) != len(calls) or not all(
+            name is None or (isinstance(name, str) and _FOLDER.fullmatch(name)) for name in named
+        ):
             raise ConfigError(
                 f"ToolExecutor.run: folders must give each of the {len(calls)} calls None, or a name of letters, digits, "
                 f"'_' and '-'; got {named!r}."
@@ -250,6 +252,7 @@ class ToolExecutor:
         turns = [Turn(call, self._find(call), name, given_up) for call, name in zip(calls, named, strict=True)]
         batch = Batch(turns, self._execute, self._batches)
         if not self._finish.alive:
+            self._batches.discard(batch)
             raise ConfigError("ToolExecutor is closed. Create another executor.")
         return batch
 

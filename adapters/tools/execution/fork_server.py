@@ -16,7 +16,6 @@ import json
 import os
 import pickle
 import runpy
-import shutil
 import signal
 import socket
 import struct
@@ -29,8 +28,8 @@ from typing import Any
 
 from ..catalogue.arguments import ArgumentChecker, RefusedArgumentsError  # noqa: TID252  # `BOOT` loads this file in another package
 from .confinement import confine
-from .confinement.process import NUM_UIDS, PR_SET_CHILD_SUBREAPER, children, prctl, take_user
-from .worker import Worker, described, enter, receive, send
+from .confinement.process import NUM_UIDS, PR_SET_CHILD_SUBREAPER, children, prctl
+from .worker import Worker, described, enter, receive, remove_folder, send
 
 BOOT = """
 import sys, types
@@ -90,7 +89,8 @@ class ForkServer:
         for slot in list(self.workers):
             self._end(slot)
         if self.setup["own_root"] and kind != QUIT:  # nobody is left to report errors to
-            shutil.rmtree(self.setup["root"], ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_folder(self.setup["root"])
             with contextlib.suppress(OSError):  # bubblewrap has mounted the folder: it is removed from its real parent
                 os.rmdir(Path(self.setup["root"]).name, dir_fd=self.setup["parent"])
 
@@ -121,7 +121,7 @@ class ForkServer:
         if slot in self.uids:
             return self.uids[slot]
         first = self.setup["limits"]["first_uid"]
-        for uid in range(first, first + NUM_UIDS):
+        for uid in range(first, first + NUM_UIDS - 1):  # the last one is for `_kill_user`
             lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             with contextlib.suppress(OSError):  # another executor uses this id
                 lock.bind(f"\0model-agnostic-grpo tool worker {uid}")
@@ -171,7 +171,7 @@ class ForkServer:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         if slot in self.uids:
-            _kill_user(self.uids[slot])
+            _kill_user(self.uids[slot], self.setup["limits"]["first_uid"] + NUM_UIDS - 1)
         status = os.waitpid(pid, 0)[1]
         until = time.monotonic() + 1.0
         while (strays := set(children()) - set(self.workers.values())) and time.monotonic() < until:
@@ -189,21 +189,24 @@ def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _kill_user(uid: int) -> None:
-    """Kill all processes of a user at once, from a child process that takes the user's id."""
-    for _ in range(10):  # a process of the user may kill the child first
-        pid = os.fork()
-        if pid == 0:
-            try:
-                take_user((uid, uid))
-                if uid > 0 and os.getresuid() == (uid, uid, uid):
-                    os.kill(-1, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            finally:
-                os._exit(0)
-        if os.waitpid(pid, 0)[1] == 0:
-            return
+def _kill_user(uid: int, spare: int) -> None:
+    """Kill all processes of a user at once, from a child process whose effective user this is.
+
+    Its other ids are those of a user without processes. Signals go by these, so no process of the user can stop it.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(spare, uid, spare)
+            if uid > 0 and os.getresuid() == (spare, uid, spare):
+                os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
 
 
 def load_functions(setup: dict[str, Any]) -> dict[str, Callable[..., Any]]:
@@ -228,6 +231,7 @@ def load_functions(setup: dict[str, Any]) -> dict[str, Callable[..., Any]]:
 
 def main(descriptor: int) -> None:
     """Import the tools and serve the executor's orders."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a program that ignores it passes that on
     control = socket.socket(fileno=descriptor)
     try:
         server = ForkServer(control, json.loads(receive(control, 2**33)))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import json
 import math
 import os
 import re
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from adapters.tools.catalogue.inputs import is_finite
 from adapters.tools.catalogue.tools import Tool
-from adapters.tools.errors import ServerLostError, ToolRaisedError
+from adapters.tools.errors import InvalidArgumentsError, ServerLostError, ToolRaisedError
 from grpo.errors import ConfigError, GRPOWarning
 
 if TYPE_CHECKING:
@@ -182,6 +183,10 @@ class MCPServer:
         if self._open is None:
             raise ServerLostError(f"MCP server {self._where} is closed. Call its tools inside its `with` block.")
         try:
+            json.dumps(arguments, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgumentsError(f"texts for an MCP server must be valid Unicode: {error}.") from error
+        try:
             answer = self._portal.start_task_soon(self._call, name, arguments)
         except RuntimeError as error:  # the session's loop has ended
             raise ServerLostError(f"MCP server {self._where} is lost. {_RESTART}") from error
@@ -199,7 +204,7 @@ class MCPServer:
         try:
             result = await self._client.call_tool(name, arguments)
         except MCPError as error:
-            if error.code == CONNECTION_CLOSED:
+            if error.code == CONNECTION_CLOSED and error.message == "Connection closed":  # servers use this code too
                 said = self._last_words()
                 raise ServerLostError(f"the connection to MCP server {self._where} ended{said}. {_RESTART}") from error
             raise ToolRaisedError(error.message) from error
@@ -223,7 +228,9 @@ class MCPServer:
         try:
             if self._command is not None:
                 program, *arguments = self._command
-                server = StdioServerParameters(command=program, args=arguments, env=self._env, cwd=self._cwd)
+                server = StdioServerParameters(
+                    command=program, args=arguments, env=self._env, cwd=self._cwd, encoding_error_handler="replace"
+                )
                 target = stdio_client(server, errlog=self._stderr)
             with anyio.CancelScope(deadline=anyio.current_time() + self._start_timeout) as scope:
                 async with Client(target) as client:

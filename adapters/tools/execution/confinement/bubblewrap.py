@@ -1,6 +1,7 @@
 """Confinement by bubblewrap (`bwrap`): the workers see a few mounted folders and their own processes, and nothing else."""
 
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ class Bubblewrap(Confinement):
         if shutil.which("bwrap") is None:
             return "the program bwrap is missing; install the package bubblewrap"
         trial = [*_NAMESPACES, "--ro-bind", "/", "/", *_tmpfs("/tmp"), "--proc", "/proc", "--dev", "/dev", "true"]  # fmt: skip
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            return "bwrap never ends where the program ignores SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)"
         run = subprocess.run(
             trial, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, check=False
         )

@@ -252,6 +252,7 @@ def test_slow_keywords_of_a_schema_are_found(subtests: pytest.Subtests) -> None:
         ({"anyOf": [{"items": {"uniqueItems": True}}]}, {}, "uniqueItems"), ({"$ref": "#/$defs/a"}, {"a": TEXT}, None),
         ({"$ref": "#/nowhere"}, {}, "$ref"), ({"$ref": "#"}, {}, "$ref"), ({"$ref": "#/$defs/a"}, recursive, "$ref"),
         ({"$dynamicRef": "#a"}, {}, "$dynamicRef"), ({"uniqueItems": False}, {}, None),
+        ({"unevaluatedItems": False}, {}, "unevaluatedItems"), ({"unevaluatedProperties": TEXT}, {}, "unevaluatedProperties"),
         ({"properties": {"pattern": TEXT, "uniqueItems": TEXT, "$ref": TEXT}}, {}, None),
     ):  # fmt: skip
         with subtests.test(keyword, schema=str(x)):

@@ -5,6 +5,7 @@ import os
 import re
 import warnings
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +206,21 @@ def test_the_executor_redacts_by_default_and_as_told(tmp_path: Path) -> None:
         assert log.stat().st_mode & 0o777 == 0o600
     with pytest.raises(ConfigError, match="redact must be a list of argument names, or a function; got 'password'"):
         ToolExecutor(catalogue, redact="password")
+
+
+def test_a_line_that_a_full_disk_cut_off_does_not_spoil_the_next(tmp_path: Path) -> None:
+    """The file takes 20 bytes of the first line, and then everything."""
+    log = CallLog(tmp_path / "log")
+
+    class Full(FileIO):
+        def write(self, content: Any) -> int:
+            return super().write(content[:20] if self.tell() == 0 else content)
+
+    log._file.close()
+    log._file = Full(tmp_path / "log", "a")
+    for number in range(3):
+        log.write(ToolCall(tool="add", arguments={"a": number}), None, 0.0)
+    log.close()
+    cut, *whole = (tmp_path / "log").read_text().splitlines()
+    assert len(cut) == 20
+    assert [json.loads(line)["arguments"] for line in whole] == [{"a": 1}, {"a": 2}]

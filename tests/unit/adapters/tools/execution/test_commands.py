@@ -179,3 +179,7 @@ def test_a_command_runs_in_a_worker_and_its_failure_is_a_result() -> None:
     assert "CommandFailedError: wc ended with status 1: " in str(failed.error)
     assert "absent: No such file" in str(failed.error)
     assert "no-such-program-here" in str(missing.error)
+
+
+def test_a_parameter_may_be_called_self() -> None:
+    assert Command(("printf", "%s", "{self}"))(self="me") == "me"

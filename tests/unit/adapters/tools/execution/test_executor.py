@@ -18,8 +18,9 @@ import pytest
 
 from adapters.tools.catalogue.calls import ToolResult
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
-from adapters.tools.errors import ToolNotAllowedError, UnknownToolError
+from adapters.tools.errors import ToolNotAllowedError, UnknownToolError, WorkerDiedError
 from adapters.tools.execution.batches import Batch
+from adapters.tools.execution.commands import Command
 from adapters.tools.execution.executor import ToolExecutor
 from adapters.tools.execution.workers import WorkerLimits
 from grpo.errors import ConfigError
@@ -372,6 +373,37 @@ def test_an_executor_refuses_calls_in_a_forked_process(executor: ToolExecutor) -
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 17
     assert executor.root.is_dir()
     assert output_of(executor, "add", a=1) == 2
+
+
+def test_folders_that_are_too_deep_for_python_are_removed() -> None:
+    """A thousand folders in one another: Python's own function to remove them would raise."""
+    made = Tool(
+        name="mkdir",
+        description="Make folders.",
+        function=Command(("mkdir", "-p", "--", "{path}")),
+        parameters={"type": "object", "properties": {"path": {"type": "string", "format": "path"}}},
+    )
+    deep = call("mkdir", path="/".join("a" * 1200))
+    with ToolExecutor(ToolCatalogue([made]), num_workers=1, fresh_folder=True) as executor:
+        assert [result.ok for result in executor.run([deep, call("mkdir", path="b")])] == [True, True]
+        assert list(executor.root.iterdir()) == []
+    with ToolExecutor(ToolCatalogue([made]), num_workers=1) as executor:
+        root = executor.root
+        assert executor.run([deep])[0].ok
+    assert not root.exists()
+
+
+def test_a_program_that_ignores_its_children_keeps_its_workers() -> None:
+    """The fork server must read how workers ended, also where the program ignores SIGCHLD."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with ToolExecutor(CATALOGUE, num_workers=1, confinement="user") as executor:
+            results = executor.run([call("misbehave", how="os_exit"), call("add", a=1), call("add", a=2)])
+            assert [type(result.error) for result in results] == [WorkerDiedError, type(None), type(None)]
+        with pytest.raises(ConfigError, match="bwrap never ends where the program ignores SIGCHLD"):
+            ToolExecutor(CATALOGUE, confinement="bubblewrap")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_what_is_no_list_of_calls_is_refused(subtests: pytest.Subtests) -> None:

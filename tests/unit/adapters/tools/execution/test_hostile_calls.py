@@ -241,6 +241,7 @@ KINDS: dict[str, list[Case]] = {
             "sleep", "busy", "busy_in_c", "ignore_signals", "block_signals", "stop", "deadlock", "join_forever",
             "child_of_sleeper", "escaped_child", "escaped_grandchild", "reader_of_requests", "drip",
         ),
+        Case("hang stop_everybody", "hang", {"how": "stop_everybody"}, ToolTimeoutError, own_user=True),
     ],
     "bombs": [
         *_misbehaving(
@@ -267,13 +268,14 @@ KINDS: dict[str, list[Case]] = {
     "what is left for the next call": [
         *_misbehaving((10).__eq__, "zombies"),
         *_misbehaving(None, "daemon", "background_child"),
+        *_misbehaving(None, "stranger", own_user=True),
         *_misbehaving(
             "left".__eq__, "thread_left", "raw_thread_left", "late_writer", "late_raw_thread", "late_process", "late_hook",
             "late_garbage", "late_error",
         ),
         *_misbehaving((2).__eq__, "joined_threads"),
         *_misbehaving("closed".__eq__, "closed_folders"),
-        *_misbehaving("changed".__eq__, "change_everything", "signal_handlers"),
+        *_misbehaving("changed".__eq__, "change_everything", "signal_handlers", "timers"),
         Case("print", "misbehave", {"how": "print"}, "printed".__eq__),
         Case("no output", "misbehave", {"how": "close_output"}, "closed".__eq__),
         Case("no input", "misbehave", {"how": "read_input"}, "".__eq__),

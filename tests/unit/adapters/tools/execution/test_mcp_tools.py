@@ -7,15 +7,18 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from mcp import MCPError
 
 from adapters.tools.catalogue.calls import ToolCall, ToolResult
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import (
     InvalidArgumentsError,
     OutputTooLargeError,
+    ServerLostError,
     ToolNotAllowedError,
     ToolRaisedError,
     ToolTimeoutError,
@@ -87,6 +90,30 @@ def test_a_failing_tool_raises_the_servers_message(tools: dict[str, Tool], subte
             with pytest.raises(ToolRaisedError, match=text):
                 ask(tools[name], **arguments)
             assert ask(tools["add"], a=1, b=1) == "2"
+
+
+def test_a_text_that_is_no_unicode_is_refused_and_the_session_goes_on(tools: dict[str, Tool]) -> None:
+    """Half of a pair of code units cannot be sent, and trying to send it would end the session."""
+    with pytest.raises(InvalidArgumentsError, match="texts for an MCP server must be valid Unicode"):
+        ask(tools["fail"], reason="\ud800")
+    assert ask(tools["add"], a=1, b=1) == "2"
+
+
+def test_an_error_of_the_server_is_not_taken_for_a_lost_server(
+    tools: dict[str, Tool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers may use the code -32000 for errors of their own. The SDK uses it for a connection that has ended."""
+    server = tools["add"].function.func.__self__  # type: ignore[attr-defined]
+    for message, kind in (("no such city", ToolRaisedError), ("Connection closed", ServerLostError)):
+
+        async def answer(*_: Any, message: str = message) -> Any:
+            raise MCPError(code=-32000, message=message)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(server._client, "call_tool", answer)
+            with pytest.raises(kind, match=message if kind is ToolRaisedError else "the connection to MCP server"):
+                ask(tools["add"], a=1, b=1)
+    assert ask(tools["add"], a=1, b=1) == "2"
 
 
 # --- many calls
