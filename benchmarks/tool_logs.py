@@ -129,6 +129,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "ToolSelectionPolicy: fill gave no value")
+    warnings.filterwarnings("ignore", "LoggedRewards: max_weight")  # IPS is shown with its bound
     several = []
     for seed in range(args.seeds):
         several.append(measure(seed))

@@ -69,7 +69,7 @@ def test_tool_routing_learns_from_the_rewards_of_executed_calls(tmp_path: Path) 
     report = json.loads((folder / "report.json").read_text())
     assert report["overall"]["right_tool"] == pytest.approx(right_tool, abs=0.0006), "what was printed"
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert len(metrics) == num_iterations
+    assert len(metrics) == 20
     assert metrics[-1]["rewards/tool/mean"] > metrics[0]["rewards/tool/mean"] + 0.2
     assert metrics[-1]["rewards/executed/mean"] > metrics[0]["rewards/executed/mean"], "it has learned what can run"
     calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
