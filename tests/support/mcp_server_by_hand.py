@@ -34,6 +34,9 @@ def answer(name: str, arguments: dict[str, Any]) -> Any:
         case "complain":
             print("x" * 20_000, file=sys.stderr)
             print("that is all", file=sys.stderr, flush=True)
+        case "noise":  # a line that is neither UTF-8 nor JSON
+            sys.stdout.buffer.write(b"\xff\xfe\xfd\n")
+            sys.stdout.buffer.flush()
         case "die":
             print("the server gives up", file=sys.stderr, flush=True)
             os._exit(3)

@@ -130,7 +130,7 @@ class ForkServer:
                 return uid
             lock.close()
         raise OSError(
-            f"other executors use all {NUM_UIDS} user ids from {first} on; close one, or change WorkerLimits.first_uid"
+            f"other executors use all {NUM_UIDS - 1} user ids from {first} on; close one, or change WorkerLimits.first_uid"
         )
 
     def _become_worker(self, connection: socket.socket, user: tuple[int, int] | None) -> None:

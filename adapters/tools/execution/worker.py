@@ -35,6 +35,10 @@ REPORTED = (*PASSED_ON, "ToolRaisedError", "WorkerLostError")
 
 _MAX_MESSAGE = 1000
 _ENCODE = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would build a new encoder per call
+_OFTEN_RESET = {
+    getattr(signal, name) for name in ("SIGCHLD", "SIGPIPE", "SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
+}
+"""Signals whose handlers are reset also where Python has not seen a change, which C code may have made."""
 _SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP} if hasattr(signal, "SIGKILL") else set()
 """Signals whose handlers are reset after each call. A program that ignores SIGCHLD cannot read its children's status."""
 _THREADS = Path("/proc/self/task")
@@ -154,7 +158,9 @@ class Worker:
             for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
                 signal.setitimer(timer, 0)
             for number, handler in self.handlers.items():
-                signal.signal(number, handler)
+                # A system call for each of the signals would be slow.
+                if number in _OFTEN_RESET or signal.getsignal(number) != handler:
+                    signal.signal(number, handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             sys.setrecursionlimit(self.recursion_limit)
             if dict(os.environ) != self.environment:

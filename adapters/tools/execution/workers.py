@@ -63,8 +63,9 @@ class WorkerLimits:
     """Number of processes and threads of one worker with everything that it started. It applies only to workers with their own
     user id. A larger limit lets a fork bomb use more of the machine until it is killed."""
     first_uid: int | None = 61_000
-    """First user id for workers, if this program runs as root on Linux. Each worker takes the first free of the 1,000 user
-    ids from this id on. No other account may have these ids. With None, workers keep the program's user."""
+    """First user id for workers, if this program runs as root on Linux. Each worker takes the first free of the 999 user
+    ids from this id on; the next id belongs to the processes that end workers. No other account may have these 1,000 ids.
+    With None, workers keep the program's user."""
 
     def __post_init__(self) -> None:
         """Check the fields."""

@@ -24,9 +24,9 @@ class Bubblewrap(Confinement):
         """Try to start a program."""
         if shutil.which("bwrap") is None:
             return "the program bwrap is missing; install the package bubblewrap"
-        trial = [*_NAMESPACES, "--ro-bind", "/", "/", *_tmpfs("/tmp"), "--proc", "/proc", "--dev", "/dev", "true"]  # fmt: skip
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-            return "bwrap never ends where the program ignores SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)"
+            return "bwrap never ends if the program ignores SIGCHLD; call signal.signal(signal.SIGCHLD, signal.SIG_DFL) before"
+        trial = [*_NAMESPACES, "--ro-bind", "/", "/", *_tmpfs("/tmp"), "--proc", "/proc", "--dev", "/dev", "true"]  # fmt: skip
         run = subprocess.run(
             trial, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, check=False
         )

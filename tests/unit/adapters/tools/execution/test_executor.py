@@ -400,7 +400,7 @@ def test_a_program_that_ignores_its_children_keeps_its_workers() -> None:
         with ToolExecutor(CATALOGUE, num_workers=1, confinement="user") as executor:
             results = executor.run([call("misbehave", how="os_exit"), call("add", a=1), call("add", a=2)])
             assert [type(result.error) for result in results] == [WorkerDiedError, type(None), type(None)]
-        with pytest.raises(ConfigError, match="bwrap never ends where the program ignores SIGCHLD"):
+        with pytest.raises(ConfigError, match="bwrap never ends if the program ignores SIGCHLD"):
             ToolExecutor(CATALOGUE, confinement="bubblewrap")
     finally:
         signal.signal(signal.SIGCHLD, before)

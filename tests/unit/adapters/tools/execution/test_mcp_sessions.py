@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -73,6 +74,14 @@ def test_a_server_that_dies_is_reported_with_its_stderr_and_its_calls_fail() -> 
         last_words = r"ended; on stderr it said last: the server gives up\. The server is not restarted: leave"
         with pytest.raises(ServerLostError, match=last_words):
             ask(tools["waits"])
+
+
+def test_a_line_that_is_not_utf_8_costs_neither_its_call_nor_the_session() -> None:
+    """The line is read with replaced characters, is not JSON, and is passed over."""
+    with by_hand(listing("noise"), listing("place")) as server:
+        tools = by_name(server)
+        assert json.loads(ask(tools["noise"])) == "noise"
+        assert "process" in json.loads(ask(tools["place"]))
 
 
 def test_the_stderr_of_a_server_takes_little_space(monkeypatch: pytest.MonkeyPatch) -> None:
