@@ -25,7 +25,7 @@ class HasFit(Protocol):
         ...
 
     def restored(self, fitted: Mapping[str, Tensor]) -> Encoder:
-        """A new encoder of this kind with the numbers that `fitted` returned."""
+        """An encoder of this kind with the numbers that `fitted` returned. This encoder does not change."""
         ...
 
 
@@ -64,7 +64,7 @@ class FittedEncoder:
         """Fit the weights and the projection to texts, and return this encoder.
 
         Raises:
-            ConfigError: There is no text, or the encoder is fitted already: a policy that uses it would be lost.
+            ConfigError: There is no text, or the encoder is fitted already: policies that use it would get other vectors.
         """
         different = list(dict.fromkeys(texts))
         if isinstance(texts, str) or not different:
@@ -104,7 +104,7 @@ class FittedEncoder:
         return {} if self.idf is None or self.projection is None else {"idf": self.idf, "projection": self.projection}
 
     def restored(self, fitted: Mapping[str, Tensor]) -> "FittedEncoder":
-        """A new encoder with the numbers that `fitted` returned."""
+        """A new encoder with the numbers that `fitted` returned. This encoder if there are none."""
         if not fitted:
             return self
         idf, projection = fitted["idf"], fitted["projection"]
