@@ -6,7 +6,8 @@
 - Policy: `ToolSelectionPolicy` over 1,000 tools is compared with a bare torch loop of the same mathematics. Both sample 10,000
   calls with their scores, then score them for training.
 
-Neither side encodes texts: the policy looks up cached vectors, and the loop has the vectors in one tensor. The loop makes a
+Neither side encodes or reads texts: the policy looks up what it keeps of each, and the loop has the vectors, and the evidence
+of the values in the texts, in tensors. The loop makes a
 tuple of two names per call, the tool's and the value's, and keeps its draws in tensors. The loop omits two parts of the
 policy's work: building a `ToolCall` with all arguments, and reading the choices back from a call. The benchmark first
 checks that both sides draw the same calls from one seed, with the same log-probs and entropies.
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from adapters.tools import Tool, ToolCall, ToolCatalogue, ToolExecutor, ToolSelectionPolicy
-from adapters.tools.policy.distribution import SIMILARITY_GAIN
+from adapters.tools.policy.distribution import EVIDENCE_GAIN, SIMILARITY_GAIN
 from benchmarks import _slow_tools
 from benchmarks._timing import keep_freed_memory, time_pairs
 from grpo import ActionScores
@@ -140,7 +141,11 @@ class BareLoop:
     def __init__(self, problem: Problem) -> None:
         policy = problem.policy
         assert policy.network.similarity is not None
-        self.chunks = policy.encoder(problem.texts).split(problem.batch_size)
+        assert policy.network.evidence is not None
+        size = problem.batch_size
+        known = (policy.encoder(problem.texts), *policy.menu.evidence(problem.texts))
+        self.chunks = list(zip(*(each.split(size) for each in known), strict=True))
+        self.evidence = policy.network.evidence
         self.num_calls = problem.num_calls
         self.tool_weight, self.tool_bias = policy.network.tool_query.weight, policy.network.tool_query.bias
         self.value_weight, self.value_bias = policy.network.value_query.weight, policy.network.value_query.bias
@@ -154,25 +159,27 @@ class BareLoop:
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         """Do the work of `policy_work`. Returns log-probs [N, 2] and entropies [N, 2] of the last batch."""
-        for vectors in self.chunks:
+        for chunk in self.chunks:
             with torch.no_grad():
-                tools, values = self._log_probs(vectors)
+                tools, values = self._log_probs(*chunk)
                 drawn = torch.multinomial(tools.exp(), self.num_calls, replacement=True).flatten()
                 of_values = self._of_values(values, drawn)
                 chosen = torch.multinomial(of_values.exp(), 1).flatten()
                 self._scores(tools, of_values, drawn, chosen)
                 pairs = zip(drawn.tolist(), chosen.tolist(), strict=True)
                 self.calls = [(self.names[tool], self.value_names[tool][value]) for tool, value in pairs]
-            tools, values = self._log_probs(vectors)
+            tools, values = self._log_probs(*chunk)
             scores = self._scores(tools, self._of_values(values, drawn), drawn, chosen)
         return scores
 
-    def _log_probs(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    def _log_probs(self, vectors: Tensor, named: Tensor, filled: Tensor, contained: Tensor) -> tuple[Tensor, Tensor]:
         tool_query = torch.nn.functional.linear(vectors, self.tool_weight, self.tool_bias)
         value_query = torch.nn.functional.linear(vectors, self.value_weight, self.value_bias)
         tool_query = tool_query + SIMILARITY_GAIN * self.similarity[0] * vectors
         value_query = value_query + self.similarity[1] * vectors
-        return (tool_query @ self.tools.T).log_softmax(1), value_query @ self.values.T
+        of_named, of_filled, of_contained = EVIDENCE_GAIN * self.evidence
+        tools = tool_query @ self.tools.T + of_named * named + of_filled * filled
+        return tools.log_softmax(1), value_query @ self.values.T + of_contained * contained
 
     def _of_values(self, values: Tensor, drawn: Tensor) -> Tensor:
         return values.repeat_interleave(self.num_calls, 0).gather(1, self.places[drawn]).log_softmax(1)

@@ -19,6 +19,9 @@ from grpo.types import ActionScores
 SIMILARITY_GAIN = 20.0
 """Factor of the weight s in the tool logits. Similarities are small: without the factor, Adam would change s too slowly."""
 
+EVIDENCE_GAIN = 4.0
+"""Factor of the weights t1, t2 and t3 in the logits, for the same reason."""
+
 ROWS_AT_ONCE = 4
 """Rows are padded to a multiple of this number, because a CPU sums a matrix product of 1 to 3 rows in another order."""
 
@@ -42,9 +45,14 @@ class ToolNetwork(nn.Module):
         for weight in (*self.tool_query.parameters(), *self.value_query.parameters()):
             nn.init.zeros_(weight)
         self.similarity = nn.Parameter(torch.tensor([0.5, 0.0])) if num_features is None else None
+        self.evidence = nn.Parameter(torch.tensor([0.5, 0.15, 0.5])) if num_features is None else None
 
     def forward(
-        self, vectors: Float[Tensor, "B F"], tools: Float[Tensor, "K D"], values: Float[Tensor, "C D"]
+        self,
+        vectors: Float[Tensor, "B F"],
+        tools: Float[Tensor, "K D"],
+        values: Float[Tensor, "C D"],
+        evidence: tuple[Float[Tensor, "B K"], Float[Tensor, "B K"], Float[Tensor, "B C"]] | None = None,
     ) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B C"]]:
         """Logits of all tools and of all values, both at least in float32."""
         num_states = len(vectors)
@@ -56,7 +64,14 @@ class ToolNetwork(nn.Module):
             value_query = value_query + self.similarity[1] * vectors
         # bfloat16 has only 3 digits, and float16 cannot represent values below -65504.
         wide = torch.promote_types(vectors.dtype, torch.float32)
-        return (tool_query @ tools.T)[:num_states].to(wide), (value_query @ values.T)[:num_states].to(wide)
+        of_tools = (tool_query @ tools.T)[:num_states].to(wide)
+        of_values = (value_query @ values.T)[:num_states].to(wide)
+        if evidence is not None and self.evidence is not None:
+            weights = EVIDENCE_GAIN * self.evidence.to(wide)
+            named, filled, contained = (each.to(of_tools) for each in evidence)
+            of_tools = of_tools + weights[0] * named + weights[1] * filled
+            of_values = of_values + weights[2] * contained
+        return of_tools, of_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

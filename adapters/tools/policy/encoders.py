@@ -1,11 +1,11 @@
 """Text encoders: requests, tools and parameter values as vectors."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice, pairwise
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 from adapters.tools.catalogue.inputs import require_real, require_whole
 from grpo.errors import ConfigError, ContractError
 from grpo.writing import describe
+
+T = TypeVar("T")
 
 Encoder: TypeAlias = Callable[[Sequence[str]], Any]
 """A function from N texts to N vectors [N, F] (a tensor, an array or lists): `HashingEncoder`, or a model's `encode`. A policy
@@ -120,37 +122,49 @@ def with_own_feature(
     return unit(own)
 
 
-class CachedEncoder:
-    """A cache of a frozen encoder's vectors, scaled to length 1. Threads may share it: its dict is replaced, never changed.
+class TextCache(Generic[T]):
+    """What `read` makes of each text. Threads may share it: its dict is replaced, never changed.
 
     When there are more than `capacity` texts, the older half is dropped.
     """
 
+    def __init__(self, read: Callable[[list[str]], Iterable[T]], capacity: int = 10_000) -> None:
+        self.read, self.capacity = read, capacity
+        self._known: dict[str, T] = {}
+
+    def __call__(self, texts: Sequence[str]) -> list[T]:
+        """The answers for these texts, in their order. `read` gets the new texts, each once."""
+        known = self._known
+        new = [text for text in dict.fromkeys(texts) if text not in known]
+        if new:
+            known = known | dict(zip(new, self.read(new), strict=True))
+            num_dropped = len(known) - self.capacity // 2 if len(known) > self.capacity else 0
+            self._known = dict(islice(known.items(), num_dropped, None)) if num_dropped else known
+        return [known[text] for text in texts]
+
+
+class CachedEncoder:
+    """A cache of a frozen encoder's vectors, scaled to length 1."""
+
     def __init__(self, encoder: Encoder, capacity: int = 10_000) -> None:
-        self.encoder, self.capacity = encoder, capacity
-        self._known: dict[str, Tensor] = {}
+        self.encoder = encoder
         self._num_features = 0
+        self._cache = TextCache(self._encode, capacity)
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> Float[Tensor, "N F"]:
         """Encode each text as one vector of length 1, float32, on the CPU. F is 0 if no text was ever encoded."""
-        known = self._known
-        new = [text for text in dict.fromkeys(texts) if text not in known]
-        if new:
-            # Copy each row: a view would keep the whole batch in memory.
-            known = known | {text: vector.clone() for text, vector in zip(new, self._encode(new), strict=True)}
-            num_dropped = len(known) - self.capacity // 2 if len(known) > self.capacity else 0
-            self._known = dict(islice(known.items(), num_dropped, None)) if num_dropped else known
-        return torch.stack([known[text] for text in texts]) if len(texts) else torch.zeros(0, self._num_features)
+        vectors = self._cache(texts)
+        return torch.stack(vectors) if vectors else torch.zeros(0, self._num_features)
 
-    def _encode(self, texts: list[str]) -> Float[Tensor, "N F"]:
+    def _encode(self, texts: list[str]) -> list[Tensor]:
         vectors = as_vectors(self.encoder(texts), len(texts))
         if self._num_features not in (0, vectors.shape[1]):
             raise ContractError(
                 f"The encoder must always return vectors of the same length; got {vectors.shape[1]} after {self._num_features}."
             )
         self._num_features = vectors.shape[1]
-        return unit(vectors)
+        return [vector.clone() for vector in unit(vectors)]  # a view would keep the whole batch in memory
 
 
 def as_vectors(answer: Any, num_texts: int) -> Float[Tensor, "N F"]:

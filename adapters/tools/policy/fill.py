@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jsonschema
 
@@ -111,6 +111,14 @@ def fill_from_request(state: Any, tool: Tool) -> dict[str, Any]:
     return filled
 
 
+def kind_taken(name: str, schema: Mapping[str, Any]) -> Literal["number", "date", "text"] | None:
+    """The kind of values that a parameter takes, as elements if it takes a list. None for other types."""
+    part = {} if "$ref" in str(schema) else _part(schema)
+    if part.get("type") == "string":
+        return "date" if _is_date(part, name) else "text"
+    return "number" if part.get("type") in ("integer", "number") else None
+
+
 def find_values(text: str) -> list[Found]:
     """All values of a text, in its order. No two of them overlap: what one pattern takes, the patterns after it do not see."""
     found: list[Found] = []
@@ -148,8 +156,7 @@ def _candidates(
         return
     schema = _first_branch(schema)
     is_valid = jsonschema.Draft202012Validator(schema).is_valid
-    is_list, items = schema["type"] == "array", schema.get("items")
-    part = _first_branch(items if isinstance(items, Mapping) else {}) if is_list else schema
+    is_list, part = schema["type"] == "array", _part(schema)
     examples = [quoted or named for quoted, named in _EXAMPLE.findall(part.get("description", ""))]
     for used in _runs(found, text) if is_list else ([one] for one in found):
         read = [one for one in (_read(part, name, one, own, examples) for one in used) if one is not None]
@@ -172,6 +179,18 @@ def _first_branch(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+def _part(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of one value: of a list's items, or the schema itself."""
+    schema = _first_branch(schema)
+    items = schema.get("items")
+    return _first_branch(items if isinstance(items, Mapping) else {}) if schema["type"] == "array" else schema
+
+
+def _is_date(schema: Mapping[str, Any], name: str) -> bool:
+    form = _DATE_FORM.search(schema.get("description", ""))
+    return schema.get("format") == "date" or "date" in _stems(name) or form is not None
+
+
 def _runs(found: Sequence[Found], text: str) -> list[Sequence[Found]]:
     """Longest runs of values with commas or "and" between them."""
     pairs = enumerate(itertools.pairwise(found), start=1)
@@ -192,10 +211,10 @@ def _read(
         return value, -1 if one.text.isalpha() else 1  # "one" is often no number
     if kind != "string":
         return None
-    form = _DATE_FORM.search(about)
-    if schema.get("format") == "date" or "date" in names or form:
+    if _is_date(schema, name):
         if one.kind != "date":
             return None
+        form = _DATE_FORM.search(about)
         written = form[0].lower().replace("yyyy", "%Y").replace("mm", "%m").replace("dd", "%d") if form else "%Y-%m-%d"
         return one.value.strftime(written), 5
     text, fit = one.value if one.kind == "quoted" else one.text, _FITS[one.kind]

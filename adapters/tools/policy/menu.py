@@ -19,6 +19,7 @@ from adapters.tools.catalogue.tools import ABSENT, Tool, ToolCatalogue
 from grpo.errors import ContractError, GRPOWarning
 
 from .encoders import with_own_feature
+from .evidence import Evidence
 
 Fill: TypeAlias = Callable[[Any, Tool], Mapping[str, Any]]
 """Maps a state and a tool to values of the tool's parameters."""
@@ -68,6 +69,7 @@ class Menu(nn.Module):
         self.tool_vectors = self.encoder([tool.text for tool in self.tools]).to(self.offsets)
         of_values = with_own_feature(texts, self.encoder(texts)) if texts else self.tool_vectors[:0]
         self.value_vectors = of_values.to(self.offsets)
+        self.evidence = Evidence(self.tools, texts)
         self.set_offsets(self.offset_of)
 
     def set_offsets(self, offset_of: Mapping[str, float]) -> None:

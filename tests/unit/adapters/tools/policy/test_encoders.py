@@ -248,7 +248,10 @@ def test_a_cached_encoder_frees_the_memory_of_forgotten_texts() -> None:
     """A cached row that is a view would keep its whole batch in memory."""
     cached = CachedEncoder(HashingEncoder(64), capacity=10)
     cached([f"text {number}" for number in range(1000)])
-    kept = {vector.untyped_storage().data_ptr(): vector.untyped_storage().nbytes() for vector in cached._known.values()}
+    kept = {
+        vector.untyped_storage().data_ptr(): vector.untyped_storage().nbytes()
+        for vector in cached._cache._known.values()
+    }
     assert list(kept.values()) == [64 * 4] * 5
 
 
@@ -286,7 +289,7 @@ def test_threads_that_evict_each_others_texts_get_correct_vectors() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert 4 <= len(cached._known) <= 8
+    assert 4 <= len(cached._cache._known) <= 8
 
 
 def test_a_copied_cached_encoder_keeps_its_cache_and_is_independent() -> None:
@@ -295,4 +298,4 @@ def test_a_copied_cached_encoder_keeps_its_cache_and_is_independent() -> None:
     for other in (copy.deepcopy(cached), pickle.loads(pickle.dumps(cached))):
         assert torch.equal(other(["a", "b"]), cached(["a", "b"]))
         other(["only here"])
-    assert set(cached._known) == {"a", "b"}
+    assert set(cached._cache._known) == {"a", "b"}

@@ -54,40 +54,79 @@ def test_every_kind_of_policy_passes_the_conformance_kit(kind: str) -> None:
 # --- probabilities
 
 
-def similarities(texts: Sequence[str]) -> Tensor:
-    """Tool logits of an untrained policy: 20 / 2 times the cosine of request and tool."""
+NAMED = torch.tensor([[0.0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0]])
+"""Enumerated values of each tool in `TEXTS`: "loud" is one of `shout` and of `whisper`, and "miles" one of `convert`."""
+FILLED = torch.tensor([[0.0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]])
+"""`convert` takes a number, such as "two". No parameter of this kind is required."""
+
+
+def untrained(texts: Sequence[str]) -> Tensor:
+    """Tool logits of an untrained policy: 20 / 2 times the cosine of request and tool, and the evidence."""
     encoder = HashingEncoder(48)
-    return 10 * encoder(texts) @ encoder([tool.text for tool in CATALOGUE.values()]).T
+    similar = 10 * encoder(texts) @ encoder([tool.text for tool in CATALOGUE.values()]).T
+    rows = [TEXTS.index(text) for text in texts]
+    return similar + 2 * NAMED[rows] + 0.6 * FILLED[rows]
 
 
-def test_an_untrained_policy_prefers_similar_texts_and_is_uniform_over_values() -> None:
-    cases = (({}, TEXTS, similarities(TEXTS)), ({"num_features": 3}, VECTORS, torch.zeros(4, 4)))
-    for options, states, logits in cases:
-        for state, own in zip(states, logits.log_softmax(1), strict=True):
-            scores = policy(random=False, **options).score_actions([state] * len(ALL_CALLS), ALL_CALLS)
-            for row, made in zip(scores.log_probs, ALL_CALLS, strict=True):
-                later = {"ping": [0, 0], "shout": [3, 0], "convert": [2, 3], "whisper": [2, 0]}[made.tool]
-                tool = float(own[list(CATALOGUE).index(made.tool)])
-                expected = [tool, *(-math.log(count) if count else 0.0 for count in later)]
-                torch.testing.assert_close(row, torch.tensor(expected), rtol=0, atol=1e-5)
+def untrained_values(row: int, made: ToolCall) -> list[float]:
+    """Log-probs of a call's values: all values are equally likely but for those in the text, which have e^2 times the odds."""
+    if made.tool == "shout":
+        return (
+            [math.log((math.e**2 if made.arguments["tone"] == "loud" else 1) / (math.e**2 + 2)), 0]
+            if row == 1
+            else [-math.log(3), 0]
+        )
+    if made.tool == "whisper":
+        return (
+            [math.log((math.e**2 if made.arguments["tone"] == "loud" else 1) / (math.e**2 + 1)), 0]
+            if row == 1
+            else [-math.log(2), 0]
+        )
+    if made.tool == "convert":
+        unit = (
+            math.log((math.e**2 if made.arguments["unit"] == "mile" else 1) / (math.e**2 + 1))
+            if row == 2
+            else -math.log(2)
+        )
+        return [unit, -math.log(3)]
+    return [0, 0]
 
 
-def test_an_untrained_network_is_uniform_but_for_the_similarity() -> None:
+def test_an_untrained_policy_prefers_similar_texts_and_what_the_request_contains() -> None:
+    for row, text in enumerate(TEXTS):
+        scores = policy(random=False).score_actions([text] * len(ALL_CALLS), ALL_CALLS)
+        tools = untrained([text])[0].log_softmax(0)
+        for found, made in zip(scores.log_probs, ALL_CALLS, strict=True):
+            expected = [float(tools[list(CATALOGUE).index(made.tool)]), *untrained_values(row, made)]
+            torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=1e-5)
+
+
+def test_an_untrained_policy_over_vectors_is_uniform() -> None:
+    scores = policy(random=False, num_features=3).score_actions(VECTORS[:1] * len(ALL_CALLS), ALL_CALLS)
+    counts = {"ping": [4], "shout": [4, 3], "convert": [4, 2, 3], "whisper": [4, 2]}
+    for found, made in zip(scores.log_probs, ALL_CALLS, strict=True):
+        expected = [-math.log(count) for count in counts[made.tool]]
+        torch.testing.assert_close(found[: len(expected)], torch.tensor(expected), rtol=0, atol=1e-5)
+
+
+def test_an_untrained_network_adds_nothing_to_this() -> None:
     found = policy(random=False, hidden=[6]).tool_probabilities(TEXTS)
-    torch.testing.assert_close(found, similarities(TEXTS).softmax(1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, untrained(TEXTS).softmax(1), rtol=0, atol=1e-5)
 
 
 def test_log_probs_equal_the_documented_formula() -> None:
-    """Written out for one call of one state: softmax(e . (W h + b + 20 s x)), and the same with e' for each parameter."""
+    """Written out for one call of one state: softmax(e . (W h + b + 20 s x) + evidence), and the same for each parameter."""
     made, encoder = policy(), HashingEncoder(48)
     x = encoder([TEXTS[2]])[0]
     s = made.network.similarity
     query = made.network.tool_query.weight @ x + made.network.tool_query.bias + 20 * s[0] * x
-    logits = encoder([tool.text for tool in CATALOGUE.values()]) @ query
+    t = 4 * made.network.evidence
+    logits = encoder([tool.text for tool in CATALOGUE.values()]) @ query + t[0] * NAMED[2] + t[1] * FILLED[2]
     value_query = made.network.value_query.weight @ x + made.network.value_query.bias + s[1] * x
 
     def values(*texts: str) -> Tensor:
-        return (with_own_feature(texts, encoder(texts), 3.0) @ value_query).log_softmax(0)
+        contained = torch.tensor([float(text.startswith("mile")) for text in texts])
+        return (with_own_feature(texts, encoder(texts), 3.0) @ value_query + t[2] * contained).log_softmax(0)
 
     units, exact = values("mile unit", "foot unit"), values("false exact", "true exact", "left out exact")
     expected = torch.stack([logits.log_softmax(0)[2], units[1], exact[2]])
@@ -130,11 +169,13 @@ def test_the_entropy_equals_that_of_the_enumerated_calls() -> None:
 def test_the_entropy_of_each_step_equals_hand_worked_values() -> None:
     made = policy(random=False)
     entropy = made.score_actions(
-        TEXTS[:3], [call("ping"), call("convert", unit="mile"), call("shout", tone="soft")]
+        TEXTS[:3], [call("ping"), call("convert", unit="mile"), call("convert", unit="foot")]
     ).entropy
     log = math.log
-    tools = torch.distributions.Categorical(logits=similarities(TEXTS[:3])).entropy().tolist()
-    expected = torch.tensor([[tools[0], 0, 0], [tools[1], log(2), log(3)], [tools[2], log(3), 0]])
+    tools = torch.distributions.Categorical(logits=untrained(TEXTS[:3])).entropy().tolist()
+    mile = math.e**2 / (math.e**2 + 1)  # the text contains "miles"
+    of_unit = -mile * log(mile) - (1 - mile) * log(1 - mile)
+    expected = torch.tensor([[tools[0], 0, 0], [tools[1], log(2), log(3)], [tools[2], of_unit, log(3)]])
     torch.testing.assert_close(entropy, expected, rtol=0, atol=1e-6)
 
 
@@ -314,7 +355,7 @@ def test_nan_gradients_of_padding_reach_no_weight() -> None:
 def test_gradients_agree_with_finite_differences(options: dict[str, Any]) -> None:
     made = policy(**options).double()
     calls = ALL_CALLS[1:]
-    states = (VECTORS if "num_features" in options else TEXTS)[:1] * len(calls)
+    states = (VECTORS if "num_features" in options else TEXTS)[2:3] * len(calls)
     weights = torch.randn(2, len(calls), 3, dtype=torch.float64)
 
     def loss() -> Tensor:

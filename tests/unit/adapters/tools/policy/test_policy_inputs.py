@@ -255,6 +255,7 @@ def test_the_shapes_of_weights_do_not_depend_on_the_tools() -> None:
         "network.value_query.weight",
         "network.value_query.bias",
         "network.similarity",
+        "network.evidence",
     }
 
 
