@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import ToolCatalogue
+from adapters.tools.policy.evidence import Evidence
 from grpo.errors import ConfigError
 from grpo.logs import Estimate, key_of
 
@@ -20,13 +21,13 @@ class RewardRegression:
     """Logistic regression of the reward on the request and the call. An instance is a function: logs -> estimate.
 
         q(x, a) = low + (high - low) sigmoid(b + sum over the decisions j of a of z[j])
-        z[j]    = x . u[j]                                  for a parameter value j
-        z[j]    = x . u[j] + x . (V e[j]) + s cos(x, e[j])  for a tool j
+        z[j]    = x . u[j] + s4 [x contains j]                                      for a parameter value j
+        z[j]    = x . u[j] + x . (V e[j]) + 3 s1 cos(x, e[j]) + s2 named + s3 filled    for a tool j
 
     x is the request's vector with a constant appended, e[j] the vector of the tool's name and description, and cos is taken
-    after the means over all requests and all tools are subtracted. u, V, s and b are fitted. u gives each decision weights of
-    its own; V and s carry what is learned over to tools that were rarely logged. low and high are the least and the largest
-    logged reward.
+    after the means over all requests and all tools are subtracted. `named` and `filled` count what the request contains, as in
+    `ToolSelectionPolicy`. u, V, s and b are fitted. u gives each decision weights of its own; V and s carry what is learned
+    over to tools that were rarely logged. `low` and `high` are the least and the largest logged reward.
 
     Args:
         catalogue: The tools.
@@ -52,15 +53,18 @@ class RewardRegression:
         if not ridge > 0:
             raise ConfigError(f"RewardRegression.ridge must be above 0; got {ridge}.")
         self.catalogue, self.encoder, self.ridge = catalogue, encoder, ridge
-        every = [
-            (name, choice.name, i)
+        text_of = {
+            (name, choice.name, i): text
             for name, of in catalogue.choices.items()
             for choice in of
-            for i in range(len(choice.values))
-        ]
-        self._number: Mapping[tuple[Any, ...], int] = {
-            one: i for i, one in enumerate([*((name,) for name in catalogue), *every])
+            for i, text in enumerate(choice.texts)
         }
+        self._number: Mapping[tuple[Any, ...], int] = {
+            one: i for i, one in enumerate([*((name,) for name in catalogue), *text_of])
+        }
+        place = {text: i for i, text in enumerate(dict.fromkeys(text_of.values()))}
+        self._evidence = Evidence(list(catalogue.values()), list(place))
+        self._place_of_values = [place[text] for text in text_of.values()]
 
     def __call__(self, logs: Sequence[ToolSample]) -> Estimate:
         """Fit the regression."""
@@ -76,8 +80,9 @@ class RewardRegression:
         sums.index_put_(cells, scaled, accumulate=True)
 
         vectors = self._vectors(list(states))
-        model = _Scores(vectors.mean(0), self._tool_vectors, len(self._number))
-        matrix, features = self._matrix(list(calls)), model.features(vectors)
+        mean = vectors.mean(0)
+        model = _Scores(len(mean), self._tool_vectors, len(self._number))
+        matrix, features = self._matrix(list(calls)), self._features(list(states), mean)
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=50, history_size=10, line_search_fn="strong_wolfe")
 
         def loss() -> Tensor:
@@ -91,7 +96,7 @@ class RewardRegression:
 
         @torch.no_grad()
         def estimate(states: Sequence[Any], calls: Sequence[ToolCall]) -> Tensor:
-            scores = model.scores(*model.features(self._vectors(states)))
+            scores = model.scores(*self._features(states, mean))
             matrix = self._matrix([self.catalogue.decisions(call) for call in calls])
             return low + (high - low) * ((scores * matrix).sum(1) + model.bias).sigmoid()
 
@@ -105,6 +110,18 @@ class RewardRegression:
                 if one in self._number:  # the catalogue may lack the tool
                     found[row, self._number[one]] = 1.0 if len(one) == 1 else SMALL
         return found
+
+    def _features(self, states: Sequence[Any], mean: Float[Tensor, " F"]) -> tuple[Tensor, Tensor]:
+        """x with a constant appended, [N, F + 1], and what s weighs, [N, J, 4]."""
+        vectors = self._vectors(states)
+        shared, num_tools = torch.zeros(len(states), len(self._number), 4), len(self.catalogue)
+        if self.encoder is not None:
+            tools = nn.functional.normalize(self._tool_vectors - self._tool_vectors.mean(0))
+            named, filled, contained = self._evidence(states)
+            shared[:, :num_tools, 0] = GAIN * nn.functional.normalize(vectors - mean) @ tools.T
+            shared[:, :num_tools, 1], shared[:, :num_tools, 2] = named, filled
+            shared[:, num_tools:, 3] = contained[:, self._place_of_values]
+        return nn.functional.pad(vectors, (0, 1), value=SMALL), shared
 
     def _vectors(self, states: Sequence[Any]) -> Float[Tensor, "N F"]:
         texts = [state for state in states if isinstance(state, str)]
@@ -130,32 +147,23 @@ class _Scores(nn.Module):
     the covariance 1[i = j] + e[i] . e[j] between tools: weights = free L', L L' = 1 + E E', with the squared norm of `free`.
     """
 
-    def __init__(self, mean: Float[Tensor, " F"], tool_vectors: Float[Tensor, "K D"], num_decisions: int) -> None:
+    def __init__(self, num_features: int, tool_vectors: Float[Tensor, "K D"], num_decisions: int) -> None:
         super().__init__()
-        self.mean, self.tool_vectors = mean, tool_vectors
         num_tools = len(tool_vectors)
         self.factor = torch.eye(num_decisions)
         covariance = torch.eye(num_tools) + tool_vectors @ tool_vectors.T
         self.factor[:num_tools, :num_tools] = torch.linalg.cholesky(covariance)
-        self.free = nn.Parameter(torch.zeros(len(mean) + 1, num_decisions))
-        self.similarity = nn.Parameter(torch.zeros(()))
+        self.free = nn.Parameter(torch.zeros(num_features + 1, num_decisions))
+        self.shared = nn.Parameter(torch.zeros(4))
         self.bias = nn.Parameter(torch.zeros(()))
 
-    def features(self, vectors: Float[Tensor, "N F"]) -> tuple[Tensor, Tensor]:
-        """x with a constant appended, and cos(x, e[j]) for each tool, 0 for each parameter value."""
-        cosines = torch.zeros(len(vectors), self.free.shape[1])
-        if self.tool_vectors.shape[1]:
-            tools = nn.functional.normalize(self.tool_vectors - self.tool_vectors.mean(0))
-            cosines[:, : len(tools)] = nn.functional.normalize(vectors - self.mean) @ tools.T
-        return nn.functional.pad(vectors, (0, 1), value=SMALL), cosines
-
-    def scores(self, vectors: Tensor, cosines: Tensor) -> Float[Tensor, "N J"]:
+    def scores(self, vectors: Float[Tensor, "N F"], shared: Float[Tensor, "N J 4"]) -> Float[Tensor, "N J"]:
         """z[j] for each row."""
-        return vectors @ (self.free @ self.factor.T) + GAIN * self.similarity * cosines
+        return vectors @ (self.free @ self.factor.T) + shared @ self.shared
 
     def norm(self) -> Tensor:
         """Squared norm of u, V and s."""
-        return self.free.square().sum() + self.similarity.square()
+        return self.free.square().sum() + self.shared.square().sum()
 
 
 SMALL = 0.3
@@ -163,4 +171,4 @@ SMALL = 0.3
 holds their weights back."""
 
 GAIN = 3.0
-"""Factor of the similarity's weight s. Cosines are small, and without the factor s would be fitted slowly."""
+"""Factor of the similarity. Cosines are small, and without the factor their weight would be fitted slowly."""

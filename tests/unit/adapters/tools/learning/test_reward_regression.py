@@ -189,31 +189,62 @@ def test_a_ridge_that_is_no_number_is_refused() -> None:
 def test_the_penalty_is_the_least_that_own_and_shared_weights_with_these_sums_can_have() -> None:
     """The sum W = U + V E' leaves V free. Its best value solves a ridge regression: V = W E (1 + E' E)^-1."""
     tools = torch.tensor([[0.6, 0.8], [1.0, -0.5], [0.0, 2.0]])
-    model = _Scores(torch.zeros(4), tools, num_decisions=5)
+    model = _Scores(4, tools, num_decisions=5)
     with torch.no_grad():
         for value in model.parameters():
             value.normal_(generator=torch.Generator().manual_seed(0))
-    weights = model.scores(torch.eye(5), torch.zeros(5, 5)).detach()
+    weights = model.scores(torch.eye(5), torch.zeros(5, 5, 4)).detach()
     of_tools = weights[:, :3]
     shared = of_tools @ tools @ torch.linalg.inv(torch.eye(2) + tools.T @ tools)
     own = of_tools - shared @ tools.T
-    least = own.square().sum() + shared.square().sum() + weights[:, 3:].square().sum() + model.similarity.square()
+    least = own.square().sum() + shared.square().sum() + weights[:, 3:].square().sum() + model.shared.square().sum()
     assert model.norm().item() == pytest.approx(least.item(), rel=1e-5)
 
 
-def test_features_are_the_vector_a_constant_and_the_centred_cosines() -> None:
+def test_features_are_the_vector_a_constant_the_centred_cosines_and_the_evidence() -> None:
     """Tools (1, 0) and (0, 1) less their mean: (.707, -.707) and (-.707, .707). (4, 4) less the mean (1, 0): (.6, .8)."""
-    vectors, cosines = _Scores(torch.tensor([1.0, 0.0]), torch.eye(2), num_decisions=3).features(
-        torch.tensor([[4.0, 4.0]])
-    )
-    assert vectors.tolist() == [pytest.approx([4.0, 4.0, 0.3])]
-    assert cosines.tolist() == [pytest.approx([-0.141421, 0.141421, 0.0], abs=1e-6)]
+    tools = CATALOGUE.without("wait")
+    vectors = dict(zip((tool.text for tool in tools.values()), ([1.0, 0.0], [0.0, 1.0]), strict=True))
+    model = RewardRegression(tools, lambda texts: torch.tensor([vectors.get(text, [4.0, 4.0]) for text in texts]))
+    given, shared = model._features(["2 up", "down down"], torch.tensor([1.0, 0.0]))
+    assert given.tolist() == [pytest.approx([4.0, 4.0, 0.3])] * 2
+    # add, sort, order=up, order=down, sure=False, sure=True, sure left out; "up" is too short to be looked for
+    cosines = [-0.424264, 0.424264, 0, 0, 0, 0, 0]
+    assert shared[0].T.tolist() == [pytest.approx(cosines, abs=1e-6), [0] * 7, [1, 0, 0, 0, 0, 0, 0], [0] * 7]
+    assert shared[1].T.tolist() == [
+        pytest.approx(cosines, abs=1e-6), [0, 1, 0, 0, 0, 0, 0], [0] * 7, [0, 0, 0, 1, 0, 0, 0]
+    ]  # fmt: skip
 
 
-def test_a_score_holds_three_times_the_weight_of_the_similarity() -> None:
-    """Without other weights, s = 2 and cosines of .1 and -.2 give 3 * 2 * .1 = .6 and 3 * 2 * -.2 = -1.2."""
-    model = _Scores(torch.zeros(1), torch.zeros(2, 0), num_decisions=2)
+def test_a_policy_over_vectors_has_no_shared_features() -> None:
+    _, shared = RewardRegression(CATALOGUE)._features([[1.0, 2.0]], torch.zeros(2))
+    assert not shared.any()
+
+
+def test_a_score_holds_the_shared_features_by_their_weights() -> None:
+    model = _Scores(1, torch.zeros(2, 0), num_decisions=2)
     with torch.no_grad():
-        model.similarity.fill_(2.0)
-    found = model.scores(torch.ones(1, 2), torch.tensor([[0.1, -0.2]]))
-    assert found.tolist() == [pytest.approx([0.6, -1.2])]
+        model.shared.copy_(torch.tensor([2.0, 1.0, -1.0, 0.5]))
+    found = model.scores(torch.ones(1, 2), torch.tensor([[[0.1, 3.0, 2.0, 0.0], [0.0, 0.0, 0.0, 4.0]]]))
+    assert found.tolist() == [pytest.approx([1.2, 2.0])]
+
+
+def test_what_a_request_contains_carries_over_to_a_tool_that_was_never_logged() -> None:
+    """The requests' vectors say nothing. Calls of a tool with a value of the request earn 1."""
+
+    def tool(name: str, *values: str) -> Tool:
+        schema = {"type": "object", "properties": {"it": {"enum": [*values]}}, "required": ["it"]}
+        return Tool(name=name, description="Do it.", function=add, parameters=schema)
+
+    tools = ToolCatalogue([tool("a", "iron", "gold"), tool("b", "silk", "wool"), tool("c", "oak", "pine")])
+    logs = [
+        row(value, call(name, it=it), float(value == it))
+        for value in ("iron", "gold", "silk", "wool")
+        for name, of in (("a", ("iron", "gold")), ("b", ("silk", "wool")))
+        for it in of
+    ] * 10
+    q = RewardRegression(tools, lambda texts: torch.ones(len(texts), 1))(logs)
+    right, other_value, other_tool = estimated(
+        q, ("pine", call("c", it="pine")), ("pine", call("c", it="oak")), ("pine", call("a", it="iron"))
+    )
+    assert right > 0.5 > other_value > other_tool
