@@ -26,7 +26,7 @@ def remind(day: datetime.date, text: str, at: Literal["in", "morning"], repeats:
     """Remind somebody."""
 
 
-def scan(device: Literal["jazz drive", "morning"], options: dict[str, str], sheets: list[int]) -> None:
+def scan(device: Literal["jazz drive", "morning", "new_york"], options: dict[str, str], sheets: list[int]) -> None:
     """Scan something."""
 
 
@@ -52,6 +52,7 @@ def read(text: str) -> tuple[list[float], list[float], set[str]]:
         ("hip hop", [2, 0, 0], {"Hip Hop genre", "hip genre"}),
         ("this morning, every morning", [0, 1, 1], {"morning at", "morning device"}),  # once for each value
         ("a jazzy evening in the mornings' light", [0, 1, 1], {"morning at", "morning device"}),
+        ("a flight to New York", [0, 0, 1], {"new_york device"}),
         ("look in here", [0, 0, 0], set()),  # two letters are too few
         ("true or false", [0, 0, 0], set()),  # not said of a boolean
         ("", [0, 0, 0], set()),
