@@ -84,7 +84,7 @@ class Evidence:
             found = [one.kind for one in find_values(shown) if one.kind != "phrase"]
             kinds = Counter(kind if kind in KINDS else "text" for kind in found)
             words = _words(shown)
-            parts = (words[i : i + length] for length in self._lengths for i in range(len(words) - length + 1))
+            parts = (words[i : i + length] for length in self._lengths for i in range(len(words)))
             values = sorted(set().union(*(self._values.get(part, ()) for part in parts)))
             tools = [tool for value in values for tool in self._tools[value]]
             yield Reading([kinds[kind] for kind in KINDS], values, tools)
