@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from adapters.tools import Tool, ToolCall, ToolCatalogue, ToolExecutor, ToolSelectionPolicy
-from adapters.tools.policy.distribution import EVIDENCE_GAIN, SIMILARITY_GAIN
+from adapters.tools.policy.distribution import CONTAINED, EVIDENCE_GAIN, SIMILARITY_GAIN
 from benchmarks import _slow_tools
 from benchmarks._timing import keep_freed_memory, time_pairs
 from grpo import ActionScores
@@ -177,9 +177,9 @@ class BareLoop:
         value_query = torch.nn.functional.linear(vectors, self.value_weight, self.value_bias)
         tool_query = tool_query + SIMILARITY_GAIN * self.similarity[0] * vectors
         value_query = value_query + self.similarity[1] * vectors
-        of_named, of_filled, of_contained = EVIDENCE_GAIN * self.evidence
+        of_named, of_filled = EVIDENCE_GAIN * self.evidence
         tools = tool_query @ self.tools.T + of_named * named + of_filled * filled
-        return tools.log_softmax(1), value_query @ self.values.T + of_contained * contained
+        return tools.log_softmax(1), value_query @ self.values.T + CONTAINED * contained
 
     def _of_values(self, values: Tensor, drawn: Tensor) -> Tensor:
         return values.repeat_interleave(self.num_calls, 0).gather(1, self.places[drawn]).log_softmax(1)

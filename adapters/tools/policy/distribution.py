@@ -20,7 +20,12 @@ SIMILARITY_GAIN = 20.0
 """Factor of the weight s in the tool logits. Similarities are small: without the factor, Adam would change s too slowly."""
 
 EVIDENCE_GAIN = 4.0
-"""Factor of the weights t1, t2 and t3 in the logits, for the same reason."""
+"""Factor of the weights t1 and t2 in the tool logits, for the same reason."""
+
+CONTAINED = 2.0
+"""What the request's text adds to the logit of a value that it contains. As a weight it would grow with every request that says
+its values, and then decide where a request says one value and means another: with it, 93 instead of 99 % of the workbench's
+calls are right."""
 
 ROWS_AT_ONCE = 4
 """Rows are padded to a multiple of this number, because a CPU sums a matrix product of 1 to 3 rows in another order."""
@@ -45,7 +50,7 @@ class ToolNetwork(nn.Module):
         for weight in (*self.tool_query.parameters(), *self.value_query.parameters()):
             nn.init.zeros_(weight)
         self.similarity = nn.Parameter(torch.tensor([0.5, 0.0])) if num_features is None else None
-        self.evidence = nn.Parameter(torch.tensor([0.5, 0.15, 0.5])) if num_features is None else None
+        self.evidence = nn.Parameter(torch.tensor([0.5, 0.15])) if num_features is None else None
 
     def forward(
         self,
@@ -70,7 +75,7 @@ class ToolNetwork(nn.Module):
             weights = EVIDENCE_GAIN * self.evidence.to(wide)
             named, filled, contained = (each.to(of_tools) for each in evidence)
             of_tools = of_tools + weights[0] * named + weights[1] * filled
-            of_values = of_values + weights[2] * contained
+            of_values = of_values + CONTAINED * contained
         return of_tools, of_values
 
 

@@ -37,13 +37,13 @@ class ToolSelectionPolicy(nn.Module):
     Let x be the vector of a state, e(.) that of a text, and e'(.) that of a value with its own feature (`with_own_feature`):
 
         logit(tool k) = e(text of k) . (W h(x) + b + 20 s x) + 4 t1 named(x, k) + 4 t2 filled(x, k) + c_k
-        logit(value v of a parameter) = e'(v) . (W' h(x) + b' + s' x) + 4 t3 [x contains v]
+        logit(value v of a parameter) = e'(v) . (W' h(x) + b' + s' x) + 2 [x contains v]
 
-    h is the identity or a network. The terms with s and t exist only if states are texts. Those with s compare a request with a
-    description. Those with t count what the request contains: values that the tool enumerates, and as many numbers, dates and
-    texts as its parameters take (`Evidence`). s, t1 and t3 start at 1/2, t2 at 0.15, and all other weights at 0: an untrained
-    policy prefers the tool whose text is most similar to the request and whose parameters fit it. No weight belongs to a single
-    tool, so the policy generalises to added tools. c_k is 0, except for these after `calibrate`.
+    h is the identity or a network. The terms with s and t, and the last one, exist only if states are texts. Those with s
+    compare a request with a description. The others count what the request contains: values that the tool enumerates, and as
+    many numbers, dates and texts as its parameters take (`Evidence`). s and t1 start at 1/2, t2 at 0.15, and all other weights
+    at 0: an untrained policy prefers the tool whose text is most similar to the request and whose parameters fit it. No weight
+    belongs to a single tool, so the policy generalises to added tools. c_k is 0, except for these after `calibrate`.
 
     Scope: one call per request. The policy decides the tool, then each enumerated parameter (`ParameterChoices`), in the
     schema's order. `fill` gives the other parameters. Unavailable tools have probability 0 and no gradient.

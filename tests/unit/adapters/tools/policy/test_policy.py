@@ -126,7 +126,7 @@ def test_log_probs_equal_the_documented_formula() -> None:
 
     def values(*texts: str) -> Tensor:
         contained = torch.tensor([float(text.startswith("mile")) for text in texts])
-        return (with_own_feature(texts, encoder(texts), 3.0) @ value_query + t[2] * contained).log_softmax(0)
+        return (with_own_feature(texts, encoder(texts), 3.0) @ value_query + 2 * contained).log_softmax(0)
 
     units, exact = values("mile unit", "foot unit"), values("false exact", "true exact", "left out exact")
     expected = torch.stack([logits.log_softmax(0)[2], units[1], exact[2]])
