@@ -37,7 +37,7 @@ class ToolSelectionPolicy(nn.Module):
     Let x be the vector of a state, e(.) that of a text, and e'(.) that of a value with its own feature (`with_own_feature`):
 
         logit(tool k) = e(text of k) . (W h(x) + b + 20 s x) + 4 t1 named(x, k) + 4 t2 filled(x, k) + c_k
-        logit(value v of a parameter) = e'(v) . (W' h(x) + b' + s' x) + 2 [x contains v]
+        logit(value v of a parameter) = e'(v) . (W' h(x) + b' + s' x) + 4 [x contains v]
 
     h is the identity or a network. The terms with s and t, and the last one, exist only if states are texts. Those with s
     compare a request with a description. The others count what the request contains: values that the tool enumerates, and as

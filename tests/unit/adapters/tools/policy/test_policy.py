@@ -69,22 +69,22 @@ def untrained(texts: Sequence[str]) -> Tensor:
 
 
 def untrained_values(row: int, made: ToolCall) -> list[float]:
-    """Log-probs of a call's values: all values are equally likely but for those in the text, which have e^2 times the odds."""
+    """Log-probs of a call's values: all values are equally likely but for those in the text, which have e^4 times the odds."""
     if made.tool == "shout":
         return (
-            [math.log((math.e**2 if made.arguments["tone"] == "loud" else 1) / (math.e**2 + 2)), 0]
+            [math.log((math.e**4 if made.arguments["tone"] == "loud" else 1) / (math.e**4 + 2)), 0]
             if row == 1
             else [-math.log(3), 0]
         )
     if made.tool == "whisper":
         return (
-            [math.log((math.e**2 if made.arguments["tone"] == "loud" else 1) / (math.e**2 + 1)), 0]
+            [math.log((math.e**4 if made.arguments["tone"] == "loud" else 1) / (math.e**4 + 1)), 0]
             if row == 1
             else [-math.log(2), 0]
         )
     if made.tool == "convert":
         unit = (
-            math.log((math.e**2 if made.arguments["unit"] == "mile" else 1) / (math.e**2 + 1))
+            math.log((math.e**4 if made.arguments["unit"] == "mile" else 1) / (math.e**4 + 1))
             if row == 2
             else -math.log(2)
         )
@@ -126,7 +126,7 @@ def test_log_probs_equal_the_documented_formula() -> None:
 
     def values(*texts: str) -> Tensor:
         contained = torch.tensor([float(text.startswith("mile")) for text in texts])
-        return (with_own_feature(texts, encoder(texts), 3.0) @ value_query + 2 * contained).log_softmax(0)
+        return (with_own_feature(texts, encoder(texts), 3.0) @ value_query + 4 * contained).log_softmax(0)
 
     units, exact = values("mile unit", "foot unit"), values("false exact", "true exact", "left out exact")
     expected = torch.stack([logits.log_softmax(0)[2], units[1], exact[2]])
@@ -173,7 +173,7 @@ def test_the_entropy_of_each_step_equals_hand_worked_values() -> None:
     ).entropy
     log = math.log
     tools = torch.distributions.Categorical(logits=untrained(TEXTS[:3])).entropy().tolist()
-    mile = math.e**2 / (math.e**2 + 1)  # the text contains "miles"
+    mile = math.e**4 / (math.e**4 + 1)  # the text contains "miles"
     of_unit = -mile * log(mile) - (1 - mile) * log(1 - mile)
     expected = torch.tensor([[tools[0], 0, 0], [tools[1], log(2), log(3)], [tools[2], of_unit, log(3)]])
     torch.testing.assert_close(entropy, expected, rtol=0, atol=1e-6)
