@@ -277,9 +277,11 @@ def _daemon() -> int:
     reader, writer = os.pipe()
     if os.fork() == 0:
         os.setsid()
-        if os.fork() == 0:
-            os.write(writer, struct.pack("i", os.getpid()))
+        daemon = os.fork()
+        if daemon == 0:
             time.sleep(60)
+        else:  # the daemon might be killed before it can write
+            os.write(writer, struct.pack("i", daemon))
         os._exit(0)
     os.wait()
     return int(struct.unpack("i", os.read(reader, 4))[0])
@@ -289,6 +291,23 @@ def _stranger() -> int:
     """A process that becomes the child of another process than the worker."""
     ctypes.CDLL(None).prctl(36, 0)  # PR_SET_CHILD_SUBREAPER
     return _daemon()
+
+
+def _forked_worker() -> str:
+    """The child of a fork returns, too."""
+    child = os.fork()
+    if child == 0:
+        return "child"
+    os.waitpid(child, 0)
+    return "parent"
+
+
+def _forked_worker_that_raises() -> str:
+    child = os.fork()
+    if child == 0:
+        raise RuntimeError("child")
+    os.waitpid(child, 0)
+    return "parent"
 
 
 def _background_child() -> int:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .confinement.process import LINUX, children
+from .confinement.process import LINUX, adopts_orphans, children
 
 LENGTH = struct.Struct(">I")
 TOKEN_BYTES = 8
@@ -112,6 +112,7 @@ class Worker:
 
     def serve(self) -> None:
         """Answer requests until the socket is closed."""
+        process = os.getpid()
         with contextlib.suppress(EOFError):
             while True:
                 request = receive(self.answers)
@@ -121,6 +122,8 @@ class Worker:
                     content = self._call(*json.loads(request[TOKEN_BYTES:]))
                 except CallError as error:
                     flags, content = 0, json.dumps(error.args).encode()
+                if os.getpid() != process:  # the call has forked, and its child went on like a worker
+                    os._exit(0)
                 flags |= 0 if self._tidy() else RETIRE
                 send(self.answers, request[:TOKEN_BYTES] + bytes([flags]) + content)
 
@@ -152,6 +155,8 @@ class Worker:
 
     def _tidy(self) -> bool:
         """Restore the process state from before the call. Returns whether that succeeded."""
+        if not adopts_orphans():  # the processes that the call left would count for this user until the worker ends
+            return False
         try:
             self._end_children()
             os.umask(0o007)

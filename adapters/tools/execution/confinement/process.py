@@ -1,6 +1,7 @@
 """What every kind of confinement shares: the workers' users, and the limits of one process."""
 
 import ctypes
+import functools
 import os
 import signal
 import struct
@@ -10,6 +11,7 @@ from typing import Any
 
 LINUX = sys.platform == "linux"
 NUM_UIDS = 1000
+PR_GET_CHILD_SUBREAPER = 37
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 
 _CAPABILITIES = {"CAP_CHOWN": 0, "CAP_KILL": 5, "CAP_SETGID": 6, "CAP_SETUID": 7}
@@ -35,8 +37,16 @@ def prctl(option: int, value: int) -> str | None:
     """Call Linux's `prctl`. Returns the reason if it failed, otherwise None."""
     if not LINUX:
         return "only Linux can"
-    libc = ctypes.CDLL(None, use_errno=True)
-    return os.strerror(ctypes.get_errno()) if libc.prctl(option, value, 0, 0, 0) else None
+    return os.strerror(ctypes.get_errno()) if _libc().prctl(option, value, 0, 0, 0) else None
+
+
+def adopts_orphans() -> bool:
+    """Whether this process still becomes the parent of its children's children when their parents end."""
+    if not LINUX:
+        return True
+    flag = ctypes.c_int()
+    _libc().prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(flag), 0, 0, 0)
+    return bool(flag.value)
 
 
 def take_user(user: tuple[int, int]) -> None:
@@ -50,7 +60,7 @@ def take_user(user: tuple[int, int]) -> None:
 def drop_privileges() -> list[str]:
     """Give up all capabilities for ever, adopt orphans, and end with the parent process. Returns what did not work."""
     if LINUX:  # a worker that stays root, or was started with some, could read every process
-        ctypes.CDLL(None).capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))
+        _libc().capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))
     settings = ((PR_SET_NO_NEW_PRIVS, 1), (PR_SET_CHILD_SUBREAPER, 1), (PR_SET_PDEATHSIG, signal.SIGKILL))
     reasons = [(option, prctl(option, value)) for option, value in settings]
     return [f"prctl({option}) does not work ({reason})" for option, reason in reasons if reason is not None]
@@ -78,6 +88,11 @@ def children() -> list[int]:
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     except OSError:  # not Linux, or a kernel without this list
         return []
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def _status(field: str) -> str:

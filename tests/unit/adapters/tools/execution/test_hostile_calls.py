@@ -269,6 +269,7 @@ KINDS: dict[str, list[Case]] = {
         *_misbehaving((10).__eq__, "zombies"),
         *_misbehaving(None, "daemon", "background_child"),
         *_misbehaving(None, "stranger", own_user=True),
+        *_misbehaving("parent".__eq__, "forked_worker", "forked_worker_that_raises"),
         *_misbehaving(
             "left".__eq__, "thread_left", "raw_thread_left", "late_writer", "late_raw_thread", "late_process", "late_hook",
             "late_garbage", "late_error",
@@ -374,6 +375,17 @@ def test_each_hostile_call_ends_as_required_and_harms_no_other_call(
         return len(below) <= 4 + (confinement == "bubblewrap") and "Z" not in states
 
     assert soon(at_rest)
+
+
+@pytest.mark.skipif(
+    not OWN_USERS, reason="the number of processes is limited only for workers with user ids of their own"
+)
+def test_processes_that_leave_their_worker_do_not_use_up_its_processes() -> None:
+    """LIMITS allows 16. Each of these calls leaves a process behind, which is no child of its worker."""
+    catalogue = ToolCatalogue([CATALOGUE["misbehave"]])
+    with ToolExecutor(catalogue, num_workers=1, limits=LIMITS, confinement="user") as executor:
+        results = executor.run([ToolCall(tool="misbehave", arguments={"how": "stranger"})] * 20)
+    assert [result.error for result in results] == [None] * 20
 
 
 @pytest.mark.parametrize("confinement", CONFINEMENTS)

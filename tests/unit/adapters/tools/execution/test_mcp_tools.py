@@ -239,7 +239,7 @@ def test_a_policy_learns_which_tool_of_a_server_to_call(tools: dict[str, Tool]) 
     """Five tools, one with two decisions: 1 in 5 is right by chance, and 1 in 10 for the colour."""
     catalogue = catalogue_of(tools, "add", "weather", "paint", "refuse", "picture")
     answers = {
-        "two numbers: 1, 2": "3",
+        "their sum, please": "3",
         "how warm is it in Oslo": {"city": "Oslo", "degrees": 20.0},
         "a blue door": "dark blue, plain",
     }
