@@ -240,6 +240,12 @@ class ToolCatalogue(Mapping[str, Tool]):
         """`Tool.choices` of each tool by name."""
         return {name: tool.choices for name, tool in self.items()}
 
+    @functools.cached_property
+    def value_places(self) -> Mapping[str, int]:
+        """The distinct texts of all enumerated values, numbered in order of first appearance."""
+        texts = dict.fromkeys(text for of in self.choices.values() for choice in of for text in choice.texts)
+        return {text: place for place, text in enumerate(texts)}
+
     def decisions(self, call: ToolCall | None) -> tuple[tuple[Any, ...], ...]:
         """What a policy decides of a call: the tool, then each enumerated value as (tool, parameter, index of the value).
 

@@ -21,13 +21,13 @@ class RewardRegression:
     """Logistic regression of the reward on the request and the call. An instance is a function: logs -> estimate.
 
         q(x, a) = low + (high - low) sigmoid(b + sum over the decisions j of a of z[j])
-        z[j]    = x . u[j] + s4 [x contains j]                                      for a parameter value j
-        z[j]    = x . u[j] + x . (V e[j]) + 3 s1 cos(x, e[j]) + s2 named + s3 filled    for a tool j
+        z[j]    = x . u[j] + s4 [x contains j]                                                  for a parameter value j
+        z[j]    = x . u[j] + x . (V e[j]) + 3 s1 cos(x, e[j]) + s2 named(x, j) + s3 filled(x, j)    for a tool j
 
     x is the request's vector with a constant appended, e[j] the vector of the tool's name and description, and cos is taken
     after the means over all requests and all tools are subtracted. `named` and `filled` count what the request contains, as in
-    `ToolSelectionPolicy`. u, V, s and b are fitted. u gives each decision weights of its own; V and s carry what is learned
-    over to tools that were rarely logged. `low` and `high` are the least and the largest logged reward.
+    `ToolSelectionPolicy`. u, V, b and s1 to s4 are fitted. u gives each decision weights of its own; V and s carry what is
+    learned over to tools that were rarely logged. `low` and `high` are the least and the largest logged reward.
 
     Args:
         catalogue: The tools.
@@ -62,9 +62,8 @@ class RewardRegression:
         self._number: Mapping[tuple[Any, ...], int] = {
             one: i for i, one in enumerate([*((name,) for name in catalogue), *text_of])
         }
-        place = {text: i for i, text in enumerate(dict.fromkeys(text_of.values()))}
-        self._evidence = Evidence(list(catalogue.values()), list(place))
-        self._place_of_values = [place[text] for text in text_of.values()]
+        self._evidence = Evidence(catalogue)
+        self._place_of_values = [catalogue.value_places[text] for text in text_of.values()]
 
     def __call__(self, logs: Sequence[ToolSample]) -> Estimate:
         """Fit the regression."""
@@ -112,7 +111,7 @@ class RewardRegression:
         return found
 
     def _features(self, states: Sequence[Any], mean: Float[Tensor, " F"]) -> tuple[Tensor, Tensor]:
-        """x with a constant appended, [N, F + 1], and what s weighs, [N, J, 4]."""
+        """x with a constant appended, [N, F + 1], and what s1 to s4 weigh, [N, J, 4]."""
         vectors = self._vectors(states)
         shared, num_tools = torch.zeros(len(states), len(self._number), 4), len(self.catalogue)
         if self.encoder is not None:

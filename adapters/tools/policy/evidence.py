@@ -1,6 +1,6 @@
 """Values in a request as evidence for the tools that take them.
 
-Axes: those of `menu.py`, and B requests.
+Axes: B requests, K tools, C value texts.
 """
 
 import re
@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adapters.tools.catalogue.tools import Tool
+from adapters.tools.catalogue.tools import ToolCatalogue
 
 from .encoders import TextCache
 from .fill import MAX_CHARACTERS, find_values, kind_taken
@@ -31,36 +31,36 @@ class Reading(NamedTuple):
     counts: list[int]
     """Number of values of each kind."""
     values: list[int]
-    """Indices of the value texts whose values the request contains."""
+    """`value_places` of the values that the request contains."""
     tools: list[int]
     """For each of these values, and each tool that enumerates it, the index of the tool."""
 
 
 class Evidence:
-    """Reads requests for a list of tools.
+    """Reads requests for the tools of a catalogue.
 
         named(x, k)  = number of enumerated values of tool k that request x contains
         filled(x, k) = sum over the kinds of values of min(n, p) - max(r - n, 0)
 
-    n is the number of values of the kind in x, p the number of free parameters of k that take them, and r the number of the
-    required ones among these.
+    The kinds are numbers, dates and texts. n is the number of values of the kind in x, p the number of free parameters of k
+    that take such values, and r the number of required parameters among those p.
     """
 
-    def __init__(self, tools: Sequence[Tool], value_texts: Sequence[str]) -> None:
-        self.num_values = len(value_texts)
-        place = {text: i for i, text in enumerate(value_texts)}
-        self._parameters = torch.zeros(len(tools), len(KINDS))
-        self._required = torch.zeros(len(tools), len(KINDS))
+    def __init__(self, catalogue: ToolCatalogue) -> None:
+        place = catalogue.value_places
+        self._num_values = len(place)
+        self._parameters = torch.zeros(len(catalogue), len(KINDS))
+        self._required = torch.zeros(len(catalogue), len(KINDS))
         self._values: defaultdict[tuple[str, ...], set[int]] = defaultdict(set)
         self._tools: defaultdict[int, list[int]] = defaultdict(list)
-        for row, tool in enumerate(tools):
+        for row, (tool_name, tool) in enumerate(catalogue.items()):
             required = tool.required_free
             for name in tool.free_parameters:
                 kind = kind_taken(name, tool.properties.get(name, {}))
                 if kind is not None:
                     self._parameters[row, KINDS.index(kind)] += 1
                     self._required[row, KINDS.index(kind)] += name in required
-            for choice in tool.choices:
+            for choice in catalogue.choices[tool_name]:
                 for value, text in zip(choice.values, choice.texts, strict=True):
                     words = _words(value) if isinstance(value, str) else ()
                     if sum(map(len, words)) >= MIN_CHARACTERS:
@@ -73,7 +73,7 @@ class Evidence:
         """`named` and `filled` of each tool, and for each value text 1 if the request contains its value, otherwise 0."""
         readings = self._read(texts)
         named = _counted([reading.tools for reading in readings], len(self._required))
-        contained = _counted([reading.values for reading in readings], self.num_values)
+        contained = _counted([reading.values for reading in readings], self._num_values)
         counts = torch.tensor([reading.counts for reading in readings], dtype=torch.float32).view(-1, 1, len(KINDS))
         filled = torch.minimum(counts, self._parameters) - (self._required - counts).clamp(min=0)
         return named, filled.sum(2), contained

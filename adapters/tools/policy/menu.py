@@ -36,7 +36,7 @@ class Menu(nn.Module):
     value_vectors: Tensor
     """Encoded text of each distinct value, [C, D]."""
     values: Tensor
-    """Index into `value_texts` of each value, [K, J, V], and -1 at padding."""
+    """`value_places` of each value, [K, J, V], and -1 at padding."""
     offsets: Tensor
     """c_k of each tool, [K]."""
 
@@ -55,11 +55,11 @@ class Menu(nn.Module):
         """Replace the tools."""
         self.catalogue, self.tools = catalogue, list(catalogue.values())
         self.position = {name: place for place, name in enumerate(catalogue)}
-        self.choices = [tool.choices for tool in self.tools]
+        self.choices = list(catalogue.choices.values())
         self._given = [(tool.free_parameters, tool.constants, tool.required_free) for tool in self.tools]
         every_choice = [choice for of in self.choices for choice in of]
-        self.value_texts = texts = list(dict.fromkeys(text for choice in every_choice for text in choice.texts))
-        place = {text: i for i, text in enumerate(texts)}
+        place = catalogue.value_places
+        texts = list(place)
         num_values = max((len(choice.texts) for choice in every_choice), default=0)
         values = torch.full((len(self.tools), max(map(len, self.choices)), num_values), -1)
         for row, of in zip(values, self.choices, strict=True):
@@ -69,7 +69,7 @@ class Menu(nn.Module):
         self.tool_vectors = self.encoder([tool.text for tool in self.tools]).to(self.offsets)
         of_values = with_own_feature(texts, self.encoder(texts)) if texts else self.tool_vectors[:0]
         self.value_vectors = of_values.to(self.offsets)
-        self.evidence = Evidence(self.tools, texts)
+        self.evidence = Evidence(catalogue)
         self.set_offsets(self.offset_of)
 
     def set_offsets(self, offset_of: Mapping[str, float]) -> None:

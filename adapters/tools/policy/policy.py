@@ -39,11 +39,12 @@ class ToolSelectionPolicy(nn.Module):
         logit(tool k) = e(text of k) . (W h(x) + b + 20 s x) + 4 t1 named(x, k) + 4 t2 filled(x, k) + c_k
         logit(value v of a parameter) = e'(v) . (W' h(x) + b' + s' x) + 4 [x contains v]
 
-    h is the identity or a network. The terms with s and t, and the last one, exist only if states are texts. Those with s
-    compare a request with a description. The others count what the request contains: values that the tool enumerates, and as
-    many numbers, dates and texts as its parameters take (`Evidence`). s and t1 start at 1/2, t2 at 0.15, and all other weights
-    at 0: an untrained policy prefers the tool whose text is most similar to the request and whose parameters fit it. No weight
-    belongs to a single tool, so the policy generalises to added tools. c_k is 0, except for these after `calibrate`.
+    h is the identity or a network. The terms with s, s', t1 and t2, and the bonus of 4, exist only if states are texts. s and s'
+    weigh the similarity of the request to a description. named(x, k) is the number of tool k's enumerated values that x
+    contains. filled(x, k) says how well the numbers, dates and texts in x match k's other parameters (`Evidence` has its
+    formula). s and t1 start at 1/2, t2 at 0.15, and all other weights at 0: an untrained policy prefers a tool that is similar
+    to the request and whose parameters match it. No weight belongs to a single tool, so the policy generalises to added tools.
+    c_k is 0, except for added tools after `calibrate`.
 
     Scope: one call per request. The policy decides the tool, then each enumerated parameter (`ParameterChoices`), in the
     schema's order. `fill` gives the other parameters. Unavailable tools have probability 0 and no gradient.

@@ -31,14 +31,18 @@ def scan(device: Literal["jazz drive", "morning", "new_york"], options: dict[str
 
 
 TOOLS = [Tool.from_function(function) for function in (play, remind, scan)]
-PLACE = {text: place for place, text in enumerate(dict.fromkeys(t for o in TOOLS for c in o.choices for t in c.texts))}
-EVIDENCE = Evidence(TOOLS, list(PLACE))
+OWN = ToolCatalogue(TOOLS)
+EVIDENCE = Evidence(OWN)
 
 
 def read(text: str) -> tuple[list[float], list[float], set[str]]:
     """`named`, `filled`, and the value texts that the request contains."""
     named, filled, contained = EVIDENCE([text])
-    return named[0].tolist(), filled[0].tolist(), {value for value, place in PLACE.items() if contained[0, place]}
+    return (
+        named[0].tolist(),
+        filled[0].tolist(),
+        {value for value, place in OWN.value_places.items() if contained[0, place]},
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,13 +88,13 @@ def test_parameters_that_the_values_of_a_request_fill(text: str, filled: list[fl
 
 
 def test_each_request_is_read_alone_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    evidence, texts = Evidence(TOOLS, list(PLACE)), ["some jazz", "3 and 4", "hip hop in the morning"]
+    evidence, texts = Evidence(OWN), ["some jazz", "3 and 4", "hip hop in the morning"]
     together = evidence(texts)
     monkeypatch.setattr(evidence, "_readings", None)
     for row, text in enumerate(texts):
         for part, alone in zip(together, evidence([text]), strict=True):
             assert torch.equal(part[row], alone[0])
-    assert [part.shape for part in evidence([])] == [(0, 3), (0, 3), (0, len(PLACE))]
+    assert [part.shape for part in evidence([])] == [(0, 3), (0, 3), (0, len(OWN.value_places))]
 
 
 def test_only_the_start_of_a_long_request_is_read() -> None:

@@ -42,7 +42,13 @@ def call(name: str, **arguments: object) -> ToolCall:
 
 def test_the_tables_of_a_small_catalogue_equal_hand_worked_ones() -> None:
     # "mile unit" belongs to two tools and is listed once
-    assert MENU.value_texts == ["mile unit", "foot unit", "false exact", "true exact", "left out exact"]
+    assert list(MENU.catalogue.value_places) == [
+        "mile unit",
+        "foot unit",
+        "false exact",
+        "true exact",
+        "left out exact",
+    ]
     assert MENU.values.tolist() == [
         [[-1, -1, -1], [-1, -1, -1]],
         [[0, 1, -1], [2, 3, 4]],
@@ -52,7 +58,7 @@ def test_the_tables_of_a_small_catalogue_equal_hand_worked_ones() -> None:
 
 def test_a_catalogue_without_decisions_has_tables_without_columns() -> None:
     menu = Menu(CATALOGUE.without("convert", "measure"), HashingEncoder(8))
-    assert menu.value_texts == []
+    assert menu.catalogue.value_places == {}
     assert menu.values.shape == (1, 0, 0)
     assert menu.value_vectors.shape == (0, 8)
     assert menu.steps_of([call("ping"), call("ping")]).tolist() == [[0], [0]]

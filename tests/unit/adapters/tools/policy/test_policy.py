@@ -398,7 +398,7 @@ def gradient_of_vectors(made: Any, states: Sequence[Any], calls: Sequence[ToolCa
 def test_values_of_other_tools_get_exactly_no_gradient() -> None:
     made = policy()
     _, values = gradient_of_vectors(made, TEXTS[:2], [call("convert", unit="mile", exact=True), call("ping")])
-    texts = made.menu.value_texts
+    texts = list(made.catalogue.value_places)
     of_convert = [text.endswith((" unit", " exact")) for text in texts]
     assert sum(of_convert) == 5
     assert sum(not of for of in of_convert) == 3
