@@ -23,8 +23,8 @@ EVIDENCE_GAIN = 4.0
 """Factor of the weights t1 and t2 in the tool logits, for the same reason."""
 
 CONTAINED = 4.0
-"""Bonus in the logit of a value that the request contains. It is not trained: as a weight it grew to 12, and then a value that the
-request only mentions won against the value that is meant."""
+"""Bonus in the logit of a value that the request contains. It is not trained: as a weight it grew to 12, and then a value that
+the request only mentions won against the value that is meant."""
 
 ROWS_AT_ONCE = 4
 """Rows are padded to a multiple of this number, because a CPU sums a matrix product of 1 to 3 rows in another order."""

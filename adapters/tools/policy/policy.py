@@ -39,8 +39,8 @@ class ToolSelectionPolicy(nn.Module):
         logit(tool k) = e(text of k) . (W h(x) + b + 20 s x) + 4 t1 named(x, k) + 4 t2 filled(x, k) + c_k
         logit(value v of a parameter) = e'(v) . (W' h(x) + b' + s' x) + 4 [x contains v]
 
-    h is the identity or a network. The terms with s, s', t1 and t2, and the bonus of 4, exist only if states are texts. s and s'
-    weigh the similarity of the request to a description. named(x, k) is the number of tool k's enumerated values that x
+    h is the identity or a network. The terms with s, s', t1 and t2, and the bonus of 4, exist only if states are texts. s and
+    s' weigh the similarity of the request to a description. named(x, k) is the number of tool k's enumerated values that x
     contains. filled(x, k) says how well the numbers, dates and texts in x match k's other parameters (`Evidence` has its
     formula). s and t1 start at 1/2, t2 at 0.15, and all other weights at 0: an untrained policy prefers a tool that is similar
     to the request and whose parameters match it. No weight belongs to a single tool, so the policy generalises to added tools.
