@@ -21,8 +21,8 @@ from adapters.tools import (
 )
 from adapters.tools.catalogue.tools import ABSENT, ParameterChoices, Tool
 from adapters.tools.learning.rewards import RIGHT_TOOL, RunsCalls, call_key
-from adapters.tools.policy.encoders import CachedEncoder
 from adapters.tools.policy.menu import Menu
+from adapters.tools.text.encoders import CachedEncoder
 
 BASELINE_STEP = 0.1
 """Step size of REINFORCE's running mean and mean square, per update."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from adapters.tools import Tool, ToolCall
-from adapters.tools.policy.fill import fill_from_request, find_values
+from adapters.tools.text.fill import fill_from_request, find_values
 from benchmarks._bfcl import Question, allows, is_right, questions, split, standard_text
 
 PARTS = ("train", "validation", "held_out")

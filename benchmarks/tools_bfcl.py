@@ -31,7 +31,7 @@ from adapters.tools import (
     ToolSelectionPolicy,
     fill_from_request,
 )
-from adapters.tools.policy.encoders import Encoder
+from adapters.tools.text.encoders import Encoder
 from benchmarks._bfcl import (
     Question,
     catalogue_of,

@@ -68,10 +68,10 @@ from .learning.rewards import (
 from .learning.sample_batches import batch_from_groups, groups_from_batch
 from .learning.tasks import TaskError, ToolTask, load_tasks, save_tasks, split_tasks
 from .policy.distribution import Prediction
-from .policy.encoders import HashingEncoder
-from .policy.fill import fill_from_request
-from .policy.fitted import FittedEncoder, JoinedEncoder
 from .policy.policy import ToolSelectionPolicy
+from .text.encoders import HashingEncoder
+from .text.fill import fill_from_request
+from .text.fitted import FittedEncoder, JoinedEncoder
 
 if TYPE_CHECKING:
     from .execution.commands import Command, CommandFailedError

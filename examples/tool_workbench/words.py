@@ -3,7 +3,7 @@
 import re
 
 from adapters.tools import Tool
-from adapters.tools.policy.encoders import STOP_WORDS
+from adapters.tools.text.encoders import STOP_WORDS
 
 
 def words(text: str) -> list[str]:

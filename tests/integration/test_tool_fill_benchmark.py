@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adapters.tools import Tool
-from adapters.tools.policy.fill import fill_from_request
+from adapters.tools.text.fill import fill_from_request
 from benchmarks import tool_fill
 from benchmarks._bfcl import Question, questions, split
 

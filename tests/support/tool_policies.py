@@ -7,8 +7,8 @@ import torch
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.learning.tasks import ToolTask
-from adapters.tools.policy.encoders import HashingEncoder
 from adapters.tools.policy.policy import ToolSelectionPolicy
+from adapters.tools.text.encoders import HashingEncoder
 
 
 def ping() -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import ToolCatalogue
-from adapters.tools.policy.evidence import Evidence
+from adapters.tools.text.evidence import Evidence
 from grpo.errors import ConfigError
 from grpo.logs import Estimate, key_of
 

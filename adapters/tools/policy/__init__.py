@@ -1,1 +1,1 @@
-"""The policy that chooses tools, and its text encoders."""
+"""The policy that chooses tools."""

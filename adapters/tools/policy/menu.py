@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import ABSENT, Tool, ToolCatalogue
+from adapters.tools.text.encoders import with_own_feature
+from adapters.tools.text.evidence import Evidence
 from grpo.errors import ContractError, GRPOWarning
-
-from .encoders import with_own_feature
-from .evidence import Evidence
 
 Fill: TypeAlias = Callable[[Any, Tool], Mapping[str, Any]]
 """Maps a state and a tool to values of the tool's parameters."""

@@ -15,13 +15,13 @@ from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.inputs import require_real, require_type, require_whole
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.learning.tasks import ToolTask
+from adapters.tools.text.encoders import CachedEncoder, Encoder, HashingEncoder
+from adapters.tools.text.fill import fill_from_request
 from grpo.errors import ConfigError, ContractError, GRPOWarning
 from grpo.types import ActionScores, SampledActions
 from grpo.writing import require_rows
 
 from .distribution import CallDistribution, Prediction, ToolNetwork, best_threshold, offset_of_added
-from .encoders import CachedEncoder, Encoder, HashingEncoder
-from .fill import fill_from_request
 from .menu import Fill, Menu
 from .saved import load_policy, save_policy
 

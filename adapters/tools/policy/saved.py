@@ -9,9 +9,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from adapters.tools.catalogue.tools import ToolCatalogue
+from adapters.tools.text.fitted import HasFit
 from grpo.errors import ConfigError
-
-from .fitted import HasFit
 
 if TYPE_CHECKING:
     from .policy import ToolSelectionPolicy

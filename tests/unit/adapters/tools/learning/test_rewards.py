@@ -22,8 +22,8 @@ from adapters.tools.learning.rewards import (
     standard_rewards,
 )
 from adapters.tools.learning.tasks import ToolTask
-from adapters.tools.policy.encoders import HashingEncoder
 from adapters.tools.policy.policy import ToolSelectionPolicy
+from adapters.tools.text.encoders import HashingEncoder
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.checks import check_reward_model
 from grpo.errors import ConfigError, ContractError, RewardError

@@ -6,8 +6,8 @@ import torch
 from adapters.tools.catalogue.calls import ToolCall, ToolResult
 from adapters.tools.errors import WorkerLostError
 from adapters.tools.learning.rewards import ToolRewards, executed, right_tool
-from adapters.tools.policy.encoders import HashingEncoder
 from adapters.tools.policy.policy import ToolSelectionPolicy
+from adapters.tools.text.encoders import HashingEncoder
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError
 from tests.unit.adapters.tools.learning.test_rewards import CATALOGUE, FAILED, OK, SHUFFLE, SORT, Answers, call

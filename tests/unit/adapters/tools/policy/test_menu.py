@@ -5,9 +5,9 @@ import torch
 
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
-from adapters.tools.policy.encoders import HashingEncoder
 from adapters.tools.policy.menu import Menu
 from adapters.tools.policy.policy import ToolSelectionPolicy
+from adapters.tools.text.encoders import HashingEncoder
 from grpo.errors import GRPOWarning
 
 UNIT = {"enum": ["mile", "foot"]}

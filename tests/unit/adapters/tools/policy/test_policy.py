@@ -12,7 +12,7 @@ from torch import Tensor
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.policy.distribution import CallDistribution
-from adapters.tools.policy.encoders import HashingEncoder, with_own_feature
+from adapters.tools.text.encoders import HashingEncoder, with_own_feature
 from grpo.checks import check_policy
 from grpo.errors import ConfigError, ContractError
 from grpo.types import ActionScores

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
-from adapters.tools.policy.encoders import HashingEncoder
 from adapters.tools.policy.policy import ToolSelectionPolicy
+from adapters.tools.text.encoders import HashingEncoder
 from grpo.checks import check_policy
 from grpo.errors import ConfigError, ContractError
 from tests.support.tool_policies import (

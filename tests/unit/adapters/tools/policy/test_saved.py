@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from adapters.tools.catalogue.tools import Tool
-from adapters.tools.policy.encoders import HashingEncoder
-from adapters.tools.policy.fitted import FittedEncoder, JoinedEncoder
 from adapters.tools.policy.policy import ToolSelectionPolicy
+from adapters.tools.text.encoders import HashingEncoder
+from adapters.tools.text.fitted import FittedEncoder, JoinedEncoder
 from grpo.errors import ConfigError
 from tests.support.tool_policies import (
     CATALOGUE,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from adapters.tools.policy.encoders import HashingEncoder
-from adapters.tools.policy.fitted import FittedEncoder, JoinedEncoder
+from adapters.tools.text.encoders import HashingEncoder
+from adapters.tools.text.fitted import FittedEncoder, JoinedEncoder
 from grpo.errors import ConfigError
 
 TEXTS = [

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
-from adapters.tools.policy.encoders import HashingEncoder
-from adapters.tools.policy.evidence import Evidence
 from adapters.tools.policy.menu import Menu
 from adapters.tools.policy.policy import ToolSelectionPolicy
+from adapters.tools.text.encoders import HashingEncoder
+from adapters.tools.text.evidence import Evidence
 from tests.support.tool_policies import CATALOGUE, TEXTS, policy
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.tools.policy.encoders import CachedEncoder, HashingEncoder, with_own_feature
+from adapters.tools.text.encoders import CachedEncoder, HashingEncoder, with_own_feature
 from examples.tool_workbench import workbench_catalogue
 from grpo.errors import ConfigError, ContractError
 

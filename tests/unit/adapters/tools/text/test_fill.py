@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.tools import Tool, ToolTask
-from adapters.tools.policy.fill import MAX_CHARACTERS, fill_from_request
+from adapters.tools.text.fill import MAX_CHARACTERS, fill_from_request
 
 NUMBER, INTEGER, TEXT = {"type": "number"}, {"type": "integer"}, {"type": "string"}
 NUMBERS, TEXTS = {"type": "array", "items": NUMBER}, {"type": "array", "items": TEXT}

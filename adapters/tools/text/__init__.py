@@ -1,0 +1,1 @@
+"""What texts say: their vectors, and the values that a request contains."""
