@@ -77,7 +77,7 @@ CASES = {
 }
 TINY = {"tiny": Case(prompt=8, completion=4, group=2, rows=4)}
 """A small case to check that the benchmark runs."""
-CUDA_CASES = {"gpu": Case(prompt=1024, completion=512, group=16, rows=64)}
+CUDA_CASES = {"gpu": Case(prompt=512, completion=256, group=8, rows=16)}
 
 
 def make_model(case: Case, device: str, **changes: Any) -> Qwen3ForCausalLM:
