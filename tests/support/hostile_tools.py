@@ -160,6 +160,20 @@ def _raise_without_message() -> None:
     raise Silent
 
 
+class _Unsliceable(str):
+    def __getitem__(self, key: object) -> str:
+        raise RuntimeError
+
+
+class OddlySaidError(Exception):
+    def __str__(self) -> str:
+        return _Unsliceable("odd")
+
+
+def _raise_odd_message() -> None:
+    raise OddlySaidError
+
+
 def _raise_long() -> None:
     raise ValueError("x" * 10_000_000)
 

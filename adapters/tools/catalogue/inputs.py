@@ -1,10 +1,13 @@
 """Checks of constructor arguments."""
 
 import math
+from collections.abc import Iterable
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo.errors import ConfigError
+
+_T = TypeVar("_T")
 
 
 def require_whole(owner: str, **values: Any) -> None:
@@ -34,3 +37,12 @@ def require_type(owner: str, kind: type | tuple[type, ...], what: str, **values:
     for name, value in values.items():
         if not isinstance(value, kind):
             raise ConfigError(f"{owner}.{name} must be {what}; got {value!r:.100}.")
+
+
+def require_each(what: str, kind: type[_T], values: Any) -> list[_T]:
+    """The values as a list. Raises a ConfigError that begins with `what`, unless they are a list of instances of `kind`."""
+    is_list = isinstance(values, Iterable) and not isinstance(values, str)
+    listed = list(values) if is_list else []
+    for wrong in [value for value in listed if not isinstance(value, kind)] if is_list else [values]:
+        raise ConfigError(f"{what} must be a list of {kind.__name__} objects; got {wrong!r:.200}.")
+    return listed

@@ -16,7 +16,7 @@ from grpo.errors import ConfigError
 
 from .annotations import schema_of
 from .calls import ToolCall, plain_name, same_json
-from .inputs import is_finite, require_type
+from .inputs import is_finite, require_each, require_type
 from .schemas import plain_schema
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
@@ -203,10 +203,7 @@ class ToolCatalogue(Mapping[str, Tool]):
     """
 
     def __init__(self, tools: Iterable[Tool]) -> None:
-        require_type("ToolCatalogue", Iterable, "a list of Tools", tools=tools)
-        listed = list(tools)
-        for tool in listed:
-            require_type("ToolCatalogue", Tool, "a list of Tools", tools=tool)
+        listed = require_each("ToolCatalogue.tools", Tool, tools)
         if not listed:
             raise ConfigError("ToolCatalogue.tools must have at least one tool; got none.")
         self._tools = {tool.name: tool for tool in listed}

@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 from adapters.tools.catalogue.arguments import ArgumentChecker, RefusedArgumentsError, bounded_text, encode_arguments
 from adapters.tools.catalogue.calls import ToolCall, ToolResult, plain_name
-from adapters.tools.catalogue.inputs import is_finite, require_whole
+from adapters.tools.catalogue.inputs import is_finite, require_each, require_whole
 from adapters.tools.catalogue.schemas import names_path_format, slow_keyword
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import ToolError, ToolNotAllowedError, UnknownToolError
@@ -236,10 +236,7 @@ class ToolExecutor:
             raise ConfigError(
                 "ToolExecutor belongs to the process that created it. Create another executor after a fork."
             )
-        if isinstance(calls, ToolCall) or not all(isinstance(call, ToolCall) for call in calls):
-            raise ConfigError(
-                f"ToolExecutor.run needs a list of ToolCalls, without None for no call; got {calls!r:.200}."
-            )
+        calls = require_each("ToolExecutor.run: calls, without None for no call,", ToolCall, calls)
         named: list[Any] = [None] * len(calls) if folders is None else list(folders)
         if len(named) != len(calls) or not all(
             name is None or (isinstance(name, str) and _FOLDER.fullmatch(name)) for name in named
@@ -261,7 +258,8 @@ class ToolExecutor:
         name = plain_name(call.tool)
         if name is None or name not in self._catalogue:
             shown = bounded_text(call.tool if name is None else name, 100)
-            return UnknownToolError(f"{shown} must be a tool of the catalogue.")
+            advice = "Tools that a policy adds later need another executor"
+            return UnknownToolError(f"{shown} must be a tool of the executor's catalogue. {advice}.")
         if name not in self._allowed:
             return ToolNotAllowedError(f"{name} must be one of the allowed tools.")
         return self._catalogue[name]

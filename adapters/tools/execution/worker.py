@@ -269,6 +269,6 @@ def described(error: BaseException) -> str:
 def message_of(error: BaseException) -> str:
     """Message of an error, of bounded length."""
     try:
-        return str(error)[:_MAX_MESSAGE]
+        return str.__getitem__(str(error), slice(_MAX_MESSAGE))  # a str, also of a subclass that has its own slices
     except BaseException as another:
         return f"(its message raised {type(another).__name__[:_MAX_MESSAGE]})"

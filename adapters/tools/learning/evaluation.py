@@ -15,6 +15,7 @@ import referencing
 
 from adapters.tools.catalogue.arguments import json_arguments
 from adapters.tools.catalogue.calls import ToolCall, same_json
+from adapters.tools.catalogue.inputs import require_each
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from grpo.errors import ConfigError
 
@@ -147,9 +148,9 @@ def evaluate_tools(policy: PredictsCalls, tasks: Sequence[ToolTask], catalogue: 
         catalogue: Catalogue that holds the tasks' tools.
 
     Raises:
-        ConfigError: There is no task, or the catalogue lacks a tool of a task.
+        ConfigError: `tasks` is no list of tasks, or empty, or the catalogue lacks a tool of a task.
     """
-    if not tasks:
+    if not require_each("evaluate_tools: tasks", ToolTask, tasks):
         raise ConfigError("evaluate_tools needs at least one task; got none.")
     category_of = {name: tool.category for name, tool in catalogue.items()} | {NO_TOOL: NO_TOOL, UNKNOWN: UNKNOWN}
     rows: list[Row] = []

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from adapters.tools.catalogue.calls import ToolCall
+from adapters.tools.catalogue.inputs import require_each, require_type
 from adapters.tools.catalogue.tools import ToolCatalogue
 from adapters.tools.text.evidence import Evidence
 from grpo.errors import ConfigError
@@ -50,6 +51,7 @@ class RewardRegression:
         *,
         ridge: float = 0.03,
     ) -> None:
+        require_type("RewardRegression", ToolCatalogue, "a ToolCatalogue", catalogue=catalogue)
         if not ridge > 0:
             raise ConfigError(f"RewardRegression.ridge must be above 0; got {ridge}.")
         self.catalogue, self.encoder, self.ridge = catalogue, encoder, ridge
@@ -66,7 +68,9 @@ class RewardRegression:
         self._place_of_values = [catalogue.value_places[text] for text in text_of.values()]
 
     def __call__(self, logs: Sequence[ToolSample]) -> Estimate:
-        """Fit the regression."""
+        """Fit the regression. Raises ConfigError if `logs` is no list of samples, or empty."""
+        if not require_each("RewardRegression: logs", ToolSample, logs):
+            raise ConfigError("RewardRegression needs logged decisions; got none.")
         states = {state: number for number, state in enumerate(dict.fromkeys(key_of(row.state) for row in logs))}
         made = [self.catalogue.decisions(row.action) for row in logs]
         calls = {call: number for number, call in enumerate(dict.fromkeys(made))}

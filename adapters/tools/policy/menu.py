@@ -80,9 +80,9 @@ class Menu(nn.Module):
         """The steps of each call. T is that of the longest call. A `partial` call may leave choices open, which become -1."""
         rows = []
         for call in calls:
-            if call.tool not in self.position:
+            if getattr(call, "tool", None) not in self.position:
                 names = f"one of the tools {', '.join(list(self.position)[:40])}"
-                raise ContractError(f"ToolSelectionPolicy: a call must name {names}; got {call.tool!r}.")
+                raise ContractError(f"ToolSelectionPolicy: an action must be a ToolCall of {names}; got {call!s:.200}.")
             row = [self.position[call.tool]]
             for choice in self.choices[row[0]]:
                 index = choice.index(call.arguments)

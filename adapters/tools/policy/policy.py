@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from adapters.tools.catalogue.calls import ToolCall
-from adapters.tools.catalogue.inputs import require_real, require_type, require_whole
+from adapters.tools.catalogue.inputs import require_each, require_real, require_type, require_whole
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.learning.tasks import ToolTask
 from adapters.tools.text.encoders import CachedEncoder, Encoder, HashingEncoder
@@ -180,12 +180,14 @@ class ToolSelectionPolicy(nn.Module):
             The mean loss of each epoch, in nats.
 
         Raises:
-            ConfigError: No task has a tool, or a number is out of range.
+            ConfigError: `tasks` is no list of tasks, no task has a tool, or a number is out of range.
             ContractError: The catalogue lacks the tool of a right call, or one of its values is not among the enumerated ones.
         """
         require_whole("ToolSelectionPolicy.fit", num_epochs=num_epochs, batch_size=batch_size)
         require_real("ToolSelectionPolicy.fit", learning_rate=learning_rate)
-        with_tool = [task for task in tasks if task.tool is not None]
+        with_tool = [
+            task for task in require_each("ToolSelectionPolicy.fit: tasks", ToolTask, tasks) if task.tool is not None
+        ]
         if not with_tool:
             raise ConfigError("ToolSelectionPolicy.fit needs tasks with a right tool; got none.")
         self._warn_of_threshold("fit")
@@ -231,6 +233,7 @@ class ToolSelectionPolicy(nn.Module):
         Raises:
             ConfigError: The catalogue lacks a tool, or no tool is left.
         """
+        require_each("ToolSelectionPolicy.remove_tools: names", str, names)
         if unknown := [name for name in names if name not in self.catalogue]:
             raise ConfigError(f"ToolSelectionPolicy.remove_tools: the catalogue lacks {', '.join(unknown)}.")
         self._warn_of_threshold("remove_tools")
@@ -342,7 +345,10 @@ class ToolSelectionPolicy(nn.Module):
         if num_features is None:
             vectors = self.encoder(described)
         else:
-            rows = [torch.as_tensor(what, dtype=like.dtype) for what in described]
+            try:
+                rows = [torch.as_tensor(what, dtype=like.dtype) for what in described]
+            except (TypeError, ValueError) as error:
+                raise ContractError(f"ToolSelectionPolicy: states must be vectors of numbers; {error}.") from error
             vectors = torch.stack(rows) if rows else like.new_zeros(0, num_features)
             if not bool(vectors.isfinite().all()):
                 raise ContractError("ToolSelectionPolicy: states must be finite vectors; got NaN or infinity.")

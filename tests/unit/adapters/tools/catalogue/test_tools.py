@@ -298,10 +298,10 @@ def test_an_empty_catalogue_is_refused() -> None:
 
 
 def test_what_is_no_list_of_tools_is_refused(subtests: pytest.Subtests) -> None:
-    for tools, shown in ((7, "7"), ([*named("a"), "b"], "'b'")):
+    for tools, shown in ((7, "7"), ("ab", "'ab'"), ([*named("a"), "b"], "'b'"), ({"a": named("a")[0]}, "'a'")):
         with (
             subtests.test(shown),
-            pytest.raises(ConfigError, match=rf"^ToolCatalogue\.tools must be a list of Tools; got {shown}\."),
+            pytest.raises(ConfigError, match=rf"^ToolCatalogue\.tools must be a list of Tool objects; got {shown}\."),
         ):
             ToolCatalogue(tools)
 

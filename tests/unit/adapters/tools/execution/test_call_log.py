@@ -42,7 +42,8 @@ def test_each_call_is_one_line_of_the_log(tmp_path: Path) -> None:
             {"tool": "add", "arguments": {"a": "x"}, "ok": False, "error": "InvalidArgumentsError",
              "message": "add: at $.a: 'x' is not of type 'integer'.", "output_bytes": 0},
             {"tool": "no\nsuch", "arguments": {}, "ok": False, "error": "UnknownToolError",
-             "message": r'"no\nsuch" must be a tool of the catalogue.', "output_bytes": 0},
+             "message": '"no\\nsuch" must be a tool of the executor\'s catalogue. Tools that a policy adds later need another '
+                        "executor.", "output_bytes": 0},
             {"tool": "echo", "arguments": "<dict>", "ok": False, "error": "InvalidArgumentsError",
              "message": "echo: arguments must be values that JSON can represent; got bytes.", "output_bytes": 0},
             {"tool": "echo", "arguments": '{"value": "' + "y" * 1989, "ok": True, "error": None, "message": None,

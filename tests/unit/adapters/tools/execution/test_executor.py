@@ -120,7 +120,9 @@ def test_tools_that_are_not_allowed_need_not_be_importable_and_reach_no_worker()
         assert not has_begun(some)
     assert [error_of(result) for result in results] == [None, ToolNotAllowedError, UnknownToolError, UnknownToolError]
     assert str(results[1].error) == "nap must be one of the allowed tools."
-    assert str(results[2].error) == '"no_such_tool" must be a tool of the catalogue.'
+    assert str(results[2].error) == (
+        '"no_such_tool" must be a tool of the executor\'s catalogue. Tools that a policy adds later need another executor.'
+    )
 
 
 def test_invalid_settings_are_refused(subtests: pytest.Subtests) -> None:
@@ -410,7 +412,10 @@ def test_what_is_no_list_of_calls_is_refused(subtests: pytest.Subtests) -> None:
     """`ToolSelectionPolicy.predict` returns None for no call."""
     with ToolExecutor(CATALOGUE, num_workers=1) as executor:
         for wrong in (call("add", a=1), [call("add", a=1), None], ["add"]):
-            with subtests.test(str(wrong)), pytest.raises(ConfigError, match="needs a list of ToolCalls, without None"):
+            with (
+                subtests.test(str(wrong)),
+                pytest.raises(ConfigError, match="without None for no call, must be a list of ToolCall"),
+            ):
                 executor.run(wrong)
 
 

@@ -231,8 +231,8 @@ KINDS: dict[str, list[Case]] = {
         ),
         *_misbehaving(WorkerLostError, "kill_self", "terminate_self", "kill_group"),  # as if killed from outside
         *_misbehaving(
-            ToolRaisedError, "sys_exit", "recursion", "raise_without_message", "raise_long", "raise_base", "raise_interrupt",
-            "raise_stop", "interrupt_self",
+            ToolRaisedError, "sys_exit", "recursion", "raise_without_message", "raise_odd_message", "raise_long", "raise_base",
+            "raise_interrupt", "raise_stop", "interrupt_self",
         ),
     ],
     "hangs": [

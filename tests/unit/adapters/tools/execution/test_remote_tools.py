@@ -23,6 +23,7 @@ from adapters.tools.errors import (
 )
 from adapters.tools.execution.executor import ToolExecutor
 from tests.support import tool_functions
+from tests.support.hostile_tools import OddlySaidError
 from tests.support.tool_executors import CATALOGUE, LINUX, LONG, call, error_of, output_of
 
 pytestmark = LINUX
@@ -183,6 +184,16 @@ def test_an_error_raised_by_a_remote_tool_becomes_a_result() -> None:
         "async_raise: KeyError: 'm'", "async_exit: SystemExit: 3", "gone: the server ended",
     ]  # fmt: skip
     assert "none: TypeError" in str(results[4].error)
+
+
+def test_a_message_that_is_an_odd_text_becomes_a_plain_one() -> None:
+    async def oddly() -> None:
+        """Raise an error with an odd message."""
+        raise OddlySaidError
+
+    with remote(oddly) as made:
+        [result] = made.run([call("oddly")])
+    assert str(result.error) == "oddly: OddlySaidError: odd"
 
 
 async def block(seconds: float) -> str:

@@ -202,6 +202,8 @@ def test_right_calls_have_full_shares_and_no_errors() -> None:
 def test_missing_tasks_and_tasks_of_unknown_tools_are_refused() -> None:
     with pytest.raises(ConfigError, match="evaluate_tools needs at least one task"):
         evaluate_tools(Answers([]), [], CATALOGUE)
+    with pytest.raises(ConfigError, match="tasks must be a list of ToolTask objects; got 'a'"):
+        evaluate_tools(Answers([None]), ["a"], CATALOGUE)
     with pytest.raises(ConfigError, match="must have the task's tool 'shuffle'; it has sort, add"):
         evaluate_tools(Answers([None] * len(TASKS)), TASKS, CATALOGUE.without("shuffle"))
 

@@ -181,6 +181,15 @@ def test_texts_need_an_encoder_and_vectors_none() -> None:
         RewardRegression(CATALOGUE, encode, ridge=0)
 
 
+def test_what_is_no_catalogue_and_no_logs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="catalogue must be a ToolCatalogue"):
+        RewardRegression(list(CATALOGUE.values()))
+    with pytest.raises(ConfigError, match="logs must be a list of ToolSample objects; got 'add 1'"):
+        RewardRegression(CATALOGUE, encode)(["add 1"])
+    with pytest.raises(ConfigError, match="needs logged decisions; got none"):
+        RewardRegression(CATALOGUE, encode)([])
+
+
 def test_a_ridge_that_is_no_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="ridge must be above 0; got nan"):
         RewardRegression(CATALOGUE, ridge=math.nan)

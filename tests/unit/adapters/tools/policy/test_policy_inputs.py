@@ -33,7 +33,9 @@ from tests.support.tool_policies import (
 
 def test_calls_the_policy_cannot_have_made_are_refused_by_name(subtests: pytest.Subtests) -> None:
     for wrong, message in (
-        (call("fly"), "one of the tools ping, shout, convert, whisper; got 'fly'"),
+        (call("fly"), "one of the tools ping, shout, convert, whisper; got fly\\(\\)"),
+        ("ping", "must be a ToolCall of one of the tools ping, shout, convert, whisper; got ping\\."),
+        (None, "must be a ToolCall of one of the tools ping, shout, convert, whisper; got None"),
         (
             call("shout", tone="shrill"),
             r"shout\.tone must be one of \['loud', 'soft', 'plain'\]; got shout\(tone='shrill'\)",
@@ -82,6 +84,11 @@ def test_state_vectors_with_nan_are_refused() -> None:
     made = ToolSelectionPolicy(CATALOGUE, encoder=HashingEncoder(16), num_features=2)
     with pytest.raises(ContractError, match="finite vectors; got NaN or infinity"):
         made.predict([[0.0, 1.0], [math.nan, 0.0]])
+
+
+def test_state_vectors_of_texts_are_refused() -> None:
+    with pytest.raises(ContractError, match="states must be vectors of numbers; "):
+        policy(num_features=2).predict([["a", "b"]])
 
 
 def test_one_name_is_no_list_of_available_tools() -> None:

@@ -116,7 +116,14 @@ def test_what_cannot_be_fitted_is_refused(subtests: pytest.Subtests) -> None:
     for tasks, options, error, message in (
         ([], {}, ConfigError, "needs tasks with a right tool"),
         ([ToolTask(text="a", tool=None)], {}, ConfigError, "needs tasks with a right tool"),
-        ([ToolTask(text="a", tool="fly")], {}, ContractError, "a call must name one of the tools ping.*got 'fly'"),
+        (TASKS[0], {}, ConfigError, "fit: tasks must be a list of ToolTask objects; got ToolTask"),
+        (["a"], {}, ConfigError, "fit: tasks must be a list of ToolTask objects; got 'a'"),
+        (
+            [ToolTask(text="a", tool="fly")],
+            {},
+            ContractError,
+            "must be a ToolCall of one of the tools ping.*got fly",
+        ),
         (TASKS, {"num_epochs": 0}, ConfigError, "num_epochs must be a whole number >= 1"),
         (TASKS, {"batch_size": 0}, ConfigError, "batch_size must be a whole number >= 1"),
         (TASKS, {"learning_rate": float("nan")}, ConfigError, "learning_rate must be a finite number"),
