@@ -366,6 +366,29 @@ def _change_everything() -> str:
     return "changed"
 
 
+def _limits() -> list[object]:
+    return [
+        os.getpriority(os.PRIO_PROCESS, 0),
+        sorted(os.sched_getaffinity(0)),
+        resource.getrlimit(resource.RLIMIT_NOFILE),
+    ]
+
+
+def _lower_priority() -> str:
+    os.nice(1)
+    return "changed"
+
+
+def _lower_limit() -> str:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+    return "changed"
+
+
+def _leave_processor() -> str:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    return "changed"
+
+
 def _timers() -> str:
     signal.setitimer(signal.ITIMER_VIRTUAL, 0.001)
     signal.setitimer(signal.ITIMER_PROF, 0.001)

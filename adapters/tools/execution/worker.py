@@ -108,6 +108,7 @@ class Worker:
         handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         self.handlers = {number: handler for number, handler in handlers.items() if handler is not None}
         self.recursion_limit = sys.getrecursionlimit()
+        self.narrowed = _narrowed()
         self.misplaced = False
 
     def serve(self) -> None:
@@ -155,7 +156,8 @@ class Worker:
 
     def _tidy(self) -> bool:
         """Restore the process state from before the call. Returns whether that succeeded."""
-        if not adopts_orphans():  # the processes that the call left would count for this user until the worker ends
+        # The processes that the call left would count for this user until the worker ends.
+        if not adopts_orphans() or _narrowed() != self.narrowed:
             return False
         try:
             self._end_children()
@@ -202,6 +204,19 @@ def limit_cpu(seconds: int | None) -> None:
 
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + seconds, hard))
+
+
+def _narrowed() -> list[Any]:
+    """What a process may narrow and not widen again: its priority, its processors, and its limits but that of `limit_cpu`."""
+    import resource
+
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_CPU"]
+    processors = os.sched_getaffinity(0) if LINUX else None
+    return [
+        os.getpriority(os.PRIO_PROCESS, 0),
+        processors,
+        *(resource.getrlimit(getattr(resource, one)) for one in names),
+    ]
 
 
 def enter(setup: dict[str, Any], folder: str | None) -> str:

@@ -388,6 +388,18 @@ def test_processes_that_leave_their_worker_do_not_use_up_its_processes() -> None
     assert [result.error for result in results] == [None] * 20
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs two processors")
+def test_a_worker_that_narrowed_its_limits_is_replaced(subtests: pytest.Subtests) -> None:
+    catalogue = ToolCatalogue([CATALOGUE["misbehave"], CATALOGUE["who"]])
+    with ToolExecutor(catalogue, num_workers=1, limits=LIMITS, confinement="user") as executor:
+        before, worker = output_of(executor, "misbehave", how="limits"), output_of(executor, "who")["pid"]
+        assert output_of(executor, "who")["pid"] == worker  # nothing has changed, so the worker stays
+        for how in ("lower_priority", "lower_limit", "leave_processor"):
+            with subtests.test(how):
+                assert output_of(executor, "misbehave", how=how) == "changed"
+                assert output_of(executor, "misbehave", how="limits") == before
+
+
 @pytest.mark.parametrize("confinement", CONFINEMENTS)
 def test_hostile_calls_leave_no_process_file_or_descriptor_behind(
     executors: Callable[[Any], ToolExecutor], confinement: str
