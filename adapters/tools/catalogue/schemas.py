@@ -75,11 +75,6 @@ def paths_in(schema: Any) -> list[dict[str, Any]]:
     return [part for part in parts_of(schema) if part.get("format") in PATHS]
 
 
-def names_path_format(schema: Any) -> bool:
-    """Whether any part of the schema marks strings as paths."""
-    return bool(paths_in(schema))
-
-
 def slow_keyword(schema: Any, keywords: Mapping[str, Any] = _SLOW) -> str | None:
     """A keyword in a plain schema that can be very slow to check, or None.
 

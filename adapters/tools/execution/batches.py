@@ -31,7 +31,6 @@ class Turn:
         self._ending = threading.RLock()
 
     def begin(self) -> None:
-        """Start the clock."""
         begun = time.perf_counter()
         self.seconds = lambda: time.perf_counter() - begun
 

@@ -33,15 +33,6 @@ class CallLog:
     Fields: time (ISO 8601, UTC), tool, arguments (the first 2,000 characters), ok, error (name of its type), message, seconds,
     output_bytes. Of a tool name or arguments that JSON cannot represent, the type is written. A line holds printable
     ASCII only, so it cannot control a terminal. Where arguments are redacted, so is the message, because it may quote them.
-
-    Args:
-        path: Log file, in a folder that exists. A file that others may read is changed to mode 0600.
-        redact: Names of the arguments, at any depth, whose values are replaced by "[redacted]". Longer names that contain one
-            are meant too; case, "_" and "-" do not matter. Or a function of a tool's name and arguments that returns the
-            arguments to log.
-
-    Raises:
-        ConfigError: The file cannot be opened for writing, or cannot be made private.
     """
 
     def __init__(self, path: Path | str, redact: Redact = SECRET_NAMES) -> None:

@@ -65,7 +65,6 @@ class Command:
     max_output_bytes: int = 100_000
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         require_whole("Command", max_output_bytes=self.max_output_bytes)
         argv: Any = self.argv
         is_list = isinstance(argv, list | tuple) and all(isinstance(element, str) for element in argv)

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn, get_args
 from adapters.tools.catalogue.arguments import ArgumentChecker, RefusedArgumentsError, bounded_text, encode_arguments
 from adapters.tools.catalogue.calls import ToolCall, ToolResult, plain_name
 from adapters.tools.catalogue.inputs import is_finite, require_each, require_whole
-from adapters.tools.catalogue.schemas import names_path_format, slow_keyword
+from adapters.tools.catalogue.schemas import paths_in, slow_keyword
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import ToolError, ToolNotAllowedError, UnknownToolError
 from grpo.errors import ConfigError, GRPOWarning
@@ -33,7 +33,6 @@ from .worker import remove_folder
 from .workers import ERRORS, WorkerLimits, WorkerPool, setup_of
 
 _FOLDER = re.compile(r"[A-Za-z0-9_-]{1,100}")
-"""Names of the folders of calls."""
 _LOOK_SECONDS = 0.5
 _END_SECONDS = 10.0
 """Time for calls that are given up to end."""
@@ -74,7 +73,8 @@ class ToolExecutor:
         readable: Files and folders that tools may read, in addition to `root`, the system's programs and libraries, Python,
             `sys.path` and imported packages. With "user", tools read what their user may read.
         log_path: File, readable by its owner only, to which one JSON line per call is appended, cancelled calls included.
-        redact: Which arguments the log leaves out. See `CallLog`.
+        redact: Names of the arguments, at any depth, whose values the log leaves out. Longer names that contain one are meant
+            too; case, "_" and "-" do not matter. Or a function of a tool's name and arguments that returns what to log.
         limits: Resource limits of each worker.
 
     Raises:
@@ -118,7 +118,8 @@ class ToolExecutor:
         kind, reasons = choose(confinement) if in_workers else ("user", [])
         if kind is None:
             raise ConfigError(f"ToolExecutor.confinement={confinement!r} must work on this machine; {reasons[0]}.")
-        self._confinement: Kind = kind
+        self.confinement: Kind = kind
+        """The kind of confinement of the workers."""
         self._catalogue = catalogue
         self._allowed = frozenset(tool.name for tool in allowed)
         self._at_once = num_workers, max_concurrency
@@ -127,13 +128,14 @@ class ToolExecutor:
         self._process = os.getpid()
         owned = ExitStack()  # with no reference to `self`, so that an executor that was never closed is closed too
         self._finish = weakref.finalize(self, _finish, self._process, owned)
-        self._root = Path(tempfile.mkdtemp(prefix="grpo-tools-") if root is None else root).resolve()
+        self.root = Path(tempfile.mkdtemp(prefix="grpo-tools-") if root is None else root).resolve()
+        """The tools' folder."""
         if root is None:
-            owned.callback(remove_folder, str(self._root))
+            owned.callback(remove_folder, str(self.root))
         self._log = CallLog(log_path, redact) if log_path is not None else None
         if self._log is not None:
             owned.callback(self._log.close)
-        root_path = str(self._root)
+        root_path = str(self.root)
         self._checkers = {t.name: ArgumentChecker(t.function, t.parameters, root_path) for t in allowed if t.remote}
         self._remote = RemoteTools(max_output_bytes, max_concurrency)
         owned.callback(self._remote.close)
@@ -162,16 +164,6 @@ class ToolExecutor:
                 problems = [f"are confined by their user only: {'; '.join(reasons)}", *problems]
             for problem in problems:
                 warnings.warn(f"ToolExecutor's workers {problem}.", GRPOWarning, 2)
-
-    @property
-    def confinement(self) -> Kind:
-        """The kind of confinement of the workers."""
-        return self._confinement
-
-    @property
-    def root(self) -> Path:
-        """The tools' folder."""
-        return self._root
 
     def run(self, calls: Sequence[ToolCall], folders: Sequence[str | None] | None = None) -> list[ToolResult]:
         """Execute calls concurrently and return their results in the order of the calls.
@@ -265,7 +257,6 @@ class ToolExecutor:
         return self._catalogue[name]
 
     def _execute(self, turn: Turn) -> ToolResult:
-        """Run one call and log it."""
         output, size = None, 0
         error: ToolError | CancelledError | None = None
         try:
@@ -300,7 +291,6 @@ class ToolExecutor:
             raise ERRORS[error.error](f"{tool.name}: {error}") from None
 
     def _ask(self, turn: Turn, tool: Tool, text: str, timeout: float) -> tuple[Any, int]:
-        """Run a call in a worker."""
         is_fresh = self._fresh_folder and turn.folder is None
         folder = f"call-{os.urandom(8).hex()}" if is_fresh else turn.folder
         try:
@@ -310,7 +300,7 @@ class ToolExecutor:
         finally:
             if is_fresh:
                 try:
-                    remove_folder(f"{self._root}/{folder}")
+                    remove_folder(f"{self.root}/{folder}")
                 except OSError as error:  # the call has its result in any case
                     warnings.warn(f"ToolExecutor could not remove the folder of a call: {error}.", GRPOWarning, 2)
 
@@ -323,7 +313,7 @@ def _needs_worker(tool: Tool) -> bool:
             f"ToolExecutor needs Unix for its worker processes, and tool {tool.name} needs a worker. It must be `remote`, and "
             "its schema must not have `pattern`, `patternProperties`, `uniqueItems` or a recursive `$ref`."
         )
-    if tool.remote and slow is not None and names_path_format(tool.parameters):
+    if tool.remote and slow is not None and paths_in(tool.parameters):
         raise ConfigError(
             f'Tool {tool.name}: parameters of a remote tool must not have both "format": "path" and `{slow}`: this process '
             f"checks paths, and a check of `{slow}` could block all other calls. Remove one of the two from the schema, or "
@@ -333,8 +323,6 @@ def _needs_worker(tool: Tool) -> bool:
 
 
 def _check(**given: Any) -> None:
-    """Check the arguments of `ToolExecutor`."""
-
     def is_list(value: Any, kind: Any) -> bool:
         return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(v, kind) for v in value)
 

@@ -150,17 +150,10 @@ class ForkServer:
             send(answers, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
             return
         send(answers, json.dumps({"problems": problems}).encode())
-        Worker(answers, self.setup, self.functions, self._checker).serve()
-
-    def _checker(self, tool: str, root: str) -> ArgumentChecker:
-        return self.checkers[tool].at(root)
+        Worker(answers, self.setup, self.functions, self.checkers).serve()
 
     def _end(self, slot: int, seconds: float = 0.0) -> int | None:
-        """End the worker with this number, and every process that it started.
-
-        Returns:
-            Its status from `os.waitpid`, or None if it did not end by itself within `seconds`.
-        """
+        """See `WorkerProcess.end`. The worker has `seconds` to end by itself."""
         pid = self.workers.pop(slot, None)
         if pid is None:  # the fork had failed
             return None

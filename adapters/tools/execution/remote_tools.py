@@ -62,7 +62,6 @@ class RemoteTools:
         return json.loads(content), len(content)
 
     def close(self) -> None:
-        """End all loops."""
         for loop in self._loops:
             loop.close()
 
@@ -138,8 +137,6 @@ class RemoteLoop:
 
 
 class RemoteCall:
-    """A call of a remote tool."""
-
     def __init__(self, loop: RemoteLoop, tool: Tool, arguments: dict[str, Any], timeout: float) -> None:
         self.timeout = timeout
         self.held = 0.0

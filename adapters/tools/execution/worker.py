@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..catalogue.arguments import ArgumentChecker  # noqa: TID252  # a fork server loads this file in another package
 from .confinement.process import LINUX, adopts_orphans, children
 
 LENGTH = struct.Struct(">I")
@@ -92,7 +93,7 @@ class CallError(Exception):
 class Worker:
     """Runs tool calls in a worker process, for the executor at the other end of the socket `answers`.
 
-    `setup` has the settings of `workers.setup_of`. `checker` gives a tool's argument checker for a folder.
+    `setup` has the settings of `workers.setup_of`.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class Worker:
         answers: socket.socket,
         setup: dict[str, Any],
         functions: dict[str, Callable[..., Any]],
-        checker: Callable[[str, str], Callable[[dict[str, Any]], dict[str, Any]]],
+        checkers: dict[str, ArgumentChecker],
     ) -> None:
-        self.answers, self.setup, self.functions, self.checker = answers, setup, functions, checker
+        self.answers, self.setup, self.functions, self.checkers = answers, setup, functions, checkers
         self.alone = setup["no_own_users"] is None  # this process started every other process of its user
         self.environment = dict(os.environ)
         handlers = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -136,7 +137,7 @@ class Worker:
             self.misplaced = True
             raise CallError("WorkerLostError", message_of(error)) from error
         try:
-            arguments = self.checker(name, root)(arguments)
+            arguments = self.checkers[name].at(root)(arguments)
         except ValueError as error:
             raise CallError(getattr(error, "error", "InvalidArgumentsError"), str(error)[: 2 * _MAX_MESSAGE]) from error
         except BaseException as error:

@@ -29,7 +29,6 @@ from .fork_server import BOOT, INSIDE, KILL, ORDER, QUIT, REAP, SPAWN
 from .worker import OK, REPORTED, RETIRE, TOKEN_BYTES, PartOfFrameError, receive, send
 
 ERRORS: dict[str, type[errors.ToolError]] = {name: getattr(errors, name) for name in REPORTED}
-"""Errors that a worker may report, by name."""
 
 _ALLOWANCE = 65_536
 """Maximum size in bytes of a message from a worker, beyond the size of the tool's output."""
@@ -68,7 +67,6 @@ class WorkerLimits:
     With None, workers keep the program's user."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         for name, value in asdict(self).items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"WorkerLimits.{name} must be a positive integer, or None; got {value!r}.")
@@ -106,7 +104,6 @@ class WorkerPool:
             return self._ask(self._idle_worker(), request, timeout, turn)
 
     def _ask(self, worker: "WorkerProcess | None", request: bytes, timeout: float, turn: Turn) -> tuple[Any, int]:
-        """Run a call on this worker, or on a new one."""
         try:
             worker = worker or self._spawn()
         except (ConfigError, EOFError, OSError) as error:

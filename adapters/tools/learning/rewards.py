@@ -61,12 +61,6 @@ class ToolRewards(WeightedRewards):
 
     Raises:
         ConfigError: There is no function, `weights` names other functions, or an argument has the wrong type.
-
-    Example:
-        With the standard rewards::
-
-            with ToolExecutor(catalogue) as executor:
-                rewards = ToolRewards(executor, standard_rewards(catalogue))
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from adapters.tools.text.encoders import CachedEncoder, Encoder, HashingEncoder
 from adapters.tools.text.fill import fill_from_request
 from grpo.errors import ConfigError, ContractError, GRPOWarning
 from grpo.types import ActionScores, SampledActions
-from grpo.writing import require_rows
+from grpo.writing import as_tensor, require_rows
 
 from .distribution import CallDistribution, Prediction, ToolNetwork, best_threshold, offset_of_added
 from .menu import Fill, Menu
@@ -343,14 +343,10 @@ class ToolSelectionPolicy(nn.Module):
                     f"num_features={num_features}. Pass num_features=..., or describe=... to convert states to texts."
                 )
         if num_features is None:
-            vectors = self.encoder(described)
+            vectors, evidence = self.encoder(described), self.menu.evidence(described)
         else:
-            try:
-                rows = [torch.as_tensor(what, dtype=like.dtype) for what in described]
-            except (TypeError, ValueError) as error:
-                raise ContractError(f"ToolSelectionPolicy: states must be vectors of numbers; {error}.") from error
-            vectors = torch.stack(rows) if rows else like.new_zeros(0, num_features)
+            required = "ToolSelectionPolicy: states must be vectors of numbers"
+            vectors, evidence = as_tensor(required, described).to(like.dtype).view(-1, num_features), None
             if not bool(vectors.isfinite().all()):
                 raise ContractError("ToolSelectionPolicy: states must be finite vectors; got NaN or infinity.")
-        evidence = self.menu.evidence(described) if num_features is None else None
         return self.network.forward(vectors.to(like), like, self.menu.value_vectors, evidence)

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from adapters.tools.catalogue.tools import ToolCatalogue
-from adapters.tools.text.fitted import HasFit
+from adapters.tools.text.fitted import FittedEncoder, JoinedEncoder
 from grpo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ def save_policy(policy: "ToolSelectionPolicy", folder: Path) -> None:
         "tools": list(policy.catalogue),
         "probes": [tool.text for tool in policy.catalogue.values()][:NUM_PROBES],
     }
-    encoder: object = policy.encoder.encoder
-    if isinstance(encoder, HasFit):
+    encoder = policy.encoder.encoder
+    if isinstance(encoder, FittedEncoder | JoinedEncoder):
         tensors |= {_FITTED + name: value for name, value in encoder.fitted().items()}
     tensors = {name: value.contiguous() for name, value in tensors.items()} | {
         "probe": policy.encoder(description["probes"])
@@ -63,7 +63,7 @@ def load_policy(
             f"{error!r}. Save the policy again, or copy the file again."
         ) from error
     fitted = {name.removeprefix(_FITTED): tensors.pop(name) for name in list(tensors) if name.startswith(_FITTED)}
-    if fitted and isinstance(options.get("encoder"), HasFit):
+    if fitted and isinstance(options.get("encoder"), FittedEncoder | JoinedEncoder):
         options = options | {"encoder": options["encoder"].restored(fitted)}
     policy = kind(catalogue, num_features=about["num_features"], hidden=about["hidden"], **options)
     probe, found = tensors.pop("probe"), policy.encoder(about["probes"])

@@ -13,9 +13,9 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adapters.tools.catalogue.inputs import require_real, require_whole
-from grpo.errors import ConfigError, ContractError
-from grpo.writing import describe
+from adapters.tools.catalogue.inputs import require_whole
+from grpo.errors import ContractError
+from grpo.writing import as_tensor
 
 T = TypeVar("T")
 
@@ -38,6 +38,10 @@ STOP_WORDS = frozenset(_STOP_WORDS.split())
 OWN_FEATURE = 3.0
 """Weight of the text-specific feature of a parameter value. It separates "feet" in `from_unit` from "feet" in `to_unit`."""
 
+PAIR_WEIGHT, PIECE_WEIGHT = 1.0, 0.3
+"""Weight of two adjacent words, and of all four-letter pieces of a word together, relative to 1 for a word. Word pairs
+distinguish "a to z" from "z to a", and pieces make "converting" similar to "convert"."""
+
 _WORD = re.compile(r"[^\W\d_]+|\d+")
 _MAX_WORD = 64
 
@@ -50,23 +54,14 @@ class HashingEncoder:
 
     Args:
         num_features: Vector length F. Larger values give fewer collisions and use more memory.
-        pair_weight: Weight of two adjacent words, relative to 1 for a word. Word pairs distinguish "a to z" from "z to a".
-        piece_weight: Total weight of a word's four-letter pieces. Pieces make "converting" similar to "convert".
 
     Source:
         Weinberger et al. 2009, Feature Hashing for Large Scale Multitask Learning, arXiv:0902.2206, sec. 2.
     """
 
-    def __init__(self, num_features: int = 1024, *, pair_weight: float = 1.0, piece_weight: float = 0.3) -> None:
+    def __init__(self, num_features: int = 1024) -> None:
         require_whole("HashingEncoder", num_features=num_features)
-        require_real("HashingEncoder", pair_weight=pair_weight, piece_weight=piece_weight)
-        if pair_weight < 0 or piece_weight < 0:
-            raise ConfigError(
-                f"HashingEncoder: pair_weight and piece_weight must be >= 0; got {pair_weight} and {piece_weight}."
-            )
         self.num_features = num_features
-        self.pair_weight = pair_weight
-        self.piece_weight = piece_weight
 
     def __call__(self, texts: Sequence[str]) -> Float[Tensor, "N F"]:
         """Encode each text as one unit vector."""
@@ -85,9 +80,8 @@ class HashingEncoder:
             if word not in STOP_WORDS:
                 found.append(_hashed(f"word {word}", 1.0))
                 pieces = _pieces(word)
-                found += (_hashed(f"piece {piece}", self.piece_weight / len(pieces) ** 0.5) for piece in pieces)
-        if self.pair_weight:
-            found += (_hashed(f"pair {a} {b}", self.pair_weight) for a, b in pairwise(words))
+                found += (_hashed(f"piece {piece}", PIECE_WEIGHT / len(pieces) ** 0.5) for piece in pieces)
+        found += (_hashed(f"pair {a} {b}", PAIR_WEIGHT) for a, b in pairwise(words))
         places, weights = zip(*found, strict=True) if found else ((), ())
         return np.asarray(places, dtype=np.int64), np.asarray(weights, dtype=np.float32)
 
@@ -170,11 +164,7 @@ class CachedEncoder:
 def as_vectors(answer: Any, num_texts: int) -> Float[Tensor, "N F"]:
     """An encoder's answer as float32 on the CPU."""
     required = f"The encoder must return finite vectors [N, F] for N = {num_texts} texts"
-    try:
-        vectors = torch.as_tensor(np.asarray(answer) if isinstance(answer, list) else answer)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ContractError(f"{required}; got {describe(answer)}: {error}.") from error
-    vectors = vectors.detach().to("cpu", torch.float32)
+    vectors = as_tensor(required, answer).detach().to("cpu", torch.float32)
     is_finite = bool(vectors.isfinite().all())
     if vectors.dim() != 2 or len(vectors) != num_texts or vectors.shape[1] == 0 or not is_finite:
         raise ContractError(f"{required}; got {list(vectors.shape)}{'' if is_finite else ' with NaN or infinity'}.")

@@ -1,7 +1,6 @@
 """Encoders that are fitted to texts, and encoders side by side."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -14,19 +13,6 @@ from .encoders import Encoder, HashingEncoder, as_vectors, unit
 
 _CHUNK = 1024
 """Texts that are hashed at once, to a dense matrix."""
-
-
-@runtime_checkable
-class HasFit(Protocol):
-    """An encoder with numbers that were fitted to texts. `ToolSelectionPolicy.save` saves them."""
-
-    def fitted(self) -> dict[str, Tensor]:
-        """The fitted numbers by name."""
-        ...
-
-    def restored(self, fitted: Mapping[str, Tensor]) -> Encoder:
-        """An encoder of this kind with the numbers that `fitted` returned. This encoder does not change."""
-        ...
 
 
 class FittedEncoder:
@@ -127,8 +113,7 @@ class JoinedEncoder:
         if not encoders or not all(callable(encoder) for encoder in encoders):
             raise ConfigError(f"JoinedEncoder needs encoders, one argument each; got {encoders!r:.100}.")
         self.encoders = encoders
-        each: Sequence[object] = encoders
-        self._fits = {i: encoder for i, encoder in enumerate(each) if isinstance(encoder, HasFit)}
+        self._fits = {i: each for i, each in enumerate(encoders) if isinstance(each, FittedEncoder | JoinedEncoder)}
 
     def __call__(self, texts: Sequence[str]) -> Float[Tensor, "N F"]:
         """Encode each text."""

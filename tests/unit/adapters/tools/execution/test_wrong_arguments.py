@@ -35,7 +35,7 @@ RIGHT: dict[Any, dict[str, Any]] = {
                    "root": None, "limits": WorkerLimits(), "allow": ["rest"]},
     ToolSelectionPolicy: {"catalogue": CATALOGUE, "num_features": 2, "hidden": (2,), "encoder": HashingEncoder(8),
                           "describe": str, "fill": lambda state, tool: {}, "available": lambda state: None},
-    HashingEncoder: {"num_features": 8, "pair_weight": 1.0, "piece_weight": 1.0},
+    HashingEncoder: {"num_features": 8},
     ToolTask: TASK,
     Command: {"argv": ("wc",), "max_output_bytes": 5},
     MCPServer: {"command": ["a"], "env": {}, "cwd": ".", "start_timeout": 1.0},

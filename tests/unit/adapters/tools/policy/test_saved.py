@@ -53,7 +53,10 @@ def test_a_saved_policy_can_choose_from_another_catalogue(tmp_path) -> None:
 
 
 def test_a_policy_trained_with_another_encoder_is_refused(tmp_path, subtests: pytest.Subtests) -> None:
-    for other in (HashingEncoder(32), HashingEncoder(48, pair_weight=0), None):
+    def reversed_texts(texts: list[str]) -> torch.Tensor:
+        return HashingEncoder(48)([text[::-1] for text in texts])
+
+    for other in (HashingEncoder(32), reversed_texts, None):
         with subtests.test(str(other)):
             policy().save(tmp_path)
             with pytest.raises(ConfigError, match=r"trained with an.*encoder.*Pass the encoder of the training"):
