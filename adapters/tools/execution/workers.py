@@ -30,6 +30,9 @@ from .worker import OK, REPORTED, RETIRE, TOKEN_BYTES, PartOfFrameError, receive
 
 ERRORS: dict[str, type[errors.ToolError]] = {name: getattr(errors, name) for name in REPORTED}
 
+_OF_EARLIER_CALLS = (PartOfFrameError, ValueError, RecursionError, ConnectionResetError, BrokenPipeError)
+"""What `WorkerProcess.ask` raises if a worker sent data that does not answer the request, or ended before it read the request:
+Linux resets a connection with unread data."""
 _ALLOWANCE = 65_536
 """Maximum size in bytes of a message from a worker, beyond the size of the tool's output."""
 _START_SECONDS = 120.0
@@ -97,8 +100,8 @@ class WorkerPool:
     def call(self, request: bytes, timeout: float, turn: Turn) -> tuple[Any, int]:
         """Run a call on the next free worker. Returns the output and its size in bytes, or raises a ToolError.
 
-        If a worker sends data that does not answer the call, these may come from an earlier call, so the call runs again on a
-        new worker. The timeout in seconds starts when a worker is available.
+        If an earlier call is to blame for a failure (`_OF_EARLIER_CALLS`), the call runs on a new worker. The timeout in
+        seconds starts when a worker is available.
         """
         with turn.of(self._turns):
             return self._ask(self._idle_worker(), request, timeout, turn)
@@ -118,7 +121,7 @@ class WorkerPool:
             has_ended = isinstance(error, EOFError | OSError) and not is_late and not turn.given_up.is_set()
             status = worker.end(has_ended=has_ended)
             turn.check()
-            if not is_new and isinstance(error, PartOfFrameError | ValueError | RecursionError):
+            if not is_new and isinstance(error, _OF_EARLIER_CALLS):
                 return self._ask(None, request, timeout, turn)
             if is_late:
                 raise errors.ToolTimeoutError(f"no answer within {timeout:g} s; the worker was killed.") from None

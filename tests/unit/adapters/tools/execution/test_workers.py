@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,10 +22,11 @@ from adapters.tools.errors import (
     WorkerDiedError,
     WorkerLostError,
 )
+from adapters.tools.execution import workers
 from adapters.tools.execution.commands import Command
 from adapters.tools.execution.confinement import process
 from adapters.tools.execution.executor import ToolExecutor
-from adapters.tools.execution.worker import limit_cpu
+from adapters.tools.execution.worker import limit_cpu, send
 from adapters.tools.execution.workers import WorkerLimits
 from grpo.errors import ConfigError, GRPOWarning
 from tests.support.tool_executors import (
@@ -354,6 +356,30 @@ def test_a_worker_that_dies_between_calls_is_replaced_silently(executor: ToolExe
     [idle] = executor._pool._idle
     os.kill(pid, signal.SIGKILL)
     assert soon(lambda: not idle.is_quiet), "the executor has read the end of the worker's socket"
+    assert output_of(executor, "add", a=1) == 2
+    assert not exists(pid)
+
+
+@pytest.mark.parametrize("is_sent_before", [False, True])
+def test_a_worker_that_ends_before_it_reads_a_call_does_not_cost_it(
+    is_sent_before: bool, executor: ToolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier call may have left something that ends its worker just after the executor has looked at it."""
+    pid = number_here(executor, output_of(executor, "who")["pid"])
+    assert pid is not None
+    [idle] = executor._pool._idle
+    os.kill(pid, signal.SIGSTOP)  # it cannot read
+
+    def interrupted_send(connection: socket.socket, content: bytes) -> None:
+        monkeypatch.setattr(workers, "send", send)
+        if is_sent_before:
+            send(connection, content)
+        os.kill(pid, signal.SIGKILL)
+        if not is_sent_before:
+            assert soon(lambda: not idle.is_quiet)
+            send(connection, content)
+
+    monkeypatch.setattr(workers, "send", interrupted_send)
     assert output_of(executor, "add", a=1) == 2
     assert not exists(pid)
 
