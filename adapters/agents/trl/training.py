@@ -4,7 +4,7 @@ import copy
 import math
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -84,12 +84,10 @@ def train_with_trl(
     if taken := sorted({*given} & {*(arguments or {})}):
         raise ConfigError(f"train_with_trl: arguments must not set {taken}; config sets them. Change config instead.")
 
-    options: dict[str, Any] = {}
     environment = None
     if isinstance(policy, AgentPolicy):
         given["max_tool_calling_iterations"] = policy.max_turns - 1
         environment, rows = trl_environment(policy.make, states, group_size=config.group_size)
-        options["environment_factory"] = environment
     else:
         rows = [{"prompt": prompt, COLUMN: i} for i, prompt in enumerate(map(language.prompt_of, states))]
         _require_one_kind([row["prompt"] for row in rows])
@@ -108,23 +106,12 @@ def train_with_trl(
         zero_non_finite=config.reward.non_finite == "zero",
         record=lambda total, parts: batches.append((total, parts)),
     )
-    parameters = [value for value in language.get_parameters().values() if value.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0)
-    factor = learning_rate_factor(config, num_iterations, sizes.updates)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    seed = int(torch.randint(2**32, ())) if config.seed is None else config.seed
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _lent_to_trl(language.model, reference, f"{folder}/reference"),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore", FutureWarning)  # what TRL calls in transformers is not ours to change
-        warnings.filterwarnings("ignore", "You are using 'environment_factory'")
+    with tempfile.TemporaryDirectory() as folder, _lent_to_trl(language.model, reference, f"{folder}/reference"):
         args = trl.GRPOConfig(
             **given,
             output_dir=str(output_dir or folder),
             max_steps=num_iterations * sizes.updates,
-            seed=seed,
+            seed=int(torch.randint(2**32, ())) if config.seed is None else config.seed,
             reward_weights=weights,
             mask_truncated_completions=language.mask_truncated,
             chat_template_kwargs=dict(language.chat_template_options),
@@ -137,9 +124,9 @@ def train_with_trl(
             args=args,
             train_dataset=datasets.Dataset.from_list(rows),
             processing_class=tokenizer,
-            optimizers=(optimizer, schedule),
+            optimizers=_optimizer(language, config, learning_rate_factor(config, num_iterations, sizes.updates)),
             callbacks=[StopsAtNaN()],
-            **options,
+            **({} if environment is None else {"environment_factory": environment}),
         )
         trainer.remove_callback(PrinterCallback)
         try:
@@ -181,6 +168,15 @@ class StopsAtNaN(TrainerCallback):
                 f"train_with_trl: the gradient's norm must be finite; at update {state.global_step} it is {norm}, and TRL has "
                 "applied it. Lower learning_rate, or train with grpo.GRPOTrainer, which skips such updates."
             )
+
+
+def _optimizer(
+    language: HFPolicy, config: GRPOConfig, factor: Callable[[int], float]
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """The optimizer of `grpo.GRPOTrainer`, and its schedule."""
+    parameters = [value for value in language.get_parameters().values() if value.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def _language_model(policy: HFPolicy | AgentPolicy) -> HFPolicy:
@@ -243,7 +239,8 @@ def _require_one_kind(prompts: Sequence[Any]) -> None:
 
 @contextmanager
 def _lent_to_trl(model: Any, reference: Any, folder: str) -> Iterator[None]:
-    """Context in which TRL may change the model's `forward` and its special tokens, and finds the reference by its name."""
+    """Context in which TRL may change the model's `forward` and its special tokens, finds the reference by its name, and does
+    not warn of what is not ours to change."""
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
     owners = [vars(owner) for owner in (model, plain, model.config, model.generation_config)]
     kept = [{name: owner[name] for name in CHANGED if name in owner} for owner in owners]
@@ -251,7 +248,10 @@ def _lent_to_trl(model: Any, reference: Any, folder: str) -> Iterator[None]:
         reference.save_pretrained(folder)
         model.config._name_or_path = folder
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of transformers
+            warnings.filterwarnings("ignore", "You are using 'environment_factory'")
+            yield
     finally:
         for owner, values in zip(owners, kept, strict=True):
             for name in CHANGED:
