@@ -14,9 +14,10 @@ from typing import Literal, TypeAlias, assert_never
 import numpy as np
 from jaxtyping import Float64
 
+from grpo.arguments import require_integers, require_numbers
 from grpo.errors import ConfigError, RewardError
 
-from .options import require_discount, require_option, require_real, require_whole
+from .options import require_discount, require_option
 from .play import Arms, Rewards
 
 Likelihood: TypeAlias = Literal["bernoulli", "gaussian"]
@@ -46,7 +47,7 @@ class ThompsonSampling:
     def __init__(
         self, num_runs: int, num_arms: int, *, discount: float = 1.0, likelihood: Likelihood = "bernoulli"
     ) -> None:
-        require_whole("ThompsonSampling", num_runs=num_runs, num_arms=num_arms)
+        require_integers("ThompsonSampling", 1, num_runs=num_runs, num_arms=num_arms)
         require_discount("ThompsonSampling", discount)
         require_option("ThompsonSampling", "likelihood", likelihood, Likelihood)
         self.discount = discount
@@ -113,10 +114,10 @@ class EXP3S:
         reward_low: float = 0.0,
         reward_high: float = 1.0,
     ) -> None:
-        require_whole("EXP3S", num_runs=num_runs, num_arms=num_arms, horizon=horizon)
-        require_whole("EXP3S", at_least=0, num_changes=num_changes)
+        require_integers("EXP3S", 1, num_runs=num_runs, num_arms=num_arms, horizon=horizon)
+        require_integers("EXP3S", 0, num_changes=num_changes)
         given = {"exploration": exploration, "sharing": sharing, "reward_low": reward_low, "reward_high": reward_high}
-        require_real("EXP3S", **{name: value for name, value in given.items() if value is not None})
+        require_numbers("EXP3S", **{name: value for name, value in given.items() if value is not None})
         segments = num_changes + 1
         tuned = sqrt(num_arms * (segments * log(num_arms * horizon) + e) / ((e - 1) * horizon))
         self.exploration = min(1.0, tuned) if exploration is None else exploration
@@ -175,10 +176,10 @@ class GradientBandit:
         baseline_step_size: float | None = None,
         logit_decay: float = 0.0,
     ) -> None:
-        require_whole("GradientBandit", num_runs=num_runs, num_arms=num_arms)
-        require_real("GradientBandit", step_size=step_size, logit_decay=logit_decay)
+        require_integers("GradientBandit", 1, num_runs=num_runs, num_arms=num_arms)
+        require_numbers("GradientBandit", step_size=step_size, logit_decay=logit_decay)
         if baseline_step_size is not None:
-            require_real("GradientBandit", baseline_step_size=baseline_step_size)
+            require_numbers("GradientBandit", baseline_step_size=baseline_step_size)
         averages = baseline_step_size is None or 0 < baseline_step_size <= 1
         if step_size <= 0 or not 0 <= logit_decay < 1 or not averages:
             raise ConfigError(

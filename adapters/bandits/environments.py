@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .options import require_instance
+from grpo.arguments import require_instances
+
 from .testbeds import Testbed, abrupt_testbed, dynamic_testbed, random_walk_testbed
 
 try:
@@ -30,7 +31,7 @@ class BanditEnv(gymnasium.Env[np.int64, np.int64 | int]):
     """
 
     def __init__(self, testbed: Testbed) -> None:
-        require_instance("BanditEnv", Testbed, testbed=testbed)
+        require_instances("BanditEnv", Testbed, "a Testbed", testbed=testbed)
         self.testbed = testbed
         self.observation_space = gymnasium.spaces.Discrete(1)
         self.action_space = gymnasium.spaces.Discrete(testbed.num_arms)

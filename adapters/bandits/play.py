@@ -9,7 +9,8 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from .options import require_instance, require_whole
+from grpo.arguments import require_instances, require_integers
+
 from .testbeds import Testbed
 
 STREAM = 1
@@ -56,8 +57,8 @@ def play(baseline: Baseline, testbed: Testbed, num_pulls: int, seed: int = 0) ->
     Raises:
         RewardError: The testbed ends before the last pull.
     """
-    require_instance("play", Testbed, testbed=testbed)
-    require_whole("play", at_least=0, num_pulls=num_pulls, seed=seed)
+    require_instances("play", Testbed, "a Testbed", testbed=testbed)
+    require_integers("play", 0, num_pulls=num_pulls, seed=seed)
     rng = np.random.default_rng((seed, STREAM))
     runs = np.arange(testbed.num_runs)
     steps = testbed.steps_at(testbed.pulls[:, None] + np.arange(num_pulls))
@@ -76,7 +77,7 @@ class Uniform:
     """Pull every arm with the same probability. This is chance level."""
 
     def __init__(self, num_runs: int, num_arms: int) -> None:
-        require_whole("Uniform", num_runs=num_runs, num_arms=num_arms)
+        require_integers("Uniform", 1, num_runs=num_runs, num_arms=num_arms)
         self.num_runs = num_runs
         self.num_arms = num_arms
 
@@ -92,7 +93,7 @@ class Oracle:
     """Pull the arm with the highest current mean. The regret is 0."""
 
     def __init__(self, testbed: Testbed) -> None:
-        require_instance("Oracle", Testbed, testbed=testbed)
+        require_instances("Oracle", Testbed, "a Testbed", testbed=testbed)
         self.testbed = testbed
 
     def select(self, rng: np.random.Generator) -> Arms:

@@ -12,10 +12,11 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from grpo.errors import ConfigError, ContractError
+from grpo.arguments import require_instances, require_integers
+from grpo.errors import ContractError
 from grpo.types import ActionScores, SampledActions
 
-from .options import require_option, require_whole
+from .options import require_option
 
 Activation: TypeAlias = Literal["tanh", "relu"]
 
@@ -75,7 +76,7 @@ class SoftmaxPolicy(nn.Module):
 
     def __init__(self, num_actions: int, num_states: int = 1) -> None:
         super().__init__()
-        require_whole("SoftmaxPolicy", num_actions=num_actions, num_states=num_states)
+        require_integers("SoftmaxPolicy", 1, num_actions=num_actions, num_states=num_states)
         self.num_actions = num_actions
         self.num_states = num_states
         self.logits = nn.Parameter(torch.zeros(num_states, num_actions))
@@ -167,11 +168,10 @@ class MLPPolicy(nn.Module):
         exact_entropy: bool = True,
     ) -> None:
         super().__init__()
-        require_whole("MLPPolicy", num_features=num_features, num_actions=num_actions)
-        given: Any = hidden
-        if not isinstance(given, list | tuple):
-            raise ConfigError(f"MLPPolicy: hidden must be a sequence of widths, such as (64, 64); got {given!r}.")
-        require_whole("MLPPolicy", **{f"hidden[{i}]": width for i, width in enumerate(hidden)})
+        require_integers("MLPPolicy", 1, num_features=num_features, num_actions=num_actions)
+        require_instances("MLPPolicy", list | tuple, "a list of widths, such as [64, 64]", hidden=hidden)
+        for width in hidden:
+            require_integers("MLPPolicy", 1, hidden=width)
         require_option("MLPPolicy", "activation", activation, Activation)
         self.num_actions = num_actions
         self.exact_entropy = exact_entropy

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from .options import require_instance
+from grpo.arguments import require_instances
+
 from .testbeds import Testbed
 
 
@@ -19,7 +20,7 @@ class BanditReward:
     """
 
     def __init__(self, testbed: Testbed) -> None:
-        require_instance("BanditReward", Testbed, testbed=testbed)
+        require_instances("BanditReward", Testbed, "a Testbed", testbed=testbed)
         self.testbed = testbed
 
     def compute_rewards(self, states: Any, actions: Any) -> Float64[Tensor, " N"]:

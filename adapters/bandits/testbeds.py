@@ -11,10 +11,11 @@ import numpy as np
 from jaxtyping import Float64, Int64
 from numpy.typing import ArrayLike
 
+from grpo.arguments import require_integers, require_numbers
 from grpo.errors import ConfigError, RewardError
 from grpo.writing import describe
 
-from .options import require_option, require_real, require_whole
+from .options import require_option
 
 Noise: TypeAlias = Literal["deterministic", "bernoulli", "gaussian"]
 """Reward of a pull with mean m: m itself ("deterministic"), 1 with probability m, else 0 ("bernoulli"), or N(m, 1)
@@ -58,10 +59,10 @@ class Testbed:
         cyclic: bool = False,
         seed: int = 0,
     ) -> None:
-        require_whole("Testbed", pulls_per_step=pulls_per_step)
-        require_whole("Testbed", at_least=0, seed=seed)
+        require_integers("Testbed", 1, pulls_per_step=pulls_per_step)
+        require_integers("Testbed", 0, seed=seed)
         if num_runs is not None:
-            require_whole("Testbed", num_runs=num_runs)
+            require_integers("Testbed", 1, num_runs=num_runs)
         require_option("Testbed", "noise", noise, Noise)
         self.noise: Noise = noise
         self.pulls_per_step = pulls_per_step
@@ -259,8 +260,8 @@ def random_walk_testbed(
         walks[:, 0] = 0.0
         return np.cumsum(walks, axis=1, out=walks)
 
-    require_whole("random_walk_testbed", num_runs=num_runs, num_steps=num_steps)
-    require_real("random_walk_testbed", step_std=step_std)
+    require_integers("random_walk_testbed", 1, num_runs=num_runs, num_steps=num_steps)
+    require_numbers("random_walk_testbed", step_std=step_std)
     if step_std < 0:
         raise ConfigError(f"random_walk_testbed: step_std must be >= 0; got {step_std}.")
     return Testbed(draw_walks, noise="gaussian", num_runs=num_runs, pulls_per_step=pulls_per_step, seed=seed)

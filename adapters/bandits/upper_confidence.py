@@ -11,9 +11,10 @@ from math import ceil, log, sqrt
 import numpy as np
 from jaxtyping import Bool, Float64
 
+from grpo.arguments import require_integers, require_numbers
 from grpo.errors import ConfigError
 
-from .options import require_discount, require_real, require_whole
+from .options import require_discount
 from .play import Arms, Rewards
 
 
@@ -31,8 +32,8 @@ class _UpperConfidence:
 
     def __init__(self, num_runs: int, num_arms: int, exploration: float, reward_range: float) -> None:
         owner = type(self).__name__
-        require_whole(owner, num_runs=num_runs, num_arms=num_arms)
-        require_real(owner, exploration=exploration, reward_range=reward_range)
+        require_integers(owner, 1, num_runs=num_runs, num_arms=num_arms)
+        require_numbers(owner, exploration=exploration, reward_range=reward_range)
         if exploration < 0 or reward_range <= 0:
             raise ConfigError(
                 f"{owner}: exploration must be >= 0 and reward_range > 0; got {exploration}, {reward_range}."
@@ -104,7 +105,7 @@ class DiscountedUCB(_UpperConfidence):
         reward_range: float = 1.0,
     ) -> None:
         super().__init__(num_runs, num_arms, exploration, reward_range)
-        require_whole("DiscountedUCB", horizon=horizon)
+        require_integers("DiscountedUCB", 1, horizon=horizon)
         self.discount = 1 - 1 / (4 * sqrt(horizon)) if discount is None else discount
         require_discount("DiscountedUCB", self.discount)
         self.total_count = 0.0
@@ -149,9 +150,9 @@ class SlidingWindowUCB(_UpperConfidence):
         reward_range: float = 1.0,
     ) -> None:
         super().__init__(num_runs, num_arms, exploration, reward_range)
-        require_whole("SlidingWindowUCB", horizon=horizon)
+        require_integers("SlidingWindowUCB", 1, horizon=horizon)
         self.window = max(1, ceil(4 * sqrt(horizon * log(horizon)))) if window is None else window
-        require_whole("SlidingWindowUCB", window=self.window)
+        require_integers("SlidingWindowUCB", 1, window=self.window)
         self.num_pulls = 0
         self._arms = np.zeros((self.window, num_runs), dtype=np.int64)
         self._rewards = np.zeros((self.window, num_runs))

@@ -12,6 +12,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.utils.env_checker import data_equivalence
 
+from grpo.arguments import require_integers
 from grpo.checks import CheckReport
 from grpo.checks.report import Rule, Verdict, absent, failed, note, passed, run_rules
 from grpo.writing import describe, preserved_random_state
@@ -25,7 +26,6 @@ from .pool_base import (
     time_limit,
 )
 from .pools import environment_factory
-from .requirements import require_integers
 from .snapshots import is_supported, restore_snapshot, take_snapshot
 
 NUM_GROUPS, GROUP_SIZE = 4, 8

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from grpo.arguments import require_instances, require_integers
 from grpo.errors import ContractError
 from grpo.writing import describe
 
 from .plain_data import pack, unpack
-from .requirements import require_instance, require_integers
 from .snapshots import Snapshot
 
 NUM_SHOWN = 5
@@ -37,9 +37,9 @@ class EpisodeStart:
 
     def __post_init__(self) -> None:
         require_integers("EpisodeStart", 0, optional=True, seed=self.seed)
-        require_instance("EpisodeStart", "options", self.options, Mapping | None, "a mapping or None")
-        require_instance(
-            "EpisodeStart", "snapshot", self.snapshot, Snapshot | None, "a Snapshot of take_snapshot, or None"
+        require_instances("EpisodeStart", Mapping | None, "a mapping or None", options=self.options)
+        require_instances(
+            "EpisodeStart", Snapshot | None, "a Snapshot of take_snapshot, or None", snapshot=self.snapshot
         )
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ class Episode:
                     f"Episode: {name} must have one row per reward, L = {len(self.rewards)}; got {describe(value)}."
                 )
         for name in ("terminated", "truncated"):
-            require_instance("Episode", name, getattr(self, name), bool, "True or False")
+            require_instances("Episode", bool, "True or False", **{name: getattr(self, name)})
 
     def __str__(self) -> str:
         """`12 steps, return 12, terminated; actions 0, 1, 1, ...`."""

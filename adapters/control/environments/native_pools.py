@@ -12,11 +12,11 @@ from gymnasium.envs.classic_control.utils import maybe_parse_reset_bounds
 from gymnasium.utils.seeding import np_random
 from jaxtyping import Float64, Int64
 
+from grpo.arguments import require_integers
 from grpo.errors import ConfigError, ContractError
 
 from .episodes import EpisodeStart
 from .pool_base import EpisodeSteps, PoolStep
-from .requirements import require_integers
 from .snapshots import restore_snapshot
 
 NATIVE_IDS = ("CartPole-v0", "CartPole-v1")

@@ -18,6 +18,7 @@ from gymnasium.error import Error as GymnasiumError
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 from jaxtyping import Int64
 
+from grpo.arguments import require_instances, require_integers
 from grpo.errors import ConfigError, GRPOError
 from grpo.writing import describe
 
@@ -38,7 +39,6 @@ from .pool_base import (
     take_rows,
     time_limit,
 )
-from .requirements import require_instance, require_integers
 from .snapshots import restore_snapshot
 
 __all__ = [
@@ -78,7 +78,7 @@ class SerialPool:
                 f"{len(self._envs)} members. A factory must create a new environment at every call."
             )
         for env in self._envs:
-            require_instance("SerialPool", "every member", env, gymnasium.Env, "a gymnasium.Env")
+            require_instances("SerialPool", gymnasium.Env, "a gymnasium.Env", **{"every member": env})
         self.num_members = len(self._envs)
         self.observation_space = self._envs[0].observation_space
         self.action_space = self._envs[0].action_space
@@ -208,7 +208,7 @@ def make_pool(
         array([1.])
     """
     require_integers("make_pool", 1, num_members=num_members)
-    require_instance("make_pool", "vectorization", vectorization, str, f"one of {get_args(Vectorization)}")
+    require_instances("make_pool", str, f"one of {get_args(Vectorization)}", vectorization=vectorization)
     if vectorization not in get_args(Vectorization):
         raise ConfigError(f"make_pool: vectorization must be one of {get_args(Vectorization)}; got {vectorization!r}.")
     if isinstance(env, str):

@@ -28,10 +28,10 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.wrappers import HumanRendering, PassiveEnvChecker, RecordVideo, RenderCollection
 from gymnasium.wrappers.utils import RunningMeanStd
 
+from grpo.arguments import require_instances
 from grpo.errors import ConfigError, ContractError
 
 from .plain_data import pack, unpack
-from .requirements import require_instance
 
 Copied = TypeVar("Copied")
 
@@ -84,8 +84,8 @@ class Snapshot:
     """Class name and state of each layer: the wrappers from the outermost to the innermost, then the environment."""
 
     def __post_init__(self) -> None:
-        require_instance("Snapshot", "environment", self.environment, str, "the name of an environment")
-        require_instance("Snapshot", "layers", self.layers, tuple, "a tuple of pairs (class name, state)")
+        require_instances("Snapshot", str, "the name of an environment", environment=self.environment)
+        require_instances("Snapshot", tuple, "a tuple of pairs (class name, state)", layers=self.layers)
 
     def to_state(self) -> dict[str, Any]:
         """The snapshot as values that a checkpoint can hold.
@@ -131,7 +131,7 @@ def take_snapshot(env: gymnasium.Env, observation: Any) -> Snapshot:
         ConfigError: The environment is neither supported nor `Snapshotable`, or an attribute has an unknown type.
         ContractError: The state of a `Snapshotable` cannot be pickled.
     """
-    require_instance("take_snapshot", "env", env, gymnasium.Env, "a gymnasium.Env")
+    require_instances("take_snapshot", gymnasium.Env, "a gymnasium.Env", env=env)
     name = _name(env)
     inner = env.unwrapped
     if not is_supported(env):
@@ -170,8 +170,8 @@ def restore_snapshot(env: gymnasium.Env, snapshot: Snapshot) -> Any:
     Raises:
         ContractError: The snapshot is from another environment, or from other wrappers.
     """
-    require_instance("restore_snapshot", "env", env, gymnasium.Env, "a gymnasium.Env")
-    require_instance("restore_snapshot", "snapshot", snapshot, Snapshot, "a Snapshot of take_snapshot")
+    require_instances("restore_snapshot", gymnasium.Env, "a gymnasium.Env", env=env)
+    require_instances("restore_snapshot", Snapshot, "a Snapshot of take_snapshot", snapshot=snapshot)
     layers = layers_of(env)
     stateful = _stateful(layers)
     theirs, ours = [name for name, _ in snapshot.layers], [type(layer).__name__ for layer in stateful]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from adapters.control.environments.requirements import require_instance
+from grpo.arguments import require_instances
 from grpo.errors import ConfigError, ContractError
 
 from .action_distribution import as_batch_of, refuse_mask, wide
@@ -43,7 +43,7 @@ class _BoxDistribution:
     num_categories = 0
 
     def __init__(self, space: spaces.Box) -> None:
-        require_instance(type(self).__name__, "space", space, spaces.Box, "a Box space")
+        require_instances(type(self).__name__, spaces.Box, "a Box space", space=space)
         if not np.issubdtype(space.dtype, np.floating):
             raise ConfigError(
                 f"{type(self).__name__} is for boxes of floats; got {space}. Use Discrete or MultiDiscrete for integers."

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from adapters.control.environments.requirements import require_instance
+from grpo.arguments import require_instances
 from grpo.errors import ContractError
 
 from .action_distribution import as_batch_of, refuse_mask, require_mask_shape, require_range, wide
@@ -44,7 +44,7 @@ class Categorical:
     action_dtype = torch.int64
 
     def __init__(self, space: spaces.Discrete) -> None:
-        require_instance("Categorical", "space", space, spaces.Discrete, "a Discrete space")
+        require_instances("Categorical", spaces.Discrete, "a Discrete space", space=space)
         self.num_parameters = self.num_noise = self.num_categories = int(space.n)
         self.start = int(space.start)
         self.env_dtype = space.dtype
@@ -109,7 +109,7 @@ class MultiCategorical:
     action_dtype = torch.int64
 
     def __init__(self, space: spaces.MultiDiscrete) -> None:
-        require_instance("MultiCategorical", "space", space, spaces.MultiDiscrete, "a MultiDiscrete space")
+        require_instances("MultiCategorical", spaces.MultiDiscrete, "a MultiDiscrete space", space=space)
         sizes = space.nvec.ravel().astype(np.int64)
         self.num_parameters = self.num_noise = self.num_categories = int(sizes.sum())
         self.sizes: list[int] = sizes.tolist()
@@ -195,7 +195,7 @@ class Bernoulli:
     num_categories = 0
 
     def __init__(self, space: spaces.MultiBinary) -> None:
-        require_instance("Bernoulli", "space", space, spaces.MultiBinary, "a MultiBinary space")
+        require_instances("Bernoulli", spaces.MultiBinary, "a MultiBinary space", space=space)
         self.env_shape = space.shape
         self.num_parameters = self.num_noise = int(np.prod(space.shape))
         self.action_shape: tuple[int, ...] = (self.num_parameters,)

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adapters.control.environments.requirements import require_instance, require_integers
+from grpo.arguments import require_instances, require_integers
 from grpo.errors import ConfigError, ContractError
 from grpo.writing import describe
 
@@ -55,7 +55,7 @@ def distribution_for(space: spaces.Space[Any], kind: Kind = "auto") -> ActionDis
         >>> distribution_for(spaces.Dict(arm=spaces.Box(-1, 1, (6,)), grip=spaces.Discrete(2))).num_parameters
         14
     """
-    require_instance("distribution_for", "kind", kind, str, f"one of {', '.join(get_args(Kind))}")
+    require_instances("distribution_for", str, f"one of {', '.join(get_args(Kind))}", kind=kind)
     if kind not in get_args(Kind):
         raise ConfigError(f"distribution_for: kind must be one of {', '.join(get_args(Kind))}; got {kind!r}.")
     match space:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, pad_to_steps
 from adapters.control.environments.pools import EnvironmentPool, make_pool
-from adapters.control.environments.requirements import require_instance, require_integers, require_numbers
+from grpo.arguments import require_instances, require_integers, require_numbers
 from grpo.errors import ConfigError, ContractError, GRPOWarning
 from grpo.types import ActionScores, SampledActions
 from grpo.writing import describe
@@ -95,12 +95,12 @@ class EpisodePolicy(nn.Module):
         )
         require_integers("EpisodePolicy", 0, state_key_decimals=state_key_decimals)
         require_numbers("EpisodePolicy", initial_log_std=initial_log_std)
-        require_instance("EpisodePolicy", "torso", torso, nn.Module | None, "an nn.Module or None")
-        require_instance(
-            "EpisodePolicy", "distribution", distribution, str | ActionDistribution, "a name or distribution"
+        require_instances("EpisodePolicy", nn.Module | None, "an nn.Module or None", torso=torso)
+        require_instances(
+            "EpisodePolicy", str | ActionDistribution, "a name or distribution", distribution=distribution
         )
-        require_instance("EpisodePolicy", "std", std, str, "'shared' or 'observation'")
-        require_instance("EpisodePolicy", "critic", critic, nn.Module | bool, "True, False or an nn.Module")
+        require_instances("EpisodePolicy", str, "'shared' or 'observation'", std=std)
+        require_instances("EpisodePolicy", nn.Module | bool, "True, False or an nn.Module", critic=critic)
         is_info = isinstance(action_mask, str) and action_mask == "info"
         if not (action_mask is None or is_info or callable(action_mask)):
             raise ConfigError(
@@ -207,7 +207,7 @@ class EpisodePolicy(nn.Module):
     @torch.no_grad()
     def sample_actions(self, states: Sequence[EpisodeStart], num_actions_per_state: int) -> SampledActions:
         """Sample G episodes from each of B starts, with their scores. Seeds come from torch's global generator."""
-        require_instance("EpisodePolicy", "states", states, Sequence, "a list of EpisodeStart objects")
+        require_instances("EpisodePolicy", Sequence, "a list of EpisodeStart objects", states=states)
         if not states:
             raise ContractError(
                 f"EpisodePolicy: states must be a list of EpisodeStart objects; got {describe(states)}. Use episode_starts()."
@@ -363,7 +363,7 @@ class EpisodePolicy(nn.Module):
     def score_actions(self, states: Any, actions: Any) -> ActionScores:
         """Scores of whole episodes [N, T], or of single steps from `split_steps` [S, 1], in one forward pass."""
         if isinstance(actions, Tensor):
-            require_instance("EpisodePolicy", "states", states, Tensor, "a tensor like actions, from split_steps")
+            require_instances("EpisodePolicy", Tensor, "a tensor like actions, from split_steps", states=states)
             observations, allowed = self._unpacked(states)
             return self._score_steps(observations, actions, allowed)
         if not isinstance(actions, Sequence) or not actions or not all(isinstance(each, Episode) for each in actions):

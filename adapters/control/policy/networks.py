@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from adapters.control.environments.requirements import require_instance, require_integers
+from grpo.arguments import require_instances, require_integers
 from grpo.errors import ConfigError
 from grpo.writing import describe
 
@@ -40,10 +40,10 @@ def mlp_torso(num_inputs: int, hidden: Sequence[int] = (64, 64), activation: Act
         activation: `tanh` is bounded and the common choice for control. `relu` is faster in wide layers.
     """
     require_integers("mlp_torso", 1, num_inputs=num_inputs)
-    require_instance("mlp_torso", "hidden", hidden, Sequence, "a list of widths")
+    require_instances("mlp_torso", Sequence, "a list of widths", hidden=hidden)
     for width in hidden:
         require_integers("mlp_torso", 1, hidden=width)
-    require_instance("mlp_torso", "activation", activation, str, f"one of {list(ACTIVATIONS)}")
+    require_instances("mlp_torso", str, f"one of {list(ACTIVATIONS)}", activation=activation)
     if not hidden or activation not in ACTIVATIONS:
         raise ConfigError(
             f"mlp_torso: hidden needs at least one width, and activation must be one of {list(ACTIVATIONS)}; got {hidden}, "
@@ -71,7 +71,7 @@ class CNNTorso(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], num_features: int = 256) -> None:
         super().__init__()
-        require_instance("CNNTorso", "shape", shape, Sequence, "(height, width, channels)")
+        require_instances("CNNTorso", Sequence, "(height, width, channels)", shape=shape)
         if len(shape) != 3:
             raise ConfigError(f"CNNTorso: shape must be (height, width, channels); got {describe(shape)}.")
         height, width, channels = shape

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, pad_to_steps
-from adapters.control.environments.requirements import require_instance, require_numbers
+from grpo.arguments import require_instances, require_numbers
 from grpo.errors import ConfigError, RewardError
 from grpo.writing import describe
 
@@ -28,7 +28,7 @@ class EnvironmentReward(nn.Module):
 
     def __init__(self, per: Literal["step", "episode"] = "step", discount: float = 1.0) -> None:
         super().__init__()
-        require_instance("EnvironmentReward", "per", per, str, "'step' or 'episode'")
+        require_instances("EnvironmentReward", str, "'step' or 'episode'", per=per)
         if per not in ("step", "episode"):
             raise ConfigError(f"EnvironmentReward: per must be 'step' or 'episode'; got {describe(per)}.")
         require_numbers("EnvironmentReward", discount=discount)

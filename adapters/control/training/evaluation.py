@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adapters.control.environments.episodes import EpisodeStart
-from adapters.control.environments.requirements import require_instance, require_integers
 from adapters.control.policy.distributions import ActionDistribution
 from adapters.control.policy.episode_policy import EpisodePolicy
 from adapters.control.policy.rollouts import Record
+from grpo.arguments import require_instances, require_integers
 from grpo.writing import preserved_random_state
 
 EVALUATION_SEED = 2**31
@@ -29,7 +29,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         for name in ("returns", "lengths"):
-            require_instance("Evaluation", name, getattr(self, name), np.ndarray, "an array [E]")
+            require_instances("Evaluation", np.ndarray, "an array [E]", **{name: getattr(self, name)})
 
     @property
     def mean_return(self) -> float:
@@ -62,7 +62,7 @@ def evaluate_policy(
     Raises:
         ConfigError: `num_episodes` or `max_steps` is below 1.
     """
-    require_instance("evaluate_policy", "policy", policy, EpisodePolicy, "an EpisodePolicy")
+    require_instances("evaluate_policy", EpisodePolicy, "an EpisodePolicy", policy=policy)
     require_integers("evaluate_policy", 1, num_episodes=num_episodes)
     require_integers("evaluate_policy", 0, seed=seed)
     require_integers("evaluate_policy", 1, optional=True, max_steps=max_steps)

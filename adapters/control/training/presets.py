@@ -7,9 +7,9 @@ import torch
 from gymnasium import spaces
 
 from adapters.control.environments.pools import make_pool
-from adapters.control.environments.requirements import require_instance, require_integers
 from adapters.control.policy.episode_policy import EpisodePolicy
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo.arguments import require_instances, require_integers
 from grpo.errors import ConfigError
 from grpo.surrogates import Clip
 from grpo.writing import Settings, setting
@@ -168,7 +168,7 @@ def preset_for(env_id: str, *, max_episode_steps: int | None = None) -> ControlP
     Raises:
         ConfigError: The environment cannot be created, or has no time limit and none is passed.
     """
-    require_instance("preset_for", "env_id", env_id, str, "the id of an environment")
+    require_instances("preset_for", str, "the id of an environment", env_id=env_id)
     require_integers("preset_for", 1, optional=True, max_episode_steps=max_episode_steps)
     if env_id in PRESETS:
         preset = PRESETS[env_id]

@@ -11,9 +11,9 @@ from typing import Any
 from tqdm import tqdm
 
 from adapters.control.environments.episodes import EpisodeStart
-from adapters.control.environments.requirements import require_integers
 from adapters.control.policy.episode_policy import EpisodePolicy
 from grpo import GRPOTrainer
+from grpo.arguments import require_integers
 from grpo.callbacks import Callbacks
 from grpo.errors import ConfigError
 from grpo.sinks import GuardedSinks, MetricSink, Samples, run_settings

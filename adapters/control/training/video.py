@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adapters.control.environments.pool_base import time_limit
-from adapters.control.environments.requirements import require_integers
 from adapters.control.policy.episode_policy import EpisodePolicy
+from grpo.arguments import require_integers
 from grpo.errors import ConfigError
 
 Frame = NDArray[np.uint8]

@@ -12,11 +12,11 @@ from typing import Any
 
 import jsonschema
 
+from grpo.arguments import is_finite, require_each, require_instances
 from grpo.errors import ConfigError
 
 from .annotations import schema_of
 from .calls import ToolCall, plain_name, same_json
-from .inputs import is_finite, require_each, require_type
 from .schemas import plain_schema
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
@@ -79,10 +79,10 @@ class Tool:
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        require_type("Tool", str, "a text", name=self.name, description=self.description, category=self.category)
-        require_type("Tool", bool, "True or False", remote=self.remote)
+        require_instances("Tool", str, "a text", name=self.name, description=self.description, category=self.category)
+        require_instances("Tool", bool, "True or False", remote=self.remote)
         if not _NAME.fullmatch(self.name):
-            raise ConfigError(f"Tool.name must be 1 to 64 letters, digits, '_', '-' or '.'; got {self.name!r}.")
+            raise ConfigError(f"Tool: name must be 1 to 64 letters, digits, '_', '-' or '.'; got {self.name!r}.")
         is_awaitable = not self.remote or inspect.iscoroutinefunction(self.function)
         in_time = self.timeout is None or (is_finite(self.timeout) and self.timeout > 0)
         for name, is_right, required in (

@@ -43,7 +43,7 @@ class CallLog:
             self._file = FileIO(path, "a", opener=_opened)
         except OSError as error:
             raise ConfigError(
-                f"ToolExecutor.log_path must be a file that can be written and made private; {error}."
+                f"ToolExecutor: log_path must be a file that can be written and made private; {error}."
             ) from error
 
     def write(self, call: ToolCall, error: BaseException | None, seconds: float, output_bytes: int = 0) -> None:

@@ -10,8 +10,8 @@ from decimal import Decimal
 from pathlib import PurePath
 from typing import Any
 
-from adapters.tools.catalogue.inputs import require_whole
 from adapters.tools.errors import InvalidArgumentsError, OutputTooLargeError
+from grpo.arguments import require_integers
 from grpo.errors import ConfigError
 
 _STARTS_PROGRAMS = re.compile(
@@ -65,7 +65,7 @@ class Command:
     max_output_bytes: int = 100_000
 
     def __post_init__(self) -> None:
-        require_whole("Command", max_output_bytes=self.max_output_bytes)
+        require_integers("Command", 1, max_output_bytes=self.max_output_bytes)
         argv: Any = self.argv
         is_list = isinstance(argv, list | tuple) and all(isinstance(element, str) for element in argv)
         if not is_list or not argv or not argv[0] or "\0" in "".join(argv):

@@ -17,10 +17,10 @@ from typing import Any, Literal, NoReturn, get_args
 
 from adapters.tools.catalogue.arguments import ArgumentChecker, RefusedArgumentsError, bounded_text, encode_arguments
 from adapters.tools.catalogue.calls import ToolCall, ToolResult, plain_name
-from adapters.tools.catalogue.inputs import is_finite, require_each, require_whole
 from adapters.tools.catalogue.schemas import paths_in, slow_keyword
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import ToolError, ToolNotAllowedError, UnknownToolError
+from grpo.arguments import is_finite, require_each, require_integers
 from grpo.errors import ConfigError, GRPOWarning
 
 from .batches import Batch, Turn
@@ -117,7 +117,7 @@ class ToolExecutor:
         in_workers = [tool for tool in allowed if _needs_worker(tool)]
         kind, reasons = choose(confinement) if in_workers else ("user", [])
         if kind is None:
-            raise ConfigError(f"ToolExecutor.confinement={confinement!r} must work on this machine; {reasons[0]}.")
+            raise ConfigError(f"ToolExecutor: confinement={confinement!r} must work on this machine; {reasons[0]}.")
         self.confinement: Kind = kind
         """The kind of confinement of the workers."""
         self._catalogue = catalogue
@@ -340,14 +340,14 @@ def _check(**given: Any) -> None:
         ("limits", "WorkerLimits, or None", lambda it: it is None or isinstance(it, WorkerLimits)),
     ):
         if not is_right(given[name]):
-            raise ConfigError(f"ToolExecutor.{name} must be {what}; got {given[name]!r:.100}.")
-    require_whole(
-        "ToolExecutor", **{name: given[name] for name in ("num_workers", "max_output_bytes", "max_concurrency")}
+            raise ConfigError(f"ToolExecutor: {name} must be {what}; got {given[name]!r:.100}.")
+    require_integers(
+        "ToolExecutor", 1, **{name: given[name] for name in ("num_workers", "max_output_bytes", "max_concurrency")}
     )
     unknown = sorted(str(name) for name in given["allow"] or () if name not in given["catalogue"])
     if unknown:
         raise ConfigError(
-            f"ToolExecutor.allow must name tools of the catalogue; the catalogue has no {', '.join(unknown)}."
+            f"ToolExecutor: allow must name tools of the catalogue; the catalogue has no {', '.join(unknown)}."
         )
 
 

@@ -16,9 +16,9 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from adapters.tools.catalogue.inputs import is_finite
 from adapters.tools.catalogue.tools import Tool
 from adapters.tools.errors import InvalidArgumentsError, ServerLostError, ToolRaisedError
+from grpo.arguments import is_finite
 from grpo.errors import ConfigError, GRPOWarning
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import referencing
 
 from adapters.tools.catalogue.arguments import json_arguments
 from adapters.tools.catalogue.calls import ToolCall, same_json
-from adapters.tools.catalogue.inputs import require_each
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from grpo.arguments import require_each
 from grpo.errors import ConfigError
 
 from .tasks import ToolTask

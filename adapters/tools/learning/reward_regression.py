@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from adapters.tools.catalogue.calls import ToolCall
-from adapters.tools.catalogue.inputs import require_each, require_type
 from adapters.tools.catalogue.tools import ToolCatalogue
 from adapters.tools.text.evidence import Evidence
+from grpo.arguments import require_each, require_instances
 from grpo.errors import ConfigError
 from grpo.logs import Estimate, key_of
 
@@ -51,7 +51,7 @@ class RewardRegression:
         *,
         ridge: float = 0.03,
     ) -> None:
-        require_type("RewardRegression", ToolCatalogue, "a ToolCatalogue", catalogue=catalogue)
+        require_instances("RewardRegression", ToolCatalogue, "a ToolCatalogue", catalogue=catalogue)
         if not ridge > 0:
             raise ConfigError(f"RewardRegression.ridge must be above 0; got {ridge}.")
         self.catalogue, self.encoder, self.ridge = catalogue, encoder, ridge

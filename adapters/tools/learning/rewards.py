@@ -13,10 +13,10 @@ from torch import Tensor
 
 from adapters.tools.catalogue.arguments import bounded_text, json_arguments
 from adapters.tools.catalogue.calls import ToolCall, ToolResult, plain_name, same_json
-from adapters.tools.catalogue.inputs import is_finite, require_type, require_whole
 from adapters.tools.catalogue.tools import ToolCatalogue
 from adapters.tools.errors import LOST_CALLS, LostCallError
 from grpo import WeightedRewards
+from grpo.arguments import is_finite, require_instances, require_integers
 from grpo.errors import ConfigError, ContractError, GRPOError
 from grpo.reward_model_base import add_call_metrics
 
@@ -74,12 +74,12 @@ class ToolRewards(WeightedRewards):
         per_tool: ToolCatalogue | None = None,
         folder_of: Callable[[Any], str | None] | None = None,
     ) -> None:
-        require_type("ToolRewards", RunsCalls, "an object with a method run(calls)", executor=executor)
-        require_type("ToolRewards", Mapping, "a mapping of names to functions", functions=functions)
+        require_instances("ToolRewards", RunsCalls, "an object with a method run(calls)", executor=executor)
+        require_instances("ToolRewards", Mapping, "a mapping of names to functions", functions=functions)
         for function in functions.values():
-            require_type("ToolRewards", Callable, "a mapping of names to functions", functions=function)  # type: ignore[arg-type]
-        require_type("ToolRewards", (ToolCatalogue, NoneType), "a ToolCatalogue, or None", per_tool=per_tool)
-        require_whole("ToolRewards", max_lost_in_a_row=max_lost_in_a_row)
+            require_instances("ToolRewards", Callable, "a mapping of names to functions", functions=function)
+        require_instances("ToolRewards", (ToolCatalogue, NoneType), "a ToolCatalogue, or None", per_tool=per_tool)
+        require_integers("ToolRewards", 1, max_lost_in_a_row=max_lost_in_a_row)
         super().__init__({name: _of_rows(name, function) for name, function in functions.items()}, weights)
         self.executor, self.per_tool, self.folder_of = executor, per_tool, folder_of
         self.reuse_results, self.max_lost_in_a_row = reuse_results, max_lost_in_a_row

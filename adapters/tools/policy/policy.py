@@ -12,11 +12,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from adapters.tools.catalogue.calls import ToolCall
-from adapters.tools.catalogue.inputs import require_each, require_real, require_type, require_whole
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.learning.tasks import ToolTask
 from adapters.tools.text.encoders import CachedEncoder, Encoder, HashingEncoder
 from adapters.tools.text.fill import fill_from_request
+from grpo.arguments import require_each, require_instances, require_integers, require_numbers
 from grpo.errors import ConfigError, ContractError, GRPOWarning
 from grpo.types import ActionScores, SampledActions
 from grpo.writing import as_tensor, require_rows
@@ -80,12 +80,15 @@ class ToolSelectionPolicy(nn.Module):
     ) -> None:
         super().__init__()
         owner = "ToolSelectionPolicy"
-        require_type(owner, ToolCatalogue, "a ToolCatalogue", catalogue=catalogue)
-        require_type(owner, (list, tuple), "a list of widths", hidden=hidden)
-        sizes = {"num_features": 1 if num_features is None else num_features}
-        require_whole(owner, **sizes, **{f"hidden[{i}]": width for i, width in enumerate(hidden)})
+        require_instances(owner, ToolCatalogue, "a ToolCatalogue", catalogue=catalogue)
+        require_instances(owner, (list, tuple), "a list of widths", hidden=hidden)
+        require_integers(owner, 1, optional=True, num_features=num_features)
+        for width in hidden:
+            require_integers(owner, 1, hidden=width)
         functions: Any = (Callable, NoneType)
-        require_type(owner, functions, "a function", encoder=encoder, describe=describe, fill=fill, available=available)
+        require_instances(
+            owner, functions, "a function", encoder=encoder, describe=describe, fill=fill, available=available
+        )
         self.encoder = CachedEncoder(HashingEncoder() if encoder is None else encoder)
         self.num_features, self.hidden = num_features, tuple(hidden)
         self.describe, self.fill, self.available = describe, fill, available
@@ -143,7 +146,7 @@ class ToolSelectionPolicy(nn.Module):
     @torch.no_grad()
     def predict_top(self, states: Any, num_tools: int) -> list[list[Prediction]]:
         """The `num_tools` most likely tools for each state, the most likely one first. Unavailable tools are left out."""
-        require_whole("ToolSelectionPolicy.predict_top", num_tools=num_tools)
+        require_integers("ToolSelectionPolicy.predict_top", 1, num_tools=num_tools)
         (rows, steps), confidences = self.distribution(states).best(min(num_tools, len(self.catalogue)))
         calls = self.menu.calls(self.fill, states, rows, steps)
         found: list[list[Prediction]] = []
@@ -183,8 +186,8 @@ class ToolSelectionPolicy(nn.Module):
             ConfigError: `tasks` is no list of tasks, no task has a tool, or a number is out of range.
             ContractError: The catalogue lacks the tool of a right call, or one of its values is not among the enumerated ones.
         """
-        require_whole("ToolSelectionPolicy.fit", num_epochs=num_epochs, batch_size=batch_size)
-        require_real("ToolSelectionPolicy.fit", learning_rate=learning_rate)
+        require_integers("ToolSelectionPolicy.fit", 1, num_epochs=num_epochs, batch_size=batch_size)
+        require_numbers("ToolSelectionPolicy.fit", learning_rate=learning_rate)
         with_tool = [
             task for task in require_each("ToolSelectionPolicy.fit: tasks", ToolTask, tasks) if task.tool is not None
         ]

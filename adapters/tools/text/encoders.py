@@ -13,7 +13,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adapters.tools.catalogue.inputs import require_whole
+from grpo.arguments import require_integers
 from grpo.errors import ContractError
 from grpo.writing import as_tensor
 
@@ -60,7 +60,7 @@ class HashingEncoder:
     """
 
     def __init__(self, num_features: int = 1024) -> None:
-        require_whole("HashingEncoder", num_features=num_features)
+        require_integers("HashingEncoder", 1, num_features=num_features)
         self.num_features = num_features
 
     def __call__(self, texts: Sequence[str]) -> Float[Tensor, "N F"]:

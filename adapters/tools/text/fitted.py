@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adapters.tools.catalogue.inputs import require_whole
+from grpo.arguments import require_integers
 from grpo.errors import ConfigError
 
 from .encoders import Encoder, HashingEncoder, as_vectors, unit
@@ -40,7 +40,7 @@ class FittedEncoder:
     """
 
     def __init__(self, num_features: int = 512, *, num_hashed: int = 8192) -> None:
-        require_whole("FittedEncoder", num_features=num_features, num_hashed=num_hashed)
+        require_integers("FittedEncoder", 1, num_features=num_features, num_hashed=num_hashed)
         self.num_features = num_features
         self.hashing = HashingEncoder(num_hashed)
         self.idf: Float[Tensor, " H"] | None = None

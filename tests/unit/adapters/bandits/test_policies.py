@@ -221,7 +221,7 @@ def test_invalid_actions_and_states_are_refused() -> None:
 
 def test_invalid_constructor_arguments_are_refused() -> None:
     for build in (lambda: SoftmaxPolicy(0), lambda: SoftmaxPolicy(2, 0), lambda: MLPPolicy(0, 2)):
-        with pytest.raises(ConfigError, match="must be a whole number >= 1"):
+        with pytest.raises(ConfigError, match="must be an integer >= 1"):
             build()
     with pytest.raises(ConfigError, match="hidden"):
         MLPPolicy(2, 2, hidden=(0,))

@@ -152,13 +152,13 @@ def test_invalid_arguments_are_refused(subtests: pytest.Subtests) -> None:
         (np.full((1, 1, 1), 1.5), {}, r"means are probabilities in \[0, 1\]; got 1.5 to 1.5"),
         (np.zeros((2, 1, 1)), {"num_runs": 3}, "num_runs must be 2 as in means"),
         (np.zeros((1, 1, 1)), {"num_runs": 0}, "num_runs"),
-        (np.zeros((1, 1, 1)), {"pulls_per_step": 0}, "pulls_per_step must be a whole number >= 1; got 0"),
+        (np.zeros((1, 1, 1)), {"pulls_per_step": 0}, "pulls_per_step must be an integer >= 1; got int 0"),
         (np.zeros((1, 1, 1)), {"noise": "poisson"}, "noise must be"),
     ):
         with subtests.test(message):
             with pytest.raises(ConfigError, match=message):
                 Testbed(means, **kwargs)
-            with pytest.raises(ConfigError, match="must be a whole number >= 1; got 0"):
+            with pytest.raises(ConfigError, match="must be an integer >= 1; got int 0"):
                 random_walk_testbed(num_runs=0)
 
 

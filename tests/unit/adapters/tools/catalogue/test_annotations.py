@@ -274,7 +274,7 @@ class Adder:
 def test_a_function_without_a_name_requires_name() -> None:
     partly = functools.partial(functools.partial(add), b=3)
     for function in (partly, Adder()):
-        with pytest.raises(ConfigError, match=r"^Tool\.name must be a text; got None"):
+        with pytest.raises(ConfigError, match=r"^Tool: name must be a text; got NoneType None"):
             Tool.from_function(function)
     made = Tool.from_function(partly, name="plus_three")
     assert (made.name, made.description) == ("plus_three", "Add two numbers.")

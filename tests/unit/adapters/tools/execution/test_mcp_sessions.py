@@ -259,7 +259,7 @@ def test_an_unusable_tool_is_left_out_with_a_warning(subtests: pytest.Subtests) 
             {"anyOf": [{"type": "string", "format": "path"}, {"type": "string"}]},
             r'Tool either: parameters: "format": "path" must be where it is certain',
         ),
-        ("", {}, r"Tool\.name must be 1 to 64"),
+        ("", {}, r"Tool: name must be 1 to 64"),
     ):
         with subtests.test(name, reason=reason):
             draft = {

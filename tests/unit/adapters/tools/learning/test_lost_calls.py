@@ -218,14 +218,18 @@ def test_a_tool_may_say_that_its_own_server_is_lost() -> None:
 
 def test_wrong_arguments_are_refused(subtests: pytest.Subtests) -> None:
     for arguments, settings, text in (
-        ((None, {"ok": len}), {}, r"ToolRewards\.executor must be an object with a method run\(calls\); got None"),
-        ((Script(), None), {}, r"ToolRewards\.functions must be a mapping of names"),
-        ((Script(), {"ok": 1}), {}, r"ToolRewards\.functions must be a mapping of names"),
-        ((Script(), {"ok": len}), {"max_lost_in_a_row": 0}, r"max_lost_in_a_row must be a whole number >= 1; got 0"),
+        (
+            (None, {"ok": len}),
+            {},
+            r"ToolRewards: executor must be an object with a method run\(calls\); got NoneType None",
+        ),
+        ((Script(), None), {}, r"ToolRewards: functions must be a mapping of names"),
+        ((Script(), {"ok": 1}), {}, r"ToolRewards: functions must be a mapping of names"),
+        ((Script(), {"ok": len}), {"max_lost_in_a_row": 0}, r"max_lost_in_a_row must be an integer >= 1; got int 0"),
         (
             (Script(), {"ok": len}),
             {"max_lost_in_a_row": "3"},
-            r"max_lost_in_a_row must be a whole number >= 1; got '3'",
+            r"max_lost_in_a_row must be an integer >= 1; got str '3'",
         ),
     ):
         with subtests.test(text), pytest.raises(ConfigError, match=text):

@@ -41,7 +41,7 @@ def test_metrics_per_tool_are_off_unless_a_catalogue_is_given() -> None:
     rewards = ToolRewards(Answers(OK), {"ran": executed})
     rewards.compute_rewards([SORT], [call("sort")])
     assert rewards.call_metrics() == {}
-    with pytest.raises(ConfigError, match=r"ToolRewards.*per_tool must be a ToolCatalogue, or None; got True"):
+    with pytest.raises(ConfigError, match=r"ToolRewards.*per_tool must be a ToolCatalogue, or None; got bool True"):
         ToolRewards(Answers(OK), {"ran": executed}, per_tool=True)  # type: ignore[arg-type]
 
 

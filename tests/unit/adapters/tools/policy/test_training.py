@@ -124,8 +124,8 @@ def test_what_cannot_be_fitted_is_refused(subtests: pytest.Subtests) -> None:
             ContractError,
             "must be a ToolCall of one of the tools ping.*got fly",
         ),
-        (TASKS, {"num_epochs": 0}, ConfigError, "num_epochs must be a whole number >= 1"),
-        (TASKS, {"batch_size": 0}, ConfigError, "batch_size must be a whole number >= 1"),
+        (TASKS, {"num_epochs": 0}, ConfigError, "num_epochs must be an integer >= 1"),
+        (TASKS, {"batch_size": 0}, ConfigError, "batch_size must be an integer >= 1"),
         (TASKS, {"learning_rate": float("nan")}, ConfigError, "learning_rate must be a finite number"),
     ):
         with subtests.test(message), pytest.raises(error, match=message):

@@ -81,7 +81,7 @@ def test_the_tools_of_the_workbench_have_distinct_vectors() -> None:
 
 
 def test_a_size_of_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"HashingEncoder\.num_features must be"):
+    with pytest.raises(ConfigError, match="HashingEncoder: num_features must be an integer >= 1; got int 0"):
         HashingEncoder(0)
 
 

@@ -108,7 +108,7 @@ def test_an_encoder_without_texts_is_refused() -> None:
     with pytest.raises(ConfigError, match="is fitted already, and policies may use it"):
         FittedEncoder(2).fit(TEXTS).fit(TEXTS)
     for options in ({"num_features": 0}, {"num_hashed": 0}):
-        with pytest.raises(ConfigError, match="must be a whole number >= 1"):
+        with pytest.raises(ConfigError, match="must be an integer >= 1"):
             FittedEncoder(**options)
 
 
