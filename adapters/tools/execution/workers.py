@@ -84,6 +84,7 @@ class WorkerPool:
         self._starting = threading.Lock()
         self._turns = threading.Semaphore(num_workers)
         self._idle: list[WorkerProcess] = []
+        self._is_closed = False
 
     def start(self) -> list[str]:
         """Start a worker. Returns the restrictions that could not be applied to it. Raises ConfigError if it cannot run."""
@@ -92,6 +93,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the workers and the fork server."""
+        self._is_closed = True
         for worker in self._idle:
             worker.socket.close()
         if self._server is not None:
@@ -149,6 +151,9 @@ class WorkerPool:
                 self._server.close()
                 self._server = None
             self._server = self._server or ForkServerProcess(self._setup)
+            if self._is_closed:  # while the fork server started
+                self._server.close()
+                raise EOFError("the executor was closed")
         return WorkerProcess(self._server, self._setup["max_output_bytes"] + _ALLOWANCE)
 
 

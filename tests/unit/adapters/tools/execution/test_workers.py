@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -412,6 +413,33 @@ def test_a_fork_server_that_dies_is_replaced(kind: Any) -> None:
         results = made.run([call("add", a=i) for i in range(10)])
         assert [result.output for result in results] == list(range(1, 11))
         assert number_here(made, output_of(made, "who")["parent"]) not in (None, server)
+
+
+def test_a_fork_server_that_starts_while_the_pool_closes_is_closed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts, may_go_on, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class SlowServer:
+        def __init__(self, setup: dict[str, Any]) -> None:
+            starts.set()
+            assert may_go_on.wait(10)
+
+        def close(self) -> None:
+            closed.set()
+
+    def spawn() -> None:
+        with pytest.raises(EOFError, match="the executor was closed"):
+            pool._spawn()
+
+    monkeypatch.setattr(workers, "ForkServerProcess", SlowServer)
+    pool = workers.WorkerPool({}, num_workers=1)
+    with ThreadPoolExecutor(1) as thread:
+        spawned = thread.submit(spawn)
+        assert starts.wait(10)
+        pool.close()
+        assert not closed.is_set()
+        may_go_on.set()
+        spawned.result(10)
+    assert closed.is_set()
 
 
 def test_many_workers_that_end_at_once_leave_the_fork_server_in_place() -> None:
