@@ -34,6 +34,13 @@ def require_instances(owner: str, kind: Any, what: str, /, **named: Any) -> None
             raise ConfigError(f"{owner}: {name} must be {what}; got {describe(value)}.")
 
 
+def require_widths(owner: str, hidden: Any, /) -> None:
+    """Raise a ConfigError unless `hidden`, the widths of a network's hidden layers, is a list of integers >= 1."""
+    require_instances(owner, list | tuple, "a list of widths", hidden=hidden)
+    widths: dict[str, Any] = {f"hidden[{i}]": width for i, width in enumerate(hidden)}
+    require_integers(owner, 1, **widths)
+
+
 def require_each(what: str, kind: type[_T], values: Any) -> list[_T]:
     """The values as a list. Raises a ConfigError that begins with `what`, unless they are a list of instances of `kind`."""
     is_list = isinstance(values, Iterable) and not isinstance(values, str)

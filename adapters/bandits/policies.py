@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from grpo.arguments import require_instances, require_integers
+from grpo.arguments import require_integers, require_widths
 from grpo.errors import ContractError
 from grpo.types import ActionScores, SampledActions
 
@@ -169,9 +169,7 @@ class MLPPolicy(nn.Module):
     ) -> None:
         super().__init__()
         require_integers("MLPPolicy", 1, num_features=num_features, num_actions=num_actions)
-        require_instances("MLPPolicy", list | tuple, "a list of widths, such as [64, 64]", hidden=hidden)
-        for width in hidden:
-            require_integers("MLPPolicy", 1, hidden=width)
+        require_widths("MLPPolicy", hidden)
         require_option("MLPPolicy", "activation", activation, Activation)
         self.num_actions = num_actions
         self.exact_entropy = exact_entropy

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo.arguments import is_finite, require_each, require_instances, require_integers, require_numbers
+from grpo.arguments import is_finite, require_each, require_instances, require_integers, require_numbers, require_widths
 from grpo.errors import ConfigError
 
 
@@ -52,6 +52,18 @@ def test_instances_pass_and_others_are_refused_by_name() -> None:
     require_instances("Owner", str | None, "a text, or None", a="x", b=None)
     with pytest.raises(ConfigError, match=r"^Owner: b must be a text, or None; got int 1\.$"):
         require_instances("Owner", str | None, "a text, or None", a="x", b=1)
+
+
+def test_widths_are_a_list_of_integers_from_1_on(subtests: pytest.Subtests) -> None:
+    require_widths("Owner", [])
+    require_widths("Owner", (64, np.int64(1)))
+    for wrong, message in (
+        (8, r"hidden must be a list of widths; got int 8\."),
+        ([8, 0], r"hidden\[1\] must be an integer >= 1; got int 0\."),
+        (b"8", r"hidden must be a list of widths; got bytes b'8'\."),
+    ):
+        with subtests.test(message), pytest.raises(ConfigError, match=f"^Owner: {message}$"):
+            require_widths("Owner", wrong)
 
 
 def test_a_list_is_returned_if_each_of_its_values_fits() -> None:

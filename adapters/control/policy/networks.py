@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from grpo.arguments import require_instances, require_integers
+from grpo.arguments import require_instances, require_integers, require_widths
 from grpo.errors import ConfigError
 from grpo.writing import describe
 
@@ -40,9 +40,7 @@ def mlp_torso(num_inputs: int, hidden: Sequence[int] = (64, 64), activation: Act
         activation: `tanh` is bounded and the common choice for control. `relu` is faster in wide layers.
     """
     require_integers("mlp_torso", 1, num_inputs=num_inputs)
-    require_instances("mlp_torso", Sequence, "a list of widths", hidden=hidden)
-    for width in hidden:
-        require_integers("mlp_torso", 1, hidden=width)
+    require_widths("mlp_torso", hidden)
     require_instances("mlp_torso", str, f"one of {list(ACTIVATIONS)}", activation=activation)
     if not hidden or activation not in ACTIVATIONS:
         raise ConfigError(

@@ -228,7 +228,7 @@ class ToolExecutor:
             raise ConfigError(
                 "ToolExecutor belongs to the process that created it. Create another executor after a fork."
             )
-        calls = require_each("ToolExecutor.run: calls, without None for no call,", ToolCall, calls)
+        calls = require_each("ToolExecutor.run: calls (without None, which means no call)", ToolCall, calls)
         named: list[Any] = [None] * len(calls) if folders is None else list(folders)
         if len(named) != len(calls) or not all(
             name is None or (isinstance(name, str) and _FOLDER.fullmatch(name)) for name in named

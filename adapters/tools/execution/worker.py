@@ -4,6 +4,7 @@ A frame is a 4-byte length followed by the content. A fork server loads this mod
 """
 
 import contextlib
+import functools
 import inspect
 import json
 import os
@@ -211,13 +212,16 @@ def _narrowed() -> list[Any]:
     """What a process may narrow and not widen again: its priority, its processors, and its limits but that of `limit_cpu`."""
     import resource
 
-    names = [name for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_CPU"]
     processors = os.sched_getaffinity(0) if LINUX else None
-    return [
-        os.getpriority(os.PRIO_PROCESS, 0),
-        processors,
-        *(resource.getrlimit(getattr(resource, one)) for one in names),
-    ]
+    return [os.getpriority(os.PRIO_PROCESS, 0), processors, *map(resource.getrlimit, _limits())]
+
+
+@functools.cache
+def _limits() -> list[int]:
+    """The limits of a process, as numbers, without the limit of processor time."""
+    import resource
+
+    return [value for name, value in vars(resource).items() if name.startswith("RLIMIT_") and name != "RLIMIT_CPU"]
 
 
 def enter(setup: dict[str, Any], folder: str | None) -> str:

@@ -150,7 +150,8 @@ def evaluate_tools(policy: PredictsCalls, tasks: Sequence[ToolTask], catalogue: 
     Raises:
         ConfigError: `tasks` is no list of tasks, or empty, or the catalogue lacks a tool of a task.
     """
-    if not require_each("evaluate_tools: tasks", ToolTask, tasks):
+    tasks = require_each("evaluate_tools: tasks", ToolTask, tasks)
+    if not tasks:
         raise ConfigError("evaluate_tools needs at least one task; got none.")
     category_of = {name: tool.category for name, tool in catalogue.items()} | {NO_TOOL: NO_TOOL, UNKNOWN: UNKNOWN}
     rows: list[Row] = []

@@ -69,7 +69,8 @@ class RewardRegression:
 
     def __call__(self, logs: Sequence[ToolSample]) -> Estimate:
         """Fit the regression. Raises ConfigError if `logs` is no list of samples, or empty."""
-        if not require_each("RewardRegression: logs", ToolSample, logs):
+        logs = require_each("RewardRegression: logs", ToolSample, logs)
+        if not logs:
             raise ConfigError("RewardRegression needs logged decisions; got none.")
         states = {state: number for number, state in enumerate(dict.fromkeys(key_of(row.state) for row in logs))}
         made = [self.catalogue.decisions(row.action) for row in logs]

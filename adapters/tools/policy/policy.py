@@ -16,7 +16,7 @@ from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.learning.tasks import ToolTask
 from adapters.tools.text.encoders import CachedEncoder, Encoder, HashingEncoder
 from adapters.tools.text.fill import fill_from_request
-from grpo.arguments import require_each, require_instances, require_integers, require_numbers
+from grpo.arguments import require_each, require_instances, require_integers, require_numbers, require_widths
 from grpo.errors import ConfigError, ContractError, GRPOWarning
 from grpo.types import ActionScores, SampledActions
 from grpo.writing import as_tensor, require_rows
@@ -81,10 +81,8 @@ class ToolSelectionPolicy(nn.Module):
         super().__init__()
         owner = "ToolSelectionPolicy"
         require_instances(owner, ToolCatalogue, "a ToolCatalogue", catalogue=catalogue)
-        require_instances(owner, (list, tuple), "a list of widths", hidden=hidden)
         require_integers(owner, 1, optional=True, num_features=num_features)
-        for width in hidden:
-            require_integers(owner, 1, hidden=width)
+        require_widths(owner, hidden)
         functions: Any = (Callable, NoneType)
         require_instances(
             owner, functions, "a function", encoder=encoder, describe=describe, fill=fill, available=available
@@ -188,9 +186,8 @@ class ToolSelectionPolicy(nn.Module):
         """
         require_integers("ToolSelectionPolicy.fit", 1, num_epochs=num_epochs, batch_size=batch_size)
         require_numbers("ToolSelectionPolicy.fit", learning_rate=learning_rate)
-        with_tool = [
-            task for task in require_each("ToolSelectionPolicy.fit: tasks", ToolTask, tasks) if task.tool is not None
-        ]
+        tasks = require_each("ToolSelectionPolicy.fit: tasks", ToolTask, tasks)
+        with_tool = [task for task in tasks if task.tool is not None]
         if not with_tool:
             raise ConfigError("ToolSelectionPolicy.fit needs tasks with a right tool; got none.")
         self._warn_of_threshold("fit")

@@ -197,6 +197,9 @@ def test_right_calls_have_full_shares_and_no_errors() -> None:
     assert report.overall == Accuracy(num_tasks=10, right_tool=1.0, right_call=1.0)
     assert report.errors == {}
     assert str(report).endswith("\nerrors: none")
+    policy = Answers(calls)
+    assert evaluate_tools(policy, iter(TASKS), CATALOGUE) == report
+    assert policy.asked[0] == TASKS
 
 
 def test_missing_tasks_and_tasks_of_unknown_tools_are_refused() -> None:

@@ -190,6 +190,12 @@ def test_what_is_no_catalogue_and_no_logs_is_refused() -> None:
         RewardRegression(CATALOGUE, encode)([])
 
 
+def test_logs_may_come_one_by_one() -> None:
+    logs = [row("add 1", call("add"), 1.0), row("sort 1", call("add"), 0.0)]
+    expected, found = RewardRegression(CATALOGUE, encode)(logs), RewardRegression(CATALOGUE, encode)(iter(logs))
+    assert estimated(found, ("add 1", call("add"))) == estimated(expected, ("add 1", call("add")))
+
+
 def test_a_ridge_that_is_no_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="ridge must be above 0; got nan"):
         RewardRegression(CATALOGUE, ridge=math.nan)

@@ -116,7 +116,9 @@ def test_state_vectors_of_another_length_are_refused(subtests: pytest.Subtests) 
 def test_sizes_that_are_no_whole_numbers_above_zero_are_refused(subtests: pytest.Subtests) -> None:
     for name, size in itertools.product(("num_features", "hidden"), (0, -1, True, 2.5, "3")):
         options = {name: size if name == "num_features" else [3, size]}
-        with subtests.test(str(options)), pytest.raises(ConfigError, match="must be an integer >= 1"):
+        message = {"num_features": "num_features must be an integer >= 1, or None; got ", "hidden": r"hidden\[1\] must be an "
+                   "integer >= 1; got "}[name]  # fmt: skip
+        with subtests.test(str(options)), pytest.raises(ConfigError, match=message):
             policy(**options)
 
 

@@ -122,7 +122,7 @@ def test_what_cannot_be_fitted_is_refused(subtests: pytest.Subtests) -> None:
             [ToolTask(text="a", tool="fly")],
             {},
             ContractError,
-            "must be a ToolCall of one of the tools ping.*got fly",
+            "must be a ToolCall of one of the tools ping.*got fly\\(\\)",
         ),
         (TASKS, {"num_epochs": 0}, ConfigError, "num_epochs must be an integer >= 1"),
         (TASKS, {"batch_size": 0}, ConfigError, "batch_size must be an integer >= 1"),
