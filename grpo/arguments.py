@@ -45,8 +45,9 @@ def require_each(what: str, kind: type[_T], values: Any) -> list[_T]:
     """The values as a list. Raises a ConfigError that begins with `what`, unless they are a list of instances of `kind`."""
     is_list = isinstance(values, Iterable) and not isinstance(values, str)
     listed = list(values) if is_list else []
-    for wrong in [value for value in listed if not isinstance(value, kind)] if is_list else [values]:
-        raise ConfigError(f"{what} must be a list of {kind.__name__} objects; got {wrong!r:.200}.")
+    wrong = [value for value in listed if not isinstance(value, kind)] if is_list else [values]
+    if wrong:
+        raise ConfigError(f"{what} must be a list of {kind.__name__} objects; got {wrong[0]!r:.200}.")
     return listed
 
 

@@ -110,7 +110,7 @@ class Worker:
         handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         self.handlers = {number: handler for number, handler in handlers.items() if handler is not None}
         self.recursion_limit = sys.getrecursionlimit()
-        self.narrowed = _narrowed()
+        self.irreversible = _irreversible()
         self.misplaced = False
 
     def serve(self) -> None:
@@ -159,7 +159,7 @@ class Worker:
     def _tidy(self) -> bool:
         """Restore the process state from before the call. Returns whether that succeeded."""
         # The processes that the call left would count for this user until the worker ends.
-        if not adopts_orphans() or _narrowed() != self.narrowed:
+        if not adopts_orphans() or _irreversible() != self.irreversible:
             return False
         try:
             self._end_children()
@@ -208,8 +208,8 @@ def limit_cpu(seconds: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + seconds, hard))
 
 
-def _narrowed() -> list[Any]:
-    """What a process may narrow and not widen again: its priority, its processors, and its limits but that of `limit_cpu`."""
+def _irreversible() -> list[Any]:
+    """What a process can lower and not raise again: its priority, its processors, and its limits except that of `limit_cpu`."""
     import resource
 
     processors = os.sched_getaffinity(0) if LINUX else None
