@@ -22,12 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo import GRPOConfig, GRPOTrainer, compare_policies, load_weights, measure_policy, presets
+from grpo import GRPOConfig, GRPOTrainer, compare_policies, load_weights, measure_policy, presets, seed_everything
+from grpo.arguments import describe, nearest_name
 from grpo.checks import check_policy, check_reward_model
 from grpo.errors import ConfigError, GRPOError, TrainingInterrupted
 from grpo.experience_collector import ExperienceCollector
-from grpo.settings import nearest_name
-from grpo.writing import describe, seed_everything
 
 TRAIN = ("num_iterations", "num_epochs", "eval_every", "checkpoint_every", "keep_last")
 """The arguments of `train` that a file of settings may have."""

@@ -2,12 +2,13 @@
 
 Start with `GRPOTrainer`, `GRPOConfig`, and the protocols `PolicyModel` and `RewardModel`. `grpo/README.md` lists all modules.
 Surrogates, KL estimators and `Steps` are imported from `grpo.surrogates` and `grpo.divergence`, helpers for adapters from
-`grpo.writing`, buffers from `grpo.buffers`, engines for several processes from `grpo.distributed`.
+`grpo.arguments`, buffers from `grpo.buffers`, engines for several processes from `grpo.distributed`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ._common.global_state import preserved_random_state, seed_everything
 from ._objective.sampler import Mask, Truncate
 from .config import AdvantageConfig, EntropyControl, GRPOConfig, KLControl, ObjectiveConfig, RewardConfig
 from .errors import (
@@ -114,6 +115,8 @@ __all__ = [  # noqa: RUF022 - in groups, not in alphabetical order
     "HasState",
     "HasShardUnits",
     "ComparesActions",
+    "seed_everything",
+    "preserved_random_state",
     # watch a run
     "MetricSink",
     "JSONLSink",

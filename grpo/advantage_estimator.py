@@ -30,7 +30,7 @@ from ._advantages.steps import (
     require_step_rewards,
     state_group_advantages,
 )
-from ._tensors import require_tensors
+from ._common.tensors import require_tensors
 from .config import AdvantageConfig
 from .types import ExperienceBatch, row_totals
 

@@ -2,7 +2,6 @@
 
 import math
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
@@ -12,11 +11,12 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
+from ._common.checks import require_count
+from ._common.conversion import describe
+from ._common.settings import nearest_name
 from ._sharding.tensors import copy_into, is_sharded
-from .errors import ConfigError, GRPOWarning
+from .errors import ConfigError, warn_user
 from .policy_base import HasState, SyncsSampler
-from .settings import nearest_name
-from .writing import describe, require_count
 
 Decision: TypeAlias = Literal["stop"] | None
 """What a callback returns: "stop" ends the run after this iteration."""
@@ -135,11 +135,9 @@ class Callbacks:
             present[name].load_state_dict(state[name])
         new, lost = sorted(present.keys() - state.keys()), sorted(state.keys() - present.keys())
         if state and (new or lost):
-            warnings.warn(
+            warn_user(
                 f"The run is resumed with other callbacks. New: {', '.join(new) or 'none'}. Missing, so that their state is "
-                f"lost: {', '.join(lost) or 'none'}.",
-                GRPOWarning,
-                stacklevel=2,
+                f"lost: {', '.join(lost) or 'none'}."
             )
 
     def _with_state(self) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ._advantages.groups import Baseline, Credit, Scale
+from ._common.conversion import describe
+from ._common.settings import Settings, setting
 from ._objective.sampler import Mask, SamplerCorrection, Truncate, require_order
 from ._objective.weights import Aggregation
 from .deadlines import MAX_CONCURRENT
 from .divergence import EntropyEstimator, KLEstimator
 from .errors import ConfigError
 from .surrogates import SURROGATES, Clip, Surrogate, traits_of
-from .writing import Settings, describe, setting
 
 DEFAULT_KL_COEF = 0.04
 """The KL coefficient if a reference policy is passed and no coefficient is set (DeepSeekMath, arXiv:2402.03300, sec. 4.2)."""

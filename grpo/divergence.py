@@ -9,8 +9,8 @@ from typing import Literal, assert_never
 from jaxtyping import Float
 from torch import Tensor
 
+from ._common.tensors import require_tensors
 from ._objective.ratios import MAX_LOG_RATIO
-from ._tensors import require_tensors
 
 SampledKL = Literal["k1", "k2", "k3", "k3_weighted"]
 KLEstimator = Literal["k1", "k2", "k3", "k3_weighted", "exact"]

@@ -3,6 +3,10 @@
 Each message says what was required, what came instead, which object it came from, and what to do.
 """
 
+import sys
+import warnings
+from types import FrameType
+
 
 class GRPOError(Exception):
     """Base class of every error that this package raises on purpose."""
@@ -72,3 +76,29 @@ class TrainingInterrupted(KeyboardInterrupt, SystemExit):
 
 class GRPOWarning(UserWarning):
     """Training continues, but probably not as intended. Each warning is given once per trainer."""
+
+
+_OURS = {"grpo", "adapters", "torch", "jaxtyping", "contextlib", "functools", "threading", "concurrent"}
+"""Packages whose lines a warning does not name: this project's, and those that may stand between a user and this project."""
+
+
+def warn_user(message: str) -> None:
+    """Give a `GRPOWarning` that names the user's line: the innermost line that is not in this project."""
+    frame = caller = sys._getframe(1)
+    while frame.f_back and _is_ours(frame):
+        frame = frame.f_back
+    place = caller if _is_ours(frame) else frame  # a thread of this project has no line of the user
+    warnings.warn_explicit(
+        message,
+        GRPOWarning,
+        place.f_code.co_filename,
+        place.f_lineno,
+        module=place.f_globals.get("__name__"),
+        registry=place.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether a frame is not the user's. The code of a wrapper that was made while the program runs has no file."""
+    module = frame.f_globals.get("__name__", "").partition(".")[0]
+    return module in _OURS or frame.f_code.co_filename.startswith("<")

@@ -20,6 +20,7 @@ from ._collecting.sampled_rows import SampledRows, sampled_with
 from ._collecting.sampling import SampleCalls
 from ._collecting.scoring import Autocast, ReferenceScorer, Scorer, batch_fields, score_in_parts
 from ._collecting.update_plan import cut_parts, num_selected, parts_in_order, planned_parts
+from ._common.conversion import describe, pad_steps
 from ._processes.gate import Turns
 from .config import RewardConfig
 from .distributed import Engine
@@ -28,7 +29,6 @@ from .policy_base import POLICY_METHODS, BeginsSampling, KeysStates, PlansMicroB
 from .reward_model_base import add_call_metrics
 from .sinks import Samples
 from .types import ActionScores, ExperienceBatch, RowIndex, Rows, SampledActions, row_totals, select_rows
-from .writing import describe, pad_steps
 
 
 class ExperienceCollector:

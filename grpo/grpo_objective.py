@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ._common.conversion import as_float32
 from ._objective.checks import require_finite_inputs, require_step_loss
 from ._objective.metrics import shares, step_moments
 from ._objective.sampler import near_policy_rows
@@ -20,7 +21,6 @@ from .divergence import estimate_kl, kl_k3, score_function_entropy
 from .errors import ConfigError
 from .surrogates import traits_of
 from .types import ObjectiveInputs, ObjectiveOutput, zero_outside
-from .writing import as_float32
 
 __all__ = ["Objective", "Steps", "grpo_objective", "step_weights"]
 

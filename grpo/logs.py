@@ -1,7 +1,6 @@
 """Learning from logs that have one decision per state, and evaluation from them, by doubly robust estimates."""
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -14,9 +13,11 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from grpo.errors import ConfigError, ContractError, GRPOWarning
+from grpo.errors import ConfigError, ContractError, warn_user
 from grpo.types import Rows
-from grpo.writing import describe, require_count
+
+from ._common.checks import require_count
+from ._common.conversion import describe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +123,9 @@ class LoggedRewards:
         weights = (-rows.log_probs).exp()
         cut = (weights > 1.001 * max_weight).double().mean().item()
         if fit is None and cut > 0.001:
-            warnings.warn(
+            warn_user(
                 f"LoggedRewards: max_weight={max_weight:g} cuts off the weights of {cut:.1%} of the "
-                "decisions, so the rewards of rarely logged actions are too small. Pass fit=..., or raise max_weight.",
-                GRPOWarning,
-                stacklevel=2,
+                "decisions, so the rewards of rarely logged actions are too small. Pass fit=..., or raise max_weight."
             )
         weights = weights.clamp(max=max_weight)
         residuals = weights * (rows.rewards - rows.estimates) / rows.places.bincount()[rows.places]
@@ -167,11 +166,9 @@ class LoggedRewards:
         self._num_unmatched += -math.inf if is_matched else len(pairs)
         if self._num_unmatched >= NUM_UNMATCHED:
             self._num_unmatched = -math.inf
-            warnings.warn(
+            warn_user(
                 f"LoggedRewards: none of the first {NUM_UNMATCHED} actions equals a logged action of its state, so the logged "
-                "rewards are not used. Pass action_key=..., a function to what equal actions have in common.",
-                GRPOWarning,
-                stacklevel=3,
+                "rewards are not used. Pass action_key=..., a function to what equal actions have in common."
             )
 
     def train(self, *_: Any) -> "LoggedRewards":
@@ -368,11 +365,7 @@ def evaluate_from_logs(
     elif len(of_actions) and report.effective_decisions < MIN_EFFECTIVE:
         problem = f"only {report.effective_decisions:.0f} effective decisions agree with what the policy chooses"
     if problem is not None:
-        warnings.warn(
-            f"evaluate_from_logs: {problem}, so the logs cannot say what these choices earn. Log more of them.",
-            GRPOWarning,
-            stacklevel=2,
-        )
+        warn_user(f"evaluate_from_logs: {problem}, so the logs cannot say what these choices earn. Log more of them.")
     return report
 
 

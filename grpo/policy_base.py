@@ -10,9 +10,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from ._common.conversion import describe
 from .errors import ContractError, ProtocolError
 from .types import ActionScores, SampledActions
-from .writing import describe
 
 StateT = TypeVar("StateT", contravariant=True)
 ActionT = TypeVar("ActionT")

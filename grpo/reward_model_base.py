@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from ._common.conversion import describe, reward_name
 from ._processes.reward_models import ComponentsInProcess, RewardsInProcess, gpus_of
 from .deadlines import Call, await_all, call_in_process, is_async
 from .errors import ConfigError, ProtocolError
 from .policy_base import HasState, require_methods
-from .writing import describe, reward_name
 
 StateT = TypeVar("StateT", contravariant=True)
 ActionT = TypeVar("ActionT", contravariant=True)

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
+from ._common.conversion import as_rewards, as_tensor, describe, require_lengths, reward_name
 from .deadlines import MAX_CONCURRENT, Call, await_all
 from .errors import ConfigError, RewardError
 from .reward_model_base import (
@@ -26,7 +27,6 @@ from .reward_model_base import (
     with_limits,
 )
 from .types import select_rows
-from .writing import as_rewards, as_tensor, describe, require_lengths, reward_name
 
 
 class WeightedRewards:

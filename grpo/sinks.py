@@ -4,7 +4,6 @@ import json
 import math
 import os
 import platform
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -16,9 +15,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .errors import ConfigError, GRPOWarning
+from ._common.checks import require_count
+from ._common.conversion import describe, reward_name
+from .errors import ConfigError, warn_user
 from .types import Rows
-from .writing import describe, require_count, reward_name
 
 LONGEST_TEXT = 2_000
 """Characters of a state or an action in a table. Longer texts are cut in the middle."""
@@ -174,11 +174,9 @@ class GuardedSinks:
             getattr(sink, method)(*args)
         except Exception as error:  # a tracker that fails is no reason to lose a run
             self._every = [(other, every) for other, every in self._every if other is not sink]
-            warnings.warn(
+            warn_user(
                 f"{type(sink).__name__}.{method} raised {type(error).__name__} in iteration {args[-1]}: "
-                f"{str(error).rstrip('.')}. The sink is switched off, and training goes on without it.",
-                GRPOWarning,
-                stacklevel=2,
+                f"{str(error).rstrip('.')}. The sink is switched off, and training goes on without it."
             )
             return False
         return True

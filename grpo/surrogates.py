@@ -18,13 +18,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import hardshrink
 
+from ._common.settings import Settings, setting
 from ._objective.ratios import MAX_LOG_RATIO, RatioLevel, bounded_exp, either, mean_over_steps, past_bounds
 from ._objective.sampler import require_order
 from ._objective.selection import Select, covariances, drawn_covariances, largest_covariances
 from ._objective.steps import Steps
 from .errors import ConfigError
 from .types import zero_outside
-from .writing import Settings, setting
 
 ROUNDING = 1e-6
 """Log-ratios up to this size count as the rounding of two forward passes of the same policy."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._collecting.dynamic_sampling import collect_live_groups
+from ._common.global_state import preserved_mode, preserved_random_state
 from ._training.ahead import Ahead
 from ._training.coefficients import Coefficients
 from ._training.environment import MovingReference, SamplerSync, autocast, prepare
@@ -45,7 +46,6 @@ from .policy_base import POLICY_METHODS, require_methods
 from .reward_model_base import as_reward_model
 from .sinks import MetricSink, Samples
 from .types import ExperienceBatch, Rows
-from .writing import preserved_mode, preserved_random_state
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]
 

@@ -21,9 +21,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ._tensors import TensorFields, as_group_ids, require_finite_values
-from .errors import ContractError, RewardError
-from .writing import (
+from ._common.conversion import (
     as_log_probs,
     as_mask,
     as_rewards,
@@ -32,6 +30,8 @@ from .writing import (
     require_lengths,
     require_rows,
 )
+from ._common.tensors import TensorFields, as_group_ids, require_finite_values
+from .errors import ContractError, RewardError
 
 Rows: TypeAlias = Sequence[Any] | Tensor | NDArray[Any]
 """States or actions, one per row: a list, or a tensor or array with the rows on its first axis. The core never looks inside."""

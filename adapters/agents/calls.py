@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import get_json_schema
 
+from grpo.arguments import describe
 from grpo.errors import ContractError
-from grpo.writing import describe
 
 from .messages import Message, tool_message
 

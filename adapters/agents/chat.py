@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from adapters.llm import FinishReason
+from grpo.arguments import describe
 from grpo.errors import ContractError, GRPOError
-from grpo.writing import describe
 
 from .branching import Branch, Saved
 from .calls import read_turn, tool_schemas

@@ -14,8 +14,8 @@ from socketserver import ThreadingTCPServer
 from typing import Any
 
 from adapters.llm import HFPolicy, SamplingConfig
+from grpo.arguments import describe
 from grpo.errors import ConfigError
-from grpo.writing import describe
 
 from .chat import Chat, ConversationEnded, PlaysConversations
 from .environments import OwnThread

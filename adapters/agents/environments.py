@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from grpo.arguments import describe
 from grpo.errors import ContractError
-from grpo.writing import describe
 
 from .branching import Saved
 from .calls import call_functions, tool_schemas

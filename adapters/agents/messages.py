@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeAlias, TypedDict
 
+from grpo.arguments import describe
 from grpo.errors import ContractError
-from grpo.writing import describe
 
 
 class Message(TypedDict, total=False):

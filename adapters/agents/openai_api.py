@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from adapters.llm import SamplingConfig
+from grpo.arguments import describe
 from grpo.errors import GRPOError
-from grpo.writing import describe
 
 from .chat import Reply
 

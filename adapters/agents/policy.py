@@ -9,10 +9,10 @@ from torch import Tensor
 
 from adapters.llm import HFPolicy
 from grpo import ActionScores, SampledActions
+from grpo.arguments import describe, require_lengths
 from grpo.deadlines import is_async
 from grpo.errors import ConfigError, ContractError
 from grpo.types import CONTINUES
-from grpo.writing import describe, require_lengths
 
 from .branching import Branch, Branching
 from .chat import Chat, Limits

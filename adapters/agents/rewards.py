@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo.arguments import describe
 from grpo.errors import ContractError
-from grpo.writing import describe
 
 from .conversations import Conversation
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.writing import require_lengths
+from grpo.arguments import require_lengths
 
 from .conversations import Conversation
 

@@ -11,9 +11,8 @@ import numpy as np
 from jaxtyping import Float64, Int64
 from numpy.typing import ArrayLike
 
-from grpo.arguments import require_integers, require_numbers
+from grpo.arguments import describe, require_integers, require_numbers
 from grpo.errors import ConfigError, RewardError
-from grpo.writing import describe
 
 from .options import require_option
 

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo.arguments import describe
 from grpo.errors import ContractError
-from grpo.writing import describe
 
 FinishReason: TypeAlias = Literal["end", "stop", "length"]
 """Why a completion ended: `end` at an end-of-sequence token, `stop` at a stop string, `length` at the limit of new tokens."""

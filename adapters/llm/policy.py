@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo import ActionScores, SampledActions
+from grpo.arguments import describe, require_lengths
 from grpo.errors import ConfigError, ContractError
-from grpo.writing import describe, require_lengths
 
 from .completions import Completion, completion_mask, padded
 from .micro_batches import plan_by_tokens

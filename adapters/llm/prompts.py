@@ -1,11 +1,10 @@
 """Conversion of prompts (texts, chats, token ids, data set rows) to token ids and columns."""
 
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
-from grpo.errors import ConfigError, ContractError, GRPOWarning
-from grpo.writing import describe
+from grpo.arguments import describe
+from grpo.errors import ConfigError, ContractError, warn_user
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
@@ -153,10 +152,8 @@ class PromptEncoder:
         # a token that also begins texts may be a whole prompt (GPT-2)
         if len(token_ids) > 1 and token_ids[-1] == self._tokenizer.eos_token_id and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn_user(
                 f"HFPolicy: the prompt of state {position} ends in the end-of-sequence token {self._tokenizer.eos_token!r}, so "
                 "the model has to continue a text that has ended. Remove the token from the text or the chat template, or set "
-                "tokenizer.add_eos_token = False. (This warning is given once.)",
-                GRPOWarning,
-                stacklevel=2,
+                "tokenizer.add_eos_token = False. (This warning is given once.)"
             )

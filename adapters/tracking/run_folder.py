@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo.arguments import require_count
 from grpo.errors import ConfigError
 from grpo.sinks import JSONLSink, Samples, continue_lines
-from grpo.writing import require_count
 
 METRICS, SAMPLES, SETTINGS = "metrics.jsonl", "samples.jsonl", "settings.json"
 """The files that a `RunFolder` writes."""

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from grpo import Samples
+from grpo.arguments import require_count
 from grpo.errors import ConfigError
-from grpo.writing import require_count
 
 
 class TrackerSink(ABC):

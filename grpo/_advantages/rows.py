@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo._tensors import require_finite_values, require_tensors
+from grpo._common.tensors import require_finite_values, require_tensors
 from grpo.errors import ConfigError, RewardError
 
 from .groups import Floats, Groups, as_float64, batch_std

@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from grpo._tensors import require_finite_values, require_tensors
+from grpo._common.conversion import as_float32, widest_float
+from grpo._common.tensors import require_finite_values, require_tensors
 from grpo.errors import ConfigError, RewardError
 from grpo.types import CONTINUES, ExperienceBatch, row_totals, zero_outside
-from grpo.writing import as_float32, widest_float
 
 from .groups import ABSOLUTE_BASELINES, Baseline, Credit
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo._common.conversion import pad_steps
 from grpo.distributed import Engine
 from grpo.errors import ContractError
 from grpo.types import ExperienceBatch, Rows, select_rows
-from grpo.writing import pad_steps
 
 OPTIONAL = ("old_log_probs", "behaviour_log_probs", "ref_log_probs", "entropy", "values", "final_values", "state_keys")
 """Names of the optional tensors of a batch."""

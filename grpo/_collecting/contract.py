@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from grpo._common.conversion import are_rows, as_float32, describe, has_values, pad_steps
 from grpo.errors import ContractError
 from grpo.types import ActionScores, Rows, SampledActions
-from grpo.writing import are_rows, as_float32, describe, has_values, pad_steps
 
 SCORES = ("log_probs", "entropy", "values", "kl", "final_values")
 """The tensors of `ActionScores` that hold numbers."""

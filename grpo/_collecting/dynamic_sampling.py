@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 
 from grpo._advantages.groups import live_rows
+from grpo._common.conversion import describe
 from grpo.errors import ConfigError
 from grpo.types import ExperienceBatch, Rows
-from grpo.writing import describe
 
 from .batches import add_metrics, join_batches, select_batch
 

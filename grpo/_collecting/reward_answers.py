@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo._common.conversion import as_rewards, describe
 from grpo.errors import CallError, DeadlineError, GRPOError, RewardError
 from grpo.reward_model_base import ReportsComponents, compares_actions
 from grpo.types import Rows, select_rows
-from grpo.writing import as_rewards, describe
 
 from .batches import join_steps
 

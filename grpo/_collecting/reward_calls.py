@@ -13,13 +13,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from grpo._common.conversion import describe, reward_name
 from grpo.config import RewardConfig
 from grpo.distributed import OneProcess
 from grpo.errors import ConfigError, DeadlineError, RewardError, RewardRaisedError, RewardTimeoutError
 from grpo.reward_model_base import LosesRewards, MeasuresCalls, add_call_metrics, as_reward_model, with_limits
 from grpo.rewards import WeightedRewards
 from grpo.types import Rows, zero_outside
-from grpo.writing import describe, reward_name
 
 from .circuit_breaker import CircuitBreaker
 from .missing_rewards import without_missing

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from grpo._common.conversion import require_rows
+from grpo._common.global_state import capture_random_state, restore_random_state
 from grpo.errors import ContractError
 from grpo.policy_base import SamplesWithScores
 from grpo.types import ActionScores, Rows, SampledActions, repeat_rows, select_rows
-from grpo.writing import capture_random_state, require_rows, restore_random_state
 
 from .batches import add_metrics, join_field, join_rows, join_steps
 from .contract import check_sampled, flatten_actions

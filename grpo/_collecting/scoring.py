@@ -12,10 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo._advantages.groups import run_bounds
+from grpo._common.conversion import as_log_probs, describe, pad_steps
 from grpo.errors import ConfigError, ContractError
 from grpo.policy_base import POLICY_METHODS, ScoresActions, ScoresGroups, ScoresReference, require_methods
 from grpo.types import ActionScores, ExperienceBatch, RowIndex, Rows, select_rows
-from grpo.writing import as_log_probs, describe, pad_steps
 
 from .batches import join_field
 from .contract import check_scores

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from grpo._common.conversion import as_tensor, require_rows
 from grpo.errors import ContractError
 from grpo.types import RowIndex
-from grpo.writing import as_tensor, require_rows
 
 
 def epoch_of_updates(

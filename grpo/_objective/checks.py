@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo._common.conversion import describe, is_dense
 from grpo.errors import ContractError
 from grpo.types import ObjectiveInputs
-from grpo.writing import describe, is_dense
 
 
 def require_step_loss(function: Any, value: Any, mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N #T"]:

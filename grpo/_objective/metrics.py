@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo._common.conversion import widest_float
 from grpo.types import zero_outside
-from grpo.writing import widest_float
 
 from .ratios import MAX_LOG_RATIO, RatioLevel
 from .steps import Steps

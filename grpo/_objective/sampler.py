@@ -8,9 +8,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo._tensors import require_finite_values, require_tensors
+from grpo._common.conversion import widest_float
+from grpo._common.settings import Settings, setting
+from grpo._common.tensors import require_finite_values, require_tensors
 from grpo.errors import ConfigError
-from grpo.writing import Settings, setting, widest_float
 
 from .ratios import bounded_exp, mean_over_steps
 

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo._common.conversion import as_float32
 from grpo.errors import ConfigError
-from grpo.writing import as_float32
 
 Gather: TypeAlias = Callable[[Tensor], tuple[Tensor, int]]
 """Returns the values of all ranks in rank order, and the index of this rank's first value."""

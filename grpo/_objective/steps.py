@@ -4,9 +4,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo._common.conversion import as_float32
 from grpo.errors import ConfigError
 from grpo.types import ObjectiveInputs, zero_outside
-from grpo.writing import as_float32
 
 from .checks import require_step_loss
 from .ratios import RatioLevel, bounded_exp, log_ratio_at_level

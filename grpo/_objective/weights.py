@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo._tensors import require_tensors
+from grpo._common.checks import require_count
+from grpo._common.conversion import widest_float
+from grpo._common.tensors import require_tensors
 from grpo.errors import ConfigError
-from grpo.writing import require_count, widest_float
 
 Aggregation = Literal["row_mean", "step_mean", "fixed_length", "row_sum", "group_mean"]
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo._common.global_state import restore_random_state
 from grpo.errors import CallError, DeadlineError
-from grpo.writing import restore_random_state
 
 from .gate import fork_gate, keeps_generators
 from .supervisor import END_SECONDS, supervise

@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from grpo._common.conversion import describe
+from grpo._common.global_state import capture_random_state
 from grpo.errors import CallError, ConfigError
-from grpo.writing import capture_random_state, describe
 
 NamedCall = tuple[str, Callable[[], Any]]
 """A name for messages, and a function without arguments."""

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
+from grpo._common.conversion import describe
 from grpo.errors import ConfigError, ContractError
 from grpo.policy_base import HasShardUnits
-from grpo.writing import describe
 
 
 def units_of(policy: Any) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -15,8 +15,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from grpo._common.conversion import describe
 from grpo.errors import CheckpointError, DamagedCheckpointError
-from grpo.writing import describe
 
 CHUNK = 4 * 2**20
 """Bytes that are written, hashed or copied at a time."""

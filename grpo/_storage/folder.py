@@ -1,7 +1,6 @@
 """The folder of a run's checkpoints: which are kept, who may write, and saving in a second thread."""
 
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -12,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo._common.checks import require_count
+from grpo._common.conversion import describe
 from grpo.distributed import Engine, OneProcess, same_error
-from grpo.errors import CheckpointError, ConfigError, DamagedCheckpointError, GRPOWarning
-from grpo.writing import describe, require_count
+from grpo.errors import CheckpointError, ConfigError, DamagedCheckpointError, warn_user
 
 from .commit import Encode, commit, require_finite, temporary_name, typed_errors
 from .encoding import encode
@@ -240,11 +240,9 @@ class CheckpointFolder:
         except (OSError, CheckpointError) as error:
             if not self._has_warned:
                 self._has_warned = True
-                warnings.warn(
+                warn_user(
                     f"Old checkpoints in {self.folder} could not be deleted: {error}. All newer checkpoints are intact. Watch "
-                    "the space on the disk.",
-                    GRPOWarning,
-                    stacklevel=4,
+                    "the space on the disk."
                 )
 
 

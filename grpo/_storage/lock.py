@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import threading
-import warnings
 from contextlib import suppress
 from datetime import datetime
 from importlib import import_module
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from grpo.errors import CheckpointError, GRPOWarning
+from grpo.errors import CheckpointError, warn_user
 
 fcntl: Any = import_module("fcntl") if os.name == "posix" else None
 FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
@@ -77,10 +76,8 @@ class FolderLock:
                 finally:
                     os.close(descriptor)
             except OSError as problem:
-                warnings.warn(
-                    f"Cannot remove {self._path}: {problem}. The lock is released, and the next run takes the file over.",
-                    GRPOWarning,
-                    stacklevel=2,
+                warn_user(
+                    f"Cannot remove {self._path}: {problem}. The lock is released, and the next run takes the file over."
                 )
 
     def _taken(self) -> int:
@@ -114,11 +111,7 @@ class FolderLock:
             self._warn(f"its file system has no locks ({error.strerror})")
 
     def _warn(self, reason: str) -> None:
-        warnings.warn(
-            f"{self._purpose} cannot be locked: {reason}. Make sure that no other run writes to it.",
-            GRPOWarning,
-            stacklevel=5,
-        )
+        warn_user(f"{self._purpose} cannot be locked: {reason}. Make sure that no other run writes to it.")
 
     def _sign(self, descriptor: int) -> None:
         """Write who holds the lock. On a full disk the lock holds without a name."""

@@ -22,17 +22,17 @@ import torch
 
 from grpo._collecting.reward_calls import RewardCalls
 from grpo._collecting.sampled_rows import SampledRows
+from grpo._common.conversion import reward_name
+from grpo._common.global_state import (
+    capture_random_state,
+    preserved_random_state,
+    restore_random_state,
+    seed_everything,
+)
 from grpo._processes.gate import fork_gate
 from grpo.errors import ConfigError
 from grpo.reward_model_base import kept_state
 from grpo.types import ExperienceBatch
-from grpo.writing import (
-    capture_random_state,
-    preserved_random_state,
-    restore_random_state,
-    reward_name,
-    seed_everything,
-)
 
 from .background import Background, Task
 from .pending import Answer, Pending, asked

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo._common.global_state import seed_everything
 from grpo._sharding.tensors import local
 from grpo.config import GRPOConfig
 from grpo.distributed import Engine
 from grpo.policy_base import SyncsSampler
-from grpo.writing import seed_everything
 
 
 def prepare(config: GRPOConfig, engine: Engine, *models: Any) -> int:

@@ -1,6 +1,5 @@
 """A check that the first update starts from the distribution that its rows were scored with: the ratio is 1."""
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.config import GRPOConfig
-from grpo.errors import GRPOWarning
+from grpo.errors import warn_user
 from grpo.types import ObjectiveInputs, zero_outside
 
 FLOAT32_TOLERANCE = 1e-3
@@ -35,11 +34,9 @@ def warns_of_ratio(policy: Any, config: GRPOConfig, inputs: ObjectiveInputs) -> 
             "Dropout, batch normalisation or random numbers are on in train(), or sample_actions() returns other scores than "
             "score_actions(). Set dropout to 0, and score actions in the same way every time."
         )
-    warnings.warn(
+    warn_user(
         f"{type(policy).__name__}: before any update, log-probabilities must be the same in train() and eval(); they differ "
-        f"by up to {change:.2g}, so the first ratio is not 1. {cause}",
-        GRPOWarning,
-        stacklevel=2,
+        f"by up to {change:.2g}, so the first ratio is not 1. {cause}"
     )
     return True
 

@@ -1,17 +1,16 @@
 """The loss that updates call: `grpo_objective`, compiled or not, or the user's own. Its metrics are added up."""
 
-import warnings
 from functools import partial
 
 import torch
 
+from grpo._common.conversion import describe, widest_float
 from grpo._objective.sampler import sampler_divergence
 from grpo.config import GRPOConfig, ObjectiveConfig
-from grpo.errors import ContractError, GRPOWarning
+from grpo.errors import ContractError, warn_user
 from grpo.grpo_objective import Objective, unchecked_objective
 from grpo.metrics import Meter
 from grpo.types import ObjectiveInputs, ObjectiveOutput
-from grpo.writing import describe, widest_float
 
 REPORTED_AS = {
     "kl_coef": "kl_penalty",
@@ -75,11 +74,9 @@ class MeteredObjective:
             if value != getattr(default, name) and REPORTED_AS[name] not in output.metrics
         ]
         if dropped:
-            warnings.warn(
+            warn_user(
                 f"objective=... replaces the whole loss, and does not report the terms that these settings ask for: "
                 f"{', '.join(dropped)}. Compute these terms in your objective (grpo.surrogates and grpo.divergence have them) "
                 "and report their metrics, or leave the settings at their defaults. To change only the policy's loss, pass "
-                "ObjectiveConfig(surrogate=...) instead.",
-                GRPOWarning,
-                stacklevel=2,
+                "ObjectiveConfig(surrogate=...) instead."
             )

@@ -1,7 +1,6 @@
 """One safe optimizer step: unscale, check, clip, step, schedule. If a check fails, every weight stays as it was."""
 
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from grpo._sharding.tensors import in_parts, is_sharded
 from grpo.config import GRPOConfig
 from grpo.distributed import Engine, ShardsWeights
-from grpo.errors import ConfigError, ContractError, GRPOWarning, NonFiniteGradientError
+from grpo.errors import ConfigError, ContractError, NonFiniteGradientError, warn_user
 from grpo.metrics import Meter
 
 from .requirements import require_optimizer
@@ -249,10 +248,8 @@ class OptimizerStep:
                 "it would never train the policy. Build it from policy.get_parameters().values()."
             )
         if left_out:
-            warnings.warn(
+            warn_user(
                 f"optimizer does not hold {', '.join(left_out[:4])}{' ...' if len(left_out) > 4 else ''}, so "
                 f"{len(left_out)} of {len(self.parameters)} trainable tensors of {self.policy_name} stay as they are. "
-                "If that is intended, set requires_grad_(False) on them.",
-                GRPOWarning,
-                stacklevel=5,
+                "If that is intended, set requires_grad_(False) on them."
             )

@@ -1,13 +1,12 @@
 """Continue a run whose weights are divided with another number of ranks than wrote the checkpoint."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from grpo._common.global_state import capture_random_state, preserved_random_state, seed_everything
 from grpo.checkpoint import Checkpoint
 from grpo.distributed import Engine
-from grpo.errors import CheckpointError, GRPOWarning
-from grpo.writing import capture_random_state, preserved_random_state, seed_everything
+from grpo.errors import CheckpointError, warn_user
 
 
 def for_other_ranks(checkpoint: Checkpoint, engine: Engine) -> Mapping[str, Any]:
@@ -30,12 +29,10 @@ def for_other_ranks(checkpoint: Checkpoint, engine: Engine) -> Mapping[str, Any]
     if engine.rank >= before:
         state = {**state, "random": _new_generators(state, engine.rank)}
         state["stateful"] = {**state["stateful"], "replay": {"rows": []}}
-    warnings.warn(
+    warn_user(
         f"{checkpoint.path} was written by {before} ranks, and {now} load it. Exact: weights, optimizer, learning rate, "
         "counters, and the order of states. Not exact: each rank has another share of the states, and "
-        f"{_what_changes(before, now)}.",
-        GRPOWarning,
-        stacklevel=6,
+        f"{_what_changes(before, now)}."
     )
     return state
 

@@ -1,6 +1,5 @@
 """Checks that the policy, its reference and the other arguments of a trainer fit the settings."""
 
-import warnings
 from dataclasses import fields
 from typing import Any
 
@@ -9,13 +8,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo._collecting.contract import FINITE, require_finite
-from grpo._tensors import require_finite_values
+from grpo._common.conversion import describe, require_lengths
+from grpo._common.tensors import require_finite_values
 from grpo.config import GRPOConfig
-from grpo.errors import ConfigError, ContractError, GRPOWarning, RewardError
+from grpo.errors import ConfigError, ContractError, RewardError, warn_user
 from grpo.policy_base import POLICY_METHODS, ScoresReference, SplitsSteps, parameters_of, require_methods
 from grpo.surrogates import traits_of
 from grpo.types import ExperienceBatch
-from grpo.writing import describe, require_lengths
 
 from .sharding import is_function
 
@@ -189,12 +188,10 @@ def first_kl_coef(config: GRPOConfig, policy: Any, reference_policy: Any, *, has
             "above 0, or set kl_control=None."
         )
     if kl_coef > 0 and estimator == "k1" and not has_own_loss:
-        warnings.warn(
+        warn_user(
             "objective.kl_estimator='k1' as a loss has a gradient of zero in expectation: it adds noise and does not keep the "
             "policy near the reference. "
-            "Use 'k2' or 'k3_weighted' for KL(pi || ref), or 'k3' for KL(ref || pi).",
-            GRPOWarning,
-            stacklevel=4,
+            "Use 'k2' or 'k3_weighted' for KL(pi || ref), or 'k3' for KL(ref || pi)."
         )
     return kl_coef
 

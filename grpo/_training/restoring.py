@@ -2,7 +2,6 @@
 
 import logging
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo._common.conversion import describe
+from grpo._common.global_state import restore_random_state
 from grpo._sharding.tensors import copy_into, is_sharded
 from grpo.checkpoint import Checkpoint, SavedRows, SavedTensor, open_checkpoint
-from grpo.errors import CheckpointError, DamagedCheckpointError, GRPOWarning
+from grpo.errors import CheckpointError, DamagedCheckpointError, warn_user
 from grpo.reward_model_base import restore_state
-from grpo.writing import describe, restore_random_state
 
 from .other_ranks import for_other_ranks
 from .trainer_state import LASTING, capture, stateful_parts
@@ -243,11 +243,9 @@ def _warn_of_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> No
         if name not in WITHOUT_EFFECT and before.get(name) != now.get(name)
     ]
     if changed:
-        warnings.warn(
+        warn_user(
             f"The run is resumed with changed settings: {'; '.join(changed)}. The new settings count. Build the trainer with "
-            "the old settings if the run should continue as if it had never stopped.",
-            GRPOWarning,
-            stacklevel=6,
+            "the old settings if the run should continue as if it had never stopped."
         )
 
 

@@ -3,7 +3,6 @@
 import logging
 import math
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,13 +13,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from grpo._common.checks import require_count
 from grpo.callbacks import Callbacks
 from grpo.checkpoint import CheckpointFolder, require_encodable
 from grpo.distributed import Engine
-from grpo.errors import ConfigError, ContractError, GRPOWarning, TrainingInterrupted
+from grpo.errors import ConfigError, ContractError, TrainingInterrupted, warn_user
 from grpo.sinks import GuardedSinks, MetricSink, Samples, run_settings
 from grpo.types import Rows, select_rows
-from grpo.writing import require_count
 
 from .advisor import beside_the_bar
 from .pending import Pending
@@ -75,11 +74,9 @@ class RunProgress:
     def drop_unfinished(self) -> None:
         """Forget an iteration that is not finished or not recorded, and warn if updates of a checkpoint are left out."""
         if self.unfinished is not None and self.is_loaded:
-            warnings.warn(
+            warn_user(
                 f"The checkpoint was written after update {self.unfinished.num_planned} of an iteration, and the other updates "
-                "of this iteration are left out now. Call train() after load_checkpoint() to finish the iteration first.",
-                GRPOWarning,
-                stacklevel=6,
+                "of this iteration are left out now. Call train() after load_checkpoint() to finish the iteration first."
             )
         self.unfinished = self.unrecorded = None
 
@@ -142,18 +139,14 @@ class Run:
         ended_by = callbacks.ended_by()
         if ended_by is not None:
             self._is_stopped = True
-            warnings.warn(
+            warn_user(
                 f"{ended_by} has ended the loaded run already, so there is nothing left to do. Leave it out, or raise its "
-                "patience, to continue.",
-                GRPOWarning,
-                stacklevel=5,
+                "patience, to continue."
             )
         if self.progress.position >= self.num_iterations:
-            warnings.warn(
+            warn_user(
                 f"The loaded run is at iteration {self.progress.position}, and num_iterations={self.num_iterations} includes "
-                "the iterations before loading, so there is nothing left to do. Raise num_iterations to continue.",
-                GRPOWarning,
-                stacklevel=5,
+                "the iterations before loading, so there is nothing left to do. Raise num_iterations to continue."
             )
 
     def positions(self) -> Iterator[int]:

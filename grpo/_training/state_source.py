@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from grpo._common.conversion import describe, require_rows
 from grpo.errors import ConfigError, ContractError
 from grpo.types import Rows, select_rows
-from grpo.writing import describe, require_rows
 
 
 class StateSource:

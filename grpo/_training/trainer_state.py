@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo._common.conversion import is_dense
+from grpo._common.global_state import capture_random_state
 from grpo._sharding.tensors import address_of
 from grpo.policy_base import HasState
 from grpo.reward_model_base import kept_state
-from grpo.writing import capture_random_state, is_dense
 
 LASTING = ("optimizer", "lr_scheduler", "scaler", "reference")
 """Parts that change only together with the weights of the policy or of the reference."""

@@ -10,12 +10,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo._collecting.batches import gather_rewards, join_batches, join_steps
+from grpo._common.conversion import as_advantages, describe, require_rows
 from grpo.advantage_estimator import AdvantageEstimator
 from grpo.distributed import Engine
 from grpo.errors import ContractError
 from grpo.policy_base import SplitsSteps
 from grpo.types import ExperienceBatch
-from grpo.writing import as_advantages, describe, require_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

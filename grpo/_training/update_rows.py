@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo._advantages.groups import has_advantage
 from grpo._collecting.out_of_memory import Attempt
 from grpo._collecting.update_plan import compose_index, epoch_of_updates, num_selected, num_updates_per_epoch
+from grpo._common.conversion import pad_steps, widest_float
 from grpo._objective.selection import kept_by_entropy, selected_by
 from grpo._objective.weights import step_weights
 from grpo.config import GRPOConfig
@@ -22,7 +23,6 @@ from grpo.metrics import Meter
 from grpo.policy_base import SplitsSteps
 from grpo.surrogates import SurrogateTraits, traits_of
 from grpo.types import ActionScores, ExperienceBatch, ObjectiveInputs, RowIndex, select_rows, zero_outside
-from grpo.writing import pad_steps, widest_float
 
 from .coefficients import Coefficients
 from .first_ratio import warns_of_ratio

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo._collecting.scoring import Scorer
 from grpo._collecting.update_plan import planned_parts
+from grpo._common.conversion import as_log_probs, describe, pad_steps, require_lengths
 from grpo.checkpoint import read_checkpoint, write_checkpoint
 from grpo.policy_base import (
     HasState,
@@ -24,7 +25,6 @@ from grpo.policy_base import (
     SyncsSampler,
 )
 from grpo.types import ActionScores, row_totals, select_rows
-from grpo.writing import as_log_probs, describe, pad_steps, require_lengths
 
 from .probe import Draws, PolicyProbe, difference, perturbed, scores_difference
 from .report import Verdict, absent, failed, passed, skipped

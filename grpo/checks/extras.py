@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo._common.conversion import describe
 from grpo.policy_base import KeysStates
 from grpo.types import select_rows
-from grpo.writing import describe
 
 from .probe import PolicyProbe, difference
 from .report import Verdict, absent, failed, passed, skipped

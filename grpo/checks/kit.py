@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo._common.conversion import as_rewards, describe, require_lengths, reward_name
+from grpo._common.global_state import preserved_random_state
 from grpo.errors import ConfigError, ContractError
 from grpo.policy_base import POLICY_METHODS
 from grpo.reward_model_base import ReportsComponents, as_reward_model, compares_actions
 from grpo.types import Rows, select_rows
-from grpo.writing import as_rewards, describe, preserved_random_state, require_lengths, reward_name
 
 from . import capabilities as capability
 from . import extras as extra

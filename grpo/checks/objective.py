@@ -25,11 +25,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo._common.conversion import describe
+from grpo._common.global_state import preserved_random_state, seed_everything
 from grpo.config import ObjectiveConfig
 from grpo.errors import ContractError
 from grpo.grpo_objective import Objective, grpo_objective, with_selections
 from grpo.types import ObjectiveInputs, ObjectiveOutput
-from grpo.writing import describe, preserved_random_state, seed_everything
 
 from .probe import difference
 from .report import CheckReport, Rule, Verdict, failed, passed, run_rules, skipped

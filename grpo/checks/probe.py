@@ -12,10 +12,11 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from grpo._collecting.scoring import Scorer, join_scores
+from grpo._common.conversion import pad_steps
+from grpo._common.global_state import seed_everything
 from grpo.experience_collector import ExperienceCollector
 from grpo.policy_base import POLICY_METHODS, HasState, SamplesWithScores, ScoresActions, SplitsSteps
 from grpo.types import ActionScores, Rows, SampledActions, repeat_rows, select_rows
-from grpo.writing import pad_steps, seed_everything
 
 from .sampling import as_numbers
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from grpo._collecting.scoring import Scorer
+from grpo._common.conversion import describe
 from grpo.errors import ContractError
 from grpo.policy_base import POLICY_METHODS, ScoresActions, ScoresReference, SyncsSampler, require_methods
 from grpo.types import ActionScores, Rows, select_rows
-from grpo.writing import describe
 
 from .probe import Draws, PolicyProbe, difference, perturbed, scores_difference, some_rows
 from .report import Verdict, failed, note, passed, skipped

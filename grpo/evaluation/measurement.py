@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from grpo._collecting.reward_calls import RewardCalls
+from grpo._common.global_state import preserved_mode, preserved_random_state, seed_everything
 from grpo._storage.encoding import encode
 from grpo._storage.tensor_file import chunks_of
 from grpo.config import RewardConfig
@@ -22,7 +23,6 @@ from grpo.experience_collector import ExperienceCollector
 from grpo.policy_base import SyncsSampler
 from grpo.sinks import as_text
 from grpo.types import Rows, row_totals, select_rows
-from grpo.writing import preserved_mode, preserved_random_state, seed_everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo.arguments import pad_steps
 from grpo.types import ActionScores, ObjectiveInputs, ObjectiveOutput
-from grpo.writing import pad_steps
 
 
 def draw(logits):

@@ -32,7 +32,7 @@ from grpo import (
     grpo_objective,
 )
 from grpo.advantage_estimator import decoupled_advantages, generalized_advantages
-from grpo.writing import as_rewards
+from grpo.arguments import as_rewards
 from tests.support.bad_input_places import (
     Plain,
     Scoring,

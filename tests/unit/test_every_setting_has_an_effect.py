@@ -29,10 +29,10 @@ from grpo import (
     Truncate,
     WeightedRewards,
 )
+from grpo.arguments import Settings
 from grpo.config import CORRECTIONS, SURROGATES
 from grpo.errors import GRPOError
 from grpo.surrogates import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, KlCov, Reinforce, Sapo, Vespo
-from grpo.writing import Settings
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import ExactSampling, digest, weights_of
 

@@ -11,6 +11,7 @@ import torch
 
 from grpo import ConfigError, GRPOConfig, GRPOTrainer, ProtocolError, RewardConfig, RewardError, WeightedRewards
 from grpo._collecting.reward_calls import RewardCalls
+from grpo.arguments import reward_name
 from grpo.checks import check_reward_model
 from grpo.reward_model_base import (
     ReportsComponents,
@@ -20,7 +21,6 @@ from grpo.reward_model_base import (
     restore_state,
     with_limits,
 )
-from grpo.writing import reward_name
 from tests.support.bad_input_places import Plain
 
 

@@ -9,22 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo.errors import ContractError, RewardError
-from grpo.writing import (
+from grpo import preserved_random_state, seed_everything
+from grpo._common.global_state import capture_random_state, restore_random_state
+from grpo.arguments import (
     as_advantages,
     as_float32,
     as_log_probs,
     as_mask,
     as_rewards,
     as_state_keys,
-    capture_random_state,
     describe,
     pad_steps,
-    preserved_random_state,
     require_lengths,
-    restore_random_state,
-    seed_everything,
 )
+from grpo.errors import ContractError, RewardError
 from tests.support.objective_inputs import as_users_run_it
 
 # container -> the dtype it arrives in. Nothing loses a digit: integers and Python numbers are float64.

@@ -8,8 +8,8 @@ from typing import Literal
 
 import pytest
 
+from grpo.arguments import Settings, setting
 from grpo.errors import ConfigError
-from grpo.writing import Settings, setting
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

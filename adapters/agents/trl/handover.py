@@ -13,10 +13,10 @@ from adapters.agents.environments import require_number, require_values
 from adapters.agents.messages import Message, as_messages
 from adapters.llm import Completion
 from grpo import WeightedRewards
+from grpo.arguments import as_rewards, describe, reward_name
 from grpo.deadlines import Call, await_all, is_async
 from grpo.errors import ConfigError, ContractError, RewardError
 from grpo.reward_model_base import as_reward_model
-from grpo.writing import as_rewards, describe, reward_name
 
 COLUMN = "state_index"
 """Column of a data set with the place of the row's state."""

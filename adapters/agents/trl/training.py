@@ -18,11 +18,11 @@ from transformers import PrinterCallback, TrainerCallback
 from adapters.agents.policy import AgentPolicy
 from adapters.llm import HFPolicy
 from grpo import GRPOConfig
+from grpo.arguments import describe
 from grpo.deadlines import is_async
 from grpo.errors import ConfigError, ContractError, NonFiniteGradientError
 from grpo.metrics import reward_statistics
 from grpo.reward_model_base import as_reward_model, with_limits
-from grpo.writing import describe
 
 from .handover import COLUMN, trl_environment, trl_reward_functions
 from .settings import Sizes, learning_rate_factor, refuse, trl_arguments

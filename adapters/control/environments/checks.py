@@ -12,10 +12,10 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.utils.env_checker import data_equivalence
 
-from grpo.arguments import require_integers
+from grpo import preserved_random_state
+from grpo.arguments import describe, require_integers
 from grpo.checks import CheckReport
 from grpo.checks.report import Rule, Verdict, absent, failed, note, passed, run_rules
-from grpo.writing import describe, preserved_random_state
 
 from .pool_base import (
     environment_name,

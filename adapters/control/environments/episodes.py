@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from grpo.arguments import require_instances, require_integers
+from grpo.arguments import describe, require_instances, require_integers
 from grpo.errors import ContractError
-from grpo.writing import describe
 
 from .plain_data import pack, unpack
 from .snapshots import Snapshot

@@ -18,9 +18,8 @@ from gymnasium.error import Error as GymnasiumError
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 from jaxtyping import Int64
 
-from grpo.arguments import require_instances, require_integers
+from grpo.arguments import describe, require_instances, require_integers
 from grpo.errors import ConfigError, GRPOError
-from grpo.writing import describe
 
 from .async_pools import AsyncPool
 from .episodes import EpisodeStart

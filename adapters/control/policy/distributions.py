@@ -13,9 +13,8 @@ from jaxtyping import Bool, Float, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo.arguments import require_instances, require_integers
+from grpo.arguments import describe, require_instances, require_integers
 from grpo.errors import ConfigError, ContractError
-from grpo.writing import describe
 
 from .action_distribution import ActionDistribution, refuse_mask
 from .box_actions import Beta, Gaussian, SquashedGaussian

@@ -1,7 +1,6 @@
 """A policy whose actions are whole episodes of a Gymnasium environment."""
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
@@ -15,10 +14,9 @@ from torch import Tensor, nn
 
 from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, pad_to_steps
 from adapters.control.environments.pools import EnvironmentPool, make_pool
-from grpo.arguments import require_instances, require_integers, require_numbers
-from grpo.errors import ConfigError, ContractError, GRPOWarning
+from grpo.arguments import describe, require_instances, require_integers, require_numbers
+from grpo.errors import ConfigError, ContractError, warn_user
 from grpo.types import ActionScores, SampledActions
-from grpo.writing import describe
 
 from .distributions import ActionDistribution, Gaussian, Kind, SquashedGaussian, distribution_for
 from .fast_forward import fast_forward
@@ -247,13 +245,11 @@ class EpisodePolicy(nn.Module):
         differs = (first != first[:, :1]).flatten(1).any(1)
         if bool(differs.any()):
             self._has_warned_of_strangers = True
-            warnings.warn(
+            warn_user(
                 "EpisodePolicy: all episodes of a group must have the same start, because they are compared with their mean; "
                 f"in {int(differs.sum())} of {len(differs)} groups the first observations differ. Let reset() call "
                 "super().reset(seed=seed) and draw from self.np_random, and let no wrapper keep a state across resets. "
-                "check_environment(...) shows what is wrong. If a start cannot be repeated, use a critic and credit='gae'.",
-                GRPOWarning,
-                stacklevel=3,
+                "check_environment(...) shows what is wrong. If a start cannot be repeated, use a critic and credit='gae'."
             )
 
     def _warn_of_twins(self, episodes: Sequence[Episode], group_size: int) -> None:
@@ -264,13 +260,11 @@ class EpisodePolicy(nn.Module):
         groups = [episodes[first : first + group_size] for first in range(0, len(episodes), group_size)]
         num_copies = len(episodes) - sum(len({_content(episode) for episode in group}) for group in groups)
         if 2 * num_copies >= len(episodes):
-            warnings.warn(
+            warn_user(
                 f"EpisodePolicy: the episodes of a group should differ; {num_copies} of {len(episodes)} are copies of another "
                 "episode of their group, with the same actions and rewards. Copies cost time and add nothing. The seed of the "
                 "group fixes all random events, so short episodes with few actions have few outcomes: use a smaller group_size "
-                "and more starts per iteration. If the policy is already trained, it may take almost no other action.",
-                GRPOWarning,
-                stacklevel=3,
+                "and more starts per iteration. If the policy is already trained, it may take almost no other action."
             )
 
     @torch.no_grad()

@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from grpo.arguments import require_instances, require_integers, require_widths
+from grpo.arguments import describe, require_instances, require_integers, require_widths
 from grpo.errors import ConfigError
-from grpo.writing import describe
 
 Activation: TypeAlias = Literal["tanh", "relu"]
 

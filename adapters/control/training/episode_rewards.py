@@ -8,9 +8,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, pad_to_steps
-from grpo.arguments import require_instances, require_numbers
+from grpo.arguments import describe, require_instances, require_numbers
 from grpo.errors import ConfigError, RewardError
-from grpo.writing import describe
 
 
 class EnvironmentReward(nn.Module):

@@ -11,8 +11,8 @@ from adapters.control.environments.episodes import EpisodeStart
 from adapters.control.policy.distributions import ActionDistribution
 from adapters.control.policy.episode_policy import EpisodePolicy
 from adapters.control.policy.rollouts import Record
+from grpo import preserved_random_state
 from grpo.arguments import require_instances, require_integers
-from grpo.writing import preserved_random_state
 
 EVALUATION_SEED = 2**31
 """First seed of resets for evaluation. Training seeds are spread over all 32-bit numbers."""

@@ -9,10 +9,9 @@ from gymnasium import spaces
 from adapters.control.environments.pools import make_pool
 from adapters.control.policy.episode_policy import EpisodePolicy
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
-from grpo.arguments import require_instances, require_integers
+from grpo.arguments import Settings, require_instances, require_integers, setting
 from grpo.errors import ConfigError
 from grpo.surrogates import Clip
-from grpo.writing import Settings, setting
 
 from .episode_rewards import EnvironmentReward
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo import WeightedRewards
+from grpo.arguments import describe, reward_name
 from grpo.errors import ConfigError
-from grpo.writing import describe, reward_name
 
 CARD = "README.md"
 """Name of the file with the card. The Hub shows it on the model's page."""

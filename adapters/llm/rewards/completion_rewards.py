@@ -10,10 +10,10 @@ from torch import Tensor
 from adapters.llm.completions import Completion
 from adapters.llm.prompts import PromptState
 from grpo import WeightedRewards
+from grpo.arguments import as_rewards, describe, reward_name
 from grpo.deadlines import Call, await_all, call_in_process
 from grpo.errors import ConfigError
 from grpo.reward_model_base import RewardFunction, is_function
-from grpo.writing import as_rewards, describe, reward_name
 
 from .reward_functions import CompletionFunction, Offer, function_name
 

@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from grpo.arguments import describe
 from grpo.errors import ConfigError
-from grpo.writing import describe
 
 from .verifiers import last_match
 

@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from grpo.arguments import describe
 from grpo.errors import ConfigError
-from grpo.writing import describe
 
 MAX_CHARS = 1_000_000
 """Maximum number of characters. Longer text is not parsed and gets reward 0."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapters.llm.completions import Completion
+from grpo.arguments import Settings, setting
 from grpo.deadlines import Call, call_in_process
 from grpo.errors import CallError, DeadlineError
-from grpo.writing import Settings, setting
 
 from .verifiers import expected_text
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from adapters.llm.completions import Completion
 from adapters.llm.prompts import PromptState, prompt_of
+from grpo.arguments import describe
 from grpo.deadlines import Call, is_async
 from grpo.errors import ConfigError, GRPOError, RewardError
-from grpo.writing import describe
 
 OF_ALL_ROWS = ("prompts", "completions", "completion_ids", "states", "actions")
 """Parameter names of functions that are called once with lists. Column names are allowed too."""

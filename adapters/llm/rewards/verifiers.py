@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Literal, assert_never
 
 from adapters.llm.completions import Completion
+from grpo.arguments import Settings, describe, setting
 from grpo.errors import ConfigError, RewardError
-from grpo.writing import Settings, describe, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

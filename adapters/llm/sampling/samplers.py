@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from adapters.llm.completions import FinishReason
+from grpo.arguments import describe
 from grpo.errors import ContractError
-from grpo.writing import describe
 
 from .sampling_config import SamplingConfig
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from grpo.arguments import Settings, setting
 from grpo.errors import ConfigError
-from grpo.writing import Settings, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from adapters.llm.model.token_log_probs import wide
-from grpo.writing import widest_float
+from grpo.arguments import widest_float
 
 from .sampling_config import SamplingConfig
 

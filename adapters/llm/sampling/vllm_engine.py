@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from adapters.llm.model.merged_weights import merged_weights
+from grpo import preserved_random_state
 from grpo.errors import ConfigError
-from grpo.writing import preserved_random_state
 
 from .samplers import SampledTokens
 from .sampling_config import SamplingConfig

@@ -5,10 +5,9 @@ import json
 import time
 import urllib.error
 import urllib.request
-import warnings
 from typing import Any, cast
 
-from grpo.errors import ConfigError, GRPOWarning
+from grpo.errors import ConfigError, warn_user
 
 from .vllm_requests import SamplerError
 
@@ -85,10 +84,8 @@ class VLLMServer:
                         f"VLLMServerSampler: no vLLM server answers at {self.base_url} ({failure}){attempts}. Start one: "
                         f"{START}"
                     ) from failure
-                warnings.warn(
-                    f"VLLMServerSampler: the connection to the vLLM server at {self.base_url} failed ({failure}); retrying.",
-                    GRPOWarning,
-                    stacklevel=2,
+                warn_user(
+                    f"VLLMServerSampler: the connection to the vLLM server at {self.base_url} failed ({failure}); retrying."
                 )
                 time.sleep(0.5 * 2**attempt)
         raise AssertionError("unreachable")

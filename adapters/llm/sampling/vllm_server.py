@@ -2,7 +2,6 @@
 
 import time
 import uuid
-import warnings
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from adapters.llm.model.merged_weights import is_divided, merged_weights
+from grpo.arguments import describe
 from grpo.distributed import Engine, OneProcess, same_error
-from grpo.errors import ConfigError, GRPOWarning
-from grpo.writing import describe
+from grpo.errors import ConfigError, warn_user
 
 from .samplers import SampledTokens
 from .sampling_config import SamplingConfig
@@ -236,7 +235,7 @@ class VLLMServerSampler:
 
     def _lose(self, worker: VLLMWorker, error: ServerLostError, consequence: str) -> None:
         self._next_probe[worker] = time.monotonic() + SECONDS_BETWEEN_PROBES
-        warnings.warn(f"{error} {consequence}", GRPOWarning, stacklevel=3)
+        warn_user(f"{error} {consequence}")
 
     def _ready_workers(self) -> list[VLLMWorker]:
         """The servers that have the weights of the last sync. If there is none, wait until there is one.

@@ -5,7 +5,6 @@ A row of T steps is the index of a tool, then the index of each of its enumerate
 """
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -18,7 +17,7 @@ from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import ABSENT, Tool, ToolCatalogue
 from adapters.tools.text.encoders import with_own_feature
 from adapters.tools.text.evidence import Evidence
-from grpo.errors import ContractError, GRPOWarning
+from grpo.errors import ContractError, warn_user
 
 Fill: TypeAlias = Callable[[Any, Tool], Mapping[str, Any]]
 """Maps a state and a tool to values of the tool's parameters."""
@@ -118,11 +117,9 @@ class Menu(nn.Module):
                 self._num_missing[tool.name, name] += -math.inf if name in filled[key] else 1
                 if self._num_missing[tool.name, name] == NUM_CALLS and not self._has_warned:
                     self._has_warned = True
-                    warnings.warn(
+                    warn_user(
                         f"ToolSelectionPolicy: fill gave no value for the required parameter {name} in {NUM_CALLS} calls of "
                         f"{tool.name}, and such calls fail. Pass fill=..., a function (state, tool) -> values. Others are "
-                        "not reported.",
-                        GRPOWarning,
-                        stacklevel=4,
+                        "not reported."
                     )
         return calls

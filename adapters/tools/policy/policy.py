@@ -1,6 +1,5 @@
 """A policy that chooses a tool, then the values of the tool's enumerated parameters. Axes: see `distribution.py`."""
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import NoneType
@@ -16,10 +15,17 @@ from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.learning.tasks import ToolTask
 from adapters.tools.text.encoders import CachedEncoder, Encoder, HashingEncoder
 from adapters.tools.text.fill import fill_from_request
-from grpo.arguments import require_each, require_instances, require_integers, require_numbers, require_widths
-from grpo.errors import ConfigError, ContractError, GRPOWarning
+from grpo.arguments import (
+    as_tensor,
+    require_each,
+    require_instances,
+    require_integers,
+    require_numbers,
+    require_rows,
+    require_widths,
+)
+from grpo.errors import ConfigError, ContractError, warn_user
 from grpo.types import ActionScores, SampledActions
-from grpo.writing import as_tensor, require_rows
 
 from .distribution import CallDistribution, Prediction, ToolNetwork, best_threshold, offset_of_added
 from .menu import Fill, Menu
@@ -274,11 +280,9 @@ class ToolSelectionPolicy(nn.Module):
     def _warn_of_threshold(self, what: str) -> None:
         """Warn that a call changes the confidences with which the threshold is compared."""
         if self.threshold > 0:
-            warnings.warn(
+            warn_user(
                 f"ToolSelectionPolicy.{what} changes the confidences, and threshold={self.threshold:g} was chosen before. Call "
-                "calibrate_threshold again afterwards, or set threshold = 0 first.",
-                GRPOWarning,
-                stacklevel=3,
+                "calibrate_threshold again afterwards, or set threshold = 0 first."
             )
 
     def save(self, folder: str | Path) -> None:

@@ -13,9 +13,8 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo.arguments import require_integers
+from grpo.arguments import as_tensor, require_integers
 from grpo.errors import ContractError
-from grpo.writing import as_tensor
 
 T = TypeVar("T")
 

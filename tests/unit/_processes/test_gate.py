@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from grpo._common.global_state import capture_random_state
 from grpo._processes.gate import ForkGate, Turns, fork_gate, keeps_generators
 from grpo.deadlines import Call, call_in_process
 from grpo.errors import DeadlineError
-from grpo.writing import capture_random_state
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import digest
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from grpo.arguments import pad_steps
 from grpo.checks import check_policy
 from grpo.checks.kit import POLICY_RULES
 from grpo.types import ActionScores, SampledActions
-from grpo.writing import pad_steps
 from tests.support.checked_policies import (
     SEQUENCE_STATES,
     STATES,

@@ -21,8 +21,8 @@ from grpo import (
     WeightedRewards,
     compare_policies,
 )
+from grpo._common.global_state import capture_random_state
 from grpo.evaluation import Answer, paired_interval
-from grpo.writing import capture_random_state
 from tests.support.comparisons import (
     AFTER,
     BEFORE,

@@ -17,8 +17,9 @@ import torch
 from jaxtyping import AbstractArray, Int
 from torch import Tensor
 
-from .errors import ContractError, GRPOError
-from .writing import as_tensor, describe, is_dense, require_rows
+from grpo.errors import ContractError, GRPOError
+
+from .conversion import as_tensor, describe, is_dense, require_rows
 
 Sizes = dict[str, int]
 """The size of each axis by its letter."""

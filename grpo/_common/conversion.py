@@ -1,12 +1,7 @@
-"""Helpers for code that adds a domain: checked settings, conversion of user input, names for errors, random generators.
-
-The adapters use these helpers, `grpo` itself uses them, and a domain of your own can use them.
-"""
+"""Conversion of what users return and pass, and how errors describe it."""
 
 import math
-import random
-from collections.abc import Iterator, Mapping, Sized
-from contextlib import contextmanager
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import numpy as np
@@ -15,11 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .errors import ConfigError, ContractError, GRPOError, RewardError
-from .settings import Settings as Settings
-from .settings import setting as setting
-
-# Conversion of user input
+from grpo.errors import ContractError, GRPOError, RewardError
 
 
 def describe(value: Any) -> str:
@@ -58,18 +49,6 @@ def _layout(value: Tensor) -> str:
         f", {value.layout}": not is_dense(value),
     }
     return next((words for words, applies in kinds.items() if applies), "")
-
-
-def require_count(name: str, value: Any) -> int:
-    """Return an integer of at least 1.
-
-    Raises:
-        ConfigError: `value` is anything else.
-    """
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-        shown = value if isinstance(value, int | float) else describe(value)
-        raise ConfigError(f"{name} must be >= 1; got {shown}. Pass an integer.")
-    return int(value)
 
 
 def are_rows(value: Any) -> bool:
@@ -238,57 +217,3 @@ def pad_steps(values: Tensor, width: int, fill: float | bool) -> Tensor:
 def widest_float(device: torch.device) -> torch.dtype:
     """float64, or float32 on devices that have no float64 (Apple's MPS)."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-# Modes and random generators
-
-
-@contextmanager
-def preserved_mode(model: Any) -> Iterator[None]:
-    """Restore the mode of a policy after the block, because sampling calls `eval()`. The mode is read from `training`."""
-    was_training = getattr(model, "training", None) is True
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    modes = {module: module.training for module in modules}
-    try:
-        yield
-    finally:
-        if was_training:
-            model.train()
-        for module, mode in modes.items():  # one by one: a user may have frozen a submodule in eval()
-            module.training = mode
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch (all devices)."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - users' policies draw from the global generator
-    torch.manual_seed(seed)
-
-
-def capture_random_state() -> dict[str, Any]:
-    """State of the global generators of Python, numpy and torch, and of CUDA if it is in use."""
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-    }
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Restore what `capture_random_state` returned."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
-    for device, generator_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(generator_state, device)
-
-
-@contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """Restore the global random generators after the block."""
-    state = capture_random_state()
-    try:
-        yield
-    finally:
-        restore_random_state(state)

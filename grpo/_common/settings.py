@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from .errors import ConfigError
+from grpo.errors import ConfigError
 
 SettingsT = TypeVar("SettingsT", bound="Settings")
 
