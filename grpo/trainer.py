@@ -12,29 +12,29 @@ from torch import Tensor
 
 from ._collecting.dynamic_sampling import collect_live_groups
 from ._common.global_state import preserved_mode, preserved_random_state
-from ._training.ahead import Ahead
-from ._training.coefficients import Coefficients
-from ._training.environment import MovingReference, SamplerSync, autocast, prepare
-from ._training.interrupts import Interrupts
-from ._training.loss import MeteredObjective
-from ._training.optimizer_step import OptimizerStep
-from ._training.ranks import built_on_all_ranks, on_all_ranks, run_on_all_ranks
-from ._training.report import IterationReport, evaluation_metrics, samples_of
-from ._training.requirements import (
+from ._running.ahead import Ahead
+from ._running.interrupts import Interrupts
+from ._running.restoring import load_into
+from ._running.run import Run, RunProgress, at_least_one, iterations_of, opened_folder, tells_callbacks
+from ._running.safe_points import SafePoints
+from ._running.state_source import StateSource
+from ._running.trainer_state import capture
+from ._updating.coefficients import Coefficients
+from ._updating.environment import MovingReference, SamplerSync, autocast, prepare
+from ._updating.loss import MeteredObjective
+from ._updating.optimizer_step import OptimizerStep
+from ._updating.ranks import built_on_all_ranks, on_all_ranks, run_on_all_ranks
+from ._updating.report import IterationReport, evaluation_metrics, samples_of
+from ._updating.requirements import (
     first_kl_coef,
     require_batch,
     require_consistent,
     require_reference,
     required_scores,
 )
-from ._training.restoring import load_into
-from ._training.run import Run, RunProgress, at_least_one, iterations_of, opened_folder, tells_callbacks
-from ._training.safe_points import SafePoints
-from ._training.sharding import divided_weights
-from ._training.state_source import StateSource
-from ._training.trainer_state import capture
-from ._training.training_rows import ReplayBuffer, with_advantages
-from ._training.update_rows import UpdateRows, UpdateSetup
+from ._updating.sharding import divided_weights
+from ._updating.training_rows import ReplayBuffer, with_advantages
+from ._updating.update_rows import UpdateRows, UpdateSetup
 from .advantage_estimator import AdvantageEstimator
 from .checkpoint import write_checkpoint
 from .config import GRPOConfig

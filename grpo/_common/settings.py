@@ -147,6 +147,14 @@ def _require_setting(settings: Settings, name: str) -> None:
     raise ConfigError(f"{type(settings).__name__} has no setting {name!r}. {nearest_name(name, known)}")
 
 
+def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one dict: {"objective": {"kl_coef": 0.1}} becomes {"objective.kl_coef": 0.1}."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
+
+
 def nearest_name(name: str, known: Sequence[str]) -> str:
     """A sentence with the known name that is nearest to `name`, also by its last part, or with all known names.
 

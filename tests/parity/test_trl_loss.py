@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo import EntropyControl, GRPOConfig, ObjectiveConfig
 from grpo._objective.sampler import near_policy_rows
 from grpo._objective.selection import top_entropy_steps
-from grpo._training.coefficients import Coefficients
+from grpo._updating.coefficients import Coefficients
 from tests.support import trl_code
 from tests.support.peer_cases import TOLERANCE, Case, assert_equal, draws, random_case
 from tests.support.trl_code import RatioLevel, TRLSettings

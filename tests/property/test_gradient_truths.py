@@ -236,7 +236,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ObjectiveInputs, dict[st
         kept.append((inputs, dict(output.metrics)))
         return output
 
-    monkeypatch.setattr("grpo._training.loss.unchecked_objective", watched)
+    monkeypatch.setattr("grpo._updating.loss.unchecked_objective", watched)
     return kept
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from grpo import GRPOConfig, GRPOTrainer, RewardConfig
-from grpo._training.ahead import IN_ORDER
+from grpo._running.ahead import IN_ORDER
 from tests.support.killed_runs import in_a_child
 from tests.support.policies import VectorPolicy, digest, weights_of
 from tests.support.separate_sampler import Separate

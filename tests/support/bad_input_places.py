@@ -572,8 +572,8 @@ def of_checkpoints() -> Iterator[Place]:
         return trainer.policy.get_parameters()
 
     def altered(part: str, value: Any) -> None:
-        from grpo._training.restoring import restore
-        from grpo._training.trainer_state import capture
+        from grpo._running.restoring import restore
+        from grpo._running.trainer_state import capture
 
         trainer = trainer_of()
         restore(trainer, {**capture(trainer), part: value})

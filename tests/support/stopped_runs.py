@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo import GRPOTrainer, TrainingInterrupted
-from grpo._training.trainer_state import capture
+from grpo._running.trainer_state import capture
 from tests.support.policies import digest
 
 PHASES = ("reward", "score", "loss", "step", "callback")

@@ -2,11 +2,7 @@
 
 import logging
 import math
-import warnings
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
-
-from tqdm import TqdmWarning
 
 from grpo.config import GRPOConfig
 from grpo.surrogates import traits_of
@@ -24,16 +20,6 @@ FAR_SAMPLER = 0.01
 
 TINY = 1e-6
 """A metric below this value counts as 0."""
-
-
-def beside_the_bar() -> AbstractContextManager[None]:
-    """Print log lines above the progress bar."""
-    with warnings.catch_warnings():  # on import, tqdm asks for notebook widgets, which are not needed here
-        warnings.simplefilter("ignore", TqdmWarning)
-        from tqdm.contrib.logging import logging_redirect_tqdm
-    root = logging.getLogger()
-    redirected: AbstractContextManager[None] = logging_redirect_tqdm([root if root.handlers else logger])
-    return redirected
 
 
 class RunAdvisor:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from grpo import AdvantageConfig, CheckpointError, EntropyControl, GRPOConfig, GRPOTrainer, KLControl, ObjectiveConfig
-from grpo._training.restoring import restore
-from grpo._training.trainer_state import capture, passing_state
+from grpo._running.restoring import restore
+from grpo._running.trainer_state import capture, passing_state
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy, digest, weights_of
 

@@ -3,17 +3,19 @@
 import logging
 import math
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from tqdm import TqdmWarning, tqdm
 
 from grpo._common.checks import require_count
+from grpo._updating.update_rows import UpdateRows
 from grpo.callbacks import Callbacks
 from grpo.checkpoint import CheckpointFolder, require_encodable
 from grpo.distributed import Engine
@@ -21,12 +23,10 @@ from grpo.errors import ConfigError, ContractError, TrainingInterrupted, warn_us
 from grpo.sinks import GuardedSinks, MetricSink, Samples, run_settings
 from grpo.types import Rows, select_rows
 
-from .advisor import beside_the_bar
 from .pending import Pending
 from .restoring import load_into
 from .state_source import StateSource
 from .trainer_state import capture
-from .update_rows import UpdateRows
 
 logger = logging.getLogger("grpo")
 
@@ -290,3 +290,13 @@ def iterations_of(source: StateSource, num_iterations: int | None, num_epochs: f
 def at_least_one(name: str, value: int | None, default: int) -> int:
     """Return `value`, or the default (at least 1) if `value` is None. Refuse anything else but an integer from 1."""
     return max(default, 1) if value is None else require_count(name, value)
+
+
+def beside_the_bar() -> AbstractContextManager[None]:
+    """Print log lines above the progress bar."""
+    with warnings.catch_warnings():  # on import, tqdm asks for notebook widgets, which are not needed here
+        warnings.simplefilter("ignore", TqdmWarning)
+        from tqdm.contrib.logging import logging_redirect_tqdm
+    root = logging.getLogger()
+    redirected: AbstractContextManager[None] = logging_redirect_tqdm([root if root.handlers else logger])
+    return redirected

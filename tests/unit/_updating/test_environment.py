@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
-from grpo._training.environment import MovingReference, SamplerSync, autocast, prepare
+from grpo._updating.environment import MovingReference, SamplerSync, autocast, prepare
 from grpo.distributed import OneProcess
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy, digest, weights_of

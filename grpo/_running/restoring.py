@@ -11,14 +11,15 @@ from torch import Tensor
 
 from grpo._common.conversion import describe
 from grpo._common.global_state import restore_random_state
+from grpo._common.settings import flattened
 from grpo._sharding.tensors import copy_into, is_sharded
+from grpo._updating.update_rows import UpdateRows
 from grpo.checkpoint import Checkpoint, SavedRows, SavedTensor, open_checkpoint
 from grpo.errors import CheckpointError, DamagedCheckpointError, warn_user
 from grpo.reward_model_base import restore_state
 
 from .other_ranks import for_other_ranks
 from .trainer_state import LASTING, capture, stateful_parts
-from .update_rows import UpdateRows
 
 logger = logging.getLogger("grpo")
 
@@ -247,11 +248,3 @@ def _warn_of_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> No
             f"The run is resumed with changed settings: {'; '.join(changed)}. The new settings count. Build the trainer with "
             "the old settings if the run should continue as if it had never stopped."
         )
-
-
-def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one dict: {"objective": {"kl_coef": 0.1}} becomes {"objective.kl_coef": 0.1}."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from grpo import ConfigError, EntropyControl, GRPOConfig, KLControl, ObjectiveConfig
-from grpo._training.coefficients import Coefficients, next_entropy_coef, next_kl_coef
+from grpo._updating.coefficients import Coefficients, next_entropy_coef, next_kl_coef
 
 THRESHOLD = KLControl(target=0.25, coef_min=0.01, coef_max=1.0)
 

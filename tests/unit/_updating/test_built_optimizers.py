@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo import ConfigError, GRPOConfig, GRPOTrainer, ProtocolError
-from grpo._training.sharding import divided_weights, is_function
+from grpo._updating.sharding import divided_weights, is_function
 from grpo.distributed import OneProcess
 from tests.support.layered import Layered
 from tests.support.sharded_ranks import CASES, rows_of

@@ -19,7 +19,7 @@ from grpo import (
     ObjectiveOutput,
     grpo_objective,
 )
-from grpo._training.training_rows import ReplayBuffer, TrainingRows, split_steps, with_advantages
+from grpo._updating.training_rows import ReplayBuffer, TrainingRows, split_steps, with_advantages
 from grpo.distributed import OneProcess
 from tests.support.policies import RecordingSGD, RowScoring, TablePolicy
 

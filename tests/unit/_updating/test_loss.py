@@ -20,7 +20,7 @@ from grpo import (
     ObjectiveOutput,
     grpo_objective,
 )
-from grpo._training.loss import MeteredObjective
+from grpo._updating.loss import MeteredObjective
 from grpo.metrics import Meter
 from grpo.surrogates import Clip
 from tests.support.policies import TablePolicy

@@ -21,7 +21,7 @@ from grpo import (
     RewardConfig,
     WeightedRewards,
 )
-from grpo._training.ahead import seed_of
+from grpo._running.ahead import seed_of
 from grpo.distributed import OneProcess
 from grpo.errors import ConfigError, RewardError
 from tests.support.checkpoint_runs import CountingNetwork, NoisyReward

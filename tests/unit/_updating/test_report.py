@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, GRPOTrainer, WeightedRewards
-from grpo._training.report import batch_metrics
-from grpo._training.training_rows import TrainingRows
+from grpo._updating.report import batch_metrics
+from grpo._updating.training_rows import TrainingRows
 from tests.support.policies import RowScoring, TablePolicy
 from tests.support.trainers import SCRIPT, by_hand, quarters, without_time
 

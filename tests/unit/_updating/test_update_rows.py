@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo import ActionScores, AdvantageConfig, ExperienceBatch, ObjectiveConfig, grpo_objective
-from grpo._training.update_rows import UpdateRows
+from grpo._updating.update_rows import UpdateRows
 from grpo.surrogates import Clip, ClipCov, KlCov, Steps
 from tests.support.policies import Planning, RecordingSGD, RowScoring, TablePolicy, digest, flat, weights_of
 from tests.support.trainers import ROLLOUTS, SCRIPT, by_hand, quarters

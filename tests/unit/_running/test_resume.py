@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo import CheckpointError, ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, ObjectiveConfig, RewardConfig
-from grpo._training import run as run_module
+from grpo._running import run as run_module
 from grpo.checkpoint import open_checkpoint, read_checkpoint, write_checkpoint
 from tests.support.checkpoint_runs import built, names_in
 from tests.support.objective_inputs import as_users_run_it

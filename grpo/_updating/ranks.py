@@ -7,11 +7,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from grpo._common.settings import flattened
 from grpo.config import GRPOConfig
 from grpo.distributed import Engine, OneProcess, require_same_on_all_ranks, same_error
 from grpo.policy_base import require_methods
-
-from .restoring import flattened
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo import GRPOConfig, GRPOTrainer, TrainingInterrupted
-from grpo._training.trainer_state import capture
+from grpo._running.trainer_state import capture
 from grpo.checkpoint import read_checkpoint
 from tests.support.checkpoint_runs import built
 from tests.support.objective_inputs import as_users_run_it

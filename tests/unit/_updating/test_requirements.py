@@ -20,7 +20,7 @@ from grpo import (
     ProtocolError,
     Truncate,
 )
-from grpo._training.requirements import (
+from grpo._updating.requirements import (
     first_kl_coef,
     require_consistent,
     require_discrete,

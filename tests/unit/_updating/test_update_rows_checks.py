@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo import ActionScores, ConfigError, ContractError, EntropyControl, ExperienceBatch, ObjectiveConfig
-from grpo._training.update_rows import UpdateRows
+from grpo._updating.update_rows import UpdateRows
 from grpo.distributed import OneProcess
 from tests.support.policies import RowScoring, TablePolicy
 from tests.support.trainers import ROLLOUTS, by_hand

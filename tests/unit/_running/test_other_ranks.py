@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo._common.global_state import capture_random_state, restore_random_state
-from grpo._training.other_ranks import for_other_ranks
+from grpo._running.other_ranks import for_other_ranks
 from grpo.checkpoint import Checkpoint
 from grpo.distributed import OneProcess
 from grpo.errors import CheckpointError, GRPOWarning

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from grpo import ConfigError, ContractError, GRPOConfig, GRPOTrainer
-from grpo._training.state_source import StateSource
+from grpo._running.state_source import StateSource
 from tests.support.bad_input_places import Plain
 from tests.support.objective_inputs import as_users_run_it
 

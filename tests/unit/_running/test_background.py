@@ -6,7 +6,7 @@ import time
 import pytest
 
 from grpo._processes.gate import keeps_generators
-from grpo._training.background import Background, Task
+from grpo._running.background import Background, Task
 
 
 def test_a_task_has_a_result_an_error_and_a_time() -> None:

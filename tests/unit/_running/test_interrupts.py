@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from grpo import TrainingInterrupted
-from grpo._training.interrupts import Interrupts
+from grpo._running.interrupts import Interrupts
 from grpo.checkpoint import read_checkpoint
 from tests.support.policies import TablePolicy
 from tests.support.trainers import by_hand

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig, RewardConfig
-from grpo._training.ranks import comparable_arguments, comparable_settings
+from grpo._updating.ranks import comparable_arguments, comparable_settings
 from grpo.distributed import OneProcess
 from grpo.errors import RankError
 from grpo.surrogates import Clip

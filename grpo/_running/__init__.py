@@ -1,0 +1,1 @@
+"""A run of many iterations: signals, safe points, iterations ahead, saved state."""

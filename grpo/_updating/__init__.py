@@ -1,0 +1,1 @@
+"""The updates of an iteration: advantages to optimizer steps."""
