@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from adapters.llm import HFPolicy, SamplingConfig
 from adapters.llm.model.loading import add_lora
 from grpo import GRPOConfig, GRPOTrainer
-from grpo.distributed import OneProcess, Replicated, Sharded
+from grpo.distributed import Replicated, Sharded
+from grpo.engine import OneProcess
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 4096, "head_dim": 64}
 HEADS = {

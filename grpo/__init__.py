@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .callbacks import Callback, EarlyStopping, KeepBestPolicy, TimeBudget
     from .checkpoint import load_weights
     from .evaluation import compare_policies, measure_policy
+    from .learner import Learner
     from .reward_model_base import ComparesActions, RewardModel
     from .rewards import PairwiseRewards, WeightedRewards
     from .sinks import JSONLSink, MetricSink, Samples
@@ -61,6 +62,7 @@ else:  # these modules take half of the time of all imports, and a program may u
         "load_weights": "checkpoint",
         "compare_policies": "evaluation",
         "measure_policy": "evaluation",
+        "Learner": "learner",
         "RewardModel": "reward_model_base",
         "ComparesActions": "reward_model_base",
         "PairwiseRewards": "rewards",
@@ -88,6 +90,7 @@ __version__ = "0.1.0"
 __all__ = [  # noqa: RUF022 - in groups, not in alphabetical order
     # start here
     "GRPOTrainer",
+    "Learner",
     "GRPOConfig",
     "AdvantageConfig",
     "ObjectiveConfig",

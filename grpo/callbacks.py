@@ -30,10 +30,13 @@ class RunningTrainer(Protocol):
     """The settings."""
     policy: Any
     """The policy that is trained."""
-    iteration: int
-    """Number of finished iterations."""
     history: list[dict[str, float]]
     """The metrics of each iteration of this call of `train`."""
+
+    @property
+    def iteration(self) -> int:
+        """Number of finished iterations."""
+        ...
 
     def save_checkpoint(self, path: str | Path) -> Path:
         """Write a checkpoint."""

@@ -24,7 +24,7 @@ from ._storage.folder import CheckpointFolder, best_of
 from ._storage.lock import FolderLock
 from ._storage.manifest import read_manifest, without_files
 from ._storage.opening import Checkpoint, checkpoints_in, open_checkpoint
-from .distributed import Engine, OneProcess, same_error
+from .engine import Engine, OneProcess
 from .errors import CheckpointError, DamagedCheckpointError
 from .policy_base import HasState, parameters_of, require_methods
 
@@ -72,7 +72,7 @@ def write_checkpoint(
     real = Path(os.path.realpath(target))
     manifest = without_files(iteration=iteration, update=update, score=score, num_ranks=engine.num_ranks)
     with ExitStack() as held:
-        with same_error(engine), typed_errors(target):
+        with engine.together(), typed_errors(target):
             require_finite(state)
             if engine.rank == 0:
                 make_folder(real.parent)
@@ -130,8 +130,8 @@ def load_weights(path: str | Path, policy: Any) -> None:
     require_methods(policy, ("get_parameters",), "policy", "PolicyModel")
     owner, parameters = type(policy).__name__, parameters_of(policy)
     checkpoint = open_checkpoint(path, None, lambda found: _require_weights(found, owner, policy, parameters))
-    stateful = checkpoint.state.get("stateful", {})
-    saved = checkpoint.load([checkpoint.state["parameters"], stateful.get("policy")])
+    parts = checkpoint.state.get("parts", {})
+    saved = checkpoint.load([checkpoint.state["parameters"], parts.get("policy")])
     weights, own_state = saved
     if isinstance(policy, HasState):
         before = copy.deepcopy(policy.state_dict())
@@ -150,8 +150,8 @@ def load_weights(path: str | Path, policy: Any) -> None:
 
 def _require_weights(found: Checkpoint, owner: str, policy: Any, parameters: Mapping[str, Tensor]) -> None:
     """Require that a checkpoint has tensors of the same names and shapes as the policy, and its state if it has one."""
-    saved, stateful = found.state.get("parameters"), found.state.get("stateful", {})
-    if not isinstance(saved, dict) or not isinstance(stateful, dict):
+    saved, parts = found.state.get("parameters"), found.state.get("parts", {})
+    if not isinstance(saved, dict) or not isinstance(parts, dict):
         raise CheckpointError(
             f"{found.path} must have been written by a trainer; it has no 'parameters'. Use a checkpoint of a trainer."
         )
@@ -168,7 +168,7 @@ def _require_weights(found: Checkpoint, owner: str, policy: Any, parameters: Map
                 f"{owner}: {name} has shape {list(value.shape)}, but {shape and list(shape)} in {found.path}. Build the policy "
                 "as it was when it was saved."
             )
-    if isinstance(policy, HasState) != ("policy" in stateful):
+    if isinstance(policy, HasState) != ("policy" in parts):
         has, lacks = (owner, "the checkpoint") if isinstance(policy, HasState) else ("the checkpoint", owner)
         raise CheckpointError(
             f"{found.path}: {has} has a state of the policy (state_dict), and {lacks} has none. Build the policy as it was "

@@ -1,4 +1,4 @@
-"""Training on several processes (ranks): the `Engine` protocol, and engines for one process, for copies and for parts.
+"""Training on several processes (ranks): engines for copies of the policy, and for parts of it.
 
 With `Replicated`, every rank holds the whole policy. With `Sharded`, every rank holds a part of it. Every rank samples actions
 for its own states, so that a group never spans two ranks. Losses are normalised by the counts of all ranks. The sum of the
@@ -12,36 +12,28 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._ranks.agreement import DOING, on_all_ranks, require_equal_weights, require_same_on_all_ranks, same_error
-from ._ranks.engine import Engine, OneProcess, ShardsWeights
+from ._ranks.agreement import DOING, shared_by_all
 from ._ranks.meetings import Meetings
 from ._ranks.messages import PrintedOnce
+from ._ranks.processes import SeveralProcesses
 from ._ranks.shared_errors import error_for_all, problem_of
 from ._sharding.model import Plan, ShardedModel
-from ._sharding.tensors import sharded_like
+from ._sharding.tensors import copy_into, in_parts, is_sharded, local, sharded_like
 from .errors import ConfigError, RankError
 
-__all__ = [
-    "Engine",
-    "OneProcess",
-    "Replicated",
-    "Sharded",
-    "ShardsWeights",
-    "require_equal_weights",
-    "require_same_on_all_ranks",
-    "same_error",
-]
+__all__ = ["Replicated", "Sharded"]
 
 MAX_INLINE_VALUES = 64
 """Tensors of at most so many values travel with the message that precedes every collective operation."""
 
 
-class Replicated:
+class Replicated(SeveralProcesses):
     """Data parallelism over `torch.distributed`. Start the script with `torchrun` and call `init_process_group` first.
 
     Messages between the ranks, and tensors on the CPU, use gloo connections of their own. With the NCCL backend, tensors use
@@ -74,27 +66,28 @@ class Replicated:
         group = dist.group.WORLD if group is None else group
         self._dist, self._group = dist, group if dist.get_backend(group) == "nccl" else None
         self._device = torch.device("cpu" if self._group is None else "cuda")
-        self.rank: int = dist.get_rank(group)
-        """The number of this process, from 0."""
-        self.num_ranks: int = dist.get_world_size(group)
-        """The number of processes."""
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         number = _ENGINES[group.group_name] = _ENGINES[group.group_name] + 1
         store = dist.PrefixStore(f"engine {number}", group.get_group_store())  # type: ignore[attr-defined]
         self._meetings = Meetings(store, self.rank, self.num_ranks, timeout)
         self._printed = PrintedOnce(self.rank)
         weakref.finalize(self, self._printed.close)
-        require_same_on_all_ranks(self, type(self).__name__, {"timeout": timeout})
+        self.require_same(type(self).__name__, {"timeout": timeout})
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, as a new tensor."""
         kinds, inline = self._announce("sum", values)
         if len(set(kinds)) > 1:
-            raise on_all_ranks(RankError(f"sum() needs one shape and dtype on all ranks. {_in_words(kinds)}"))
+            raise shared_by_all(RankError(f"sum() needs one shape and dtype on all ranks. {_in_words(kinds)}"))
         if inline:
             first, *others = inline
             for other in others:  # in rank order, so that every rank gets the same bits
                 first = first + other
             return first
+        return self.add_up(values)
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """The sum over all ranks of tensors of which all ranks know that they have the same shape and dtype."""
         total = values.to(self._device, copy=True)
         if self._group is None:
             self._meetings.all_reduce(total)
@@ -106,7 +99,7 @@ class Replicated:
         """The rows of all ranks in rank order, padded to the widest, and the index of this rank's first row."""
         kinds, parts = self._announce("gather", rows)
         if len({(len(shape), dtype) for shape, dtype in kinds}) > 1:
-            raise on_all_ranks(RankError(f"gather() needs one number of axes and one dtype. {_in_words(kinds)}"))
+            raise shared_by_all(RankError(f"gather() needs one number of axes and one dtype. {_in_words(kinds)}"))
         shapes = [shape for shape, _ in kinds]
         widest = [max(sizes) for sizes in zip(*shapes, strict=True)]
         parts = parts or self._gathered(_padded(rows, widest))
@@ -164,10 +157,10 @@ class Replicated:
         self._printed.printed_by_first(said[0])
         shared = error_for_all(problems, error)
         if shared is not None:
-            raise on_all_ranks(shared)
+            raise shared_by_all(shared)
         if len(set(zip(operations, doings, strict=True))) > 1:
             where = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
-            raise on_all_ranks(
+            raise shared_by_all(
                 RankError(
                     f"All ranks must make the same calls in the same order; {where}. If an error was caught, let every rank "
                     "continue in the same way."
@@ -206,6 +199,7 @@ class Sharded(Replicated):
         self, group: Any = None, *, timeout: float = 60.0, mixed_precision: Any = None, cpu_offload: bool = False
     ) -> None:
         super().__init__(group, timeout=timeout)
+        self.divides_weights = True
         from torch.distributed import fsdp
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -218,7 +212,7 @@ class Sharded(Replicated):
                 "Sharded.mixed_precision must be a torch.distributed.fsdp.MixedPrecisionPolicy or None; got "
                 f"{mixed_precision!r}."
             )
-        require_same_on_all_ranks(self, "Sharded", {"mixed_precision": mixed_precision, "cpu_offload": cpu_offload})
+        self.require_same("Sharded", {"mixed_precision": mixed_precision, "cpu_offload": cpu_offload})
         self._offloads = cpu_offload
         self._plan = Plan(
             mesh=DeviceMesh.from_group(self._dist.group.WORLD if group is None else group, self._device.type),
@@ -230,7 +224,7 @@ class Sharded(Replicated):
         )
         self._models: dict[int, tuple[Any, ShardedModel]] = {}
 
-    def shard(self, policy: Any) -> None:
+    def divide(self, policy: Any) -> None:
         """Divide the weights of a policy, in place. The trainer calls this before it builds the optimizer."""
         if id(policy) not in self._models:
             self._models[id(policy)] = policy, ShardedModel(policy, self._plan)
@@ -248,13 +242,37 @@ class Sharded(Replicated):
         """Make a forward and a backward pass only because other ranks make one. The gradient is 0, and does not count."""
         self._models[id(policy)][1].accompany(loss)
 
+    def part(self, tensor: Tensor) -> Tensor:
+        """The rows of a divided tensor that this rank holds, in the same memory."""
+        part: Tensor = local(tensor)
+        return part
+
+    def copy_into(self, target: Tensor, value: Tensor) -> None:
+        """Copy a value into a tensor, in place. Into a divided tensor, a whole value is copied by its rows of this rank."""
+        copy_into(target, value)
+
+    def reached(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Whether a gradient of this rank has reached each tensor. FSDP adds zeros where it has not."""
+        divided = {part for _, model in self._models.values() for part in model.take_reached()}
+        return [id(tensor) in divided if is_sharded(tensor) else tensor.grad is not None for tensor in tensors]
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm of all gradients together. The squares of the ranks' parts are added up."""
+        sharded, whole = in_parts(gradients)
+        norm = super().total_norm(whole)
+        if not sharded:
+            return norm
+        of_parts = self.sum(super().total_norm(sharded).double().square())
+        return (of_parts + norm.double().square()).sqrt().to(of_parts.device, torch.float32)
+
+    def clip_gradients(self, tensors: Sequence[Tensor], max_norm: float, total_norm: Tensor) -> None:
+        """Scale the gradients, in place. One call cannot scale divided and whole tensors."""
+        for kind in (True, False):
+            super().clip_gradients([t for t in tensors if is_sharded(t) == kind], max_norm, total_norm)
+
     def divided(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
         """A divided tensor of this shape, of which this rank has these rows."""
         return sharded_like(rows.to("cpu" if self._offloads else self._device), shape, self._plan.mesh)
-
-    def take_reached(self) -> set[int]:
-        """The ids of the divided parameters that a gradient of this rank has reached since the last call."""
-        return {part for _, model in self._models.values() for part in model.take_reached()}
 
     def _gather_weights(self, gathered: Tensor, own: Tensor) -> None:
         self._require_alike("gather_weights", own)
@@ -273,7 +291,7 @@ class Sharded(Replicated):
     def _require_alike(self, operation: str, values: Tensor) -> None:
         kinds = self._exchange(operation, (tuple(values.shape), values.dtype))
         if len(set(kinds)) > 1:
-            raise on_all_ranks(
+            raise shared_by_all(
                 RankError(f"All ranks must run the same units in the same order; {operation}: {_in_words(kinds)}")
             )
 
@@ -297,7 +315,12 @@ def _in_words(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
 def _place(operation: str, doing: str) -> str:
     """Where in the program an operation is called, in words. A function inside a function has no name that helps."""
     frame = sys._getframe(1)
-    while frame.f_back and (frame.f_globals["__name__"] == __name__ or "<locals>" in frame.f_code.co_qualname):
+    while frame.f_back and _has_no_name_that_helps(frame):
         frame = frame.f_back
     caller = "" if operation == "agree" else f" in {frame.f_code.co_qualname}"
     return f"{operation}(){caller}{f' ({doing})' if doing else ''}"
+
+
+def _has_no_name_that_helps(frame: FrameType) -> bool:
+    is_of_engine = frame.f_globals["__name__"] in (__name__, SeveralProcesses.__module__)
+    return is_of_engine or "<locals>" in frame.f_code.co_qualname

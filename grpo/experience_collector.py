@@ -1,7 +1,7 @@
 """Collect experience: sample a group of actions per state, check the actions, get their rewards, and score them."""
 
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ._collecting.batches import add_metrics
 from ._collecting.contract import fit_state_keys, require_finite, require_same_steps
+from ._collecting.costs import Costs
 from ._collecting.out_of_memory import PassSizes
-from ._collecting.reward_calls import RewardCalls, Rewards, Waiting
+from ._collecting.reward_calls import RewardCalls, Rewards
 from ._collecting.sampled_rows import SampledRows, sampled_with
 from ._collecting.sampling import SampleCalls
 from ._collecting.scoring import Autocast, ReferenceScorer, Scorer, batch_fields, score_in_parts
@@ -23,12 +24,11 @@ from ._collecting.update_plan import cut_parts, num_selected, parts_in_order, pl
 from ._common.conversion import describe, pad_steps
 from ._processes.gate import Turns
 from .config import RewardConfig
-from .distributed import Engine
+from .engine import Engine, OneProcess
 from .errors import ConfigError
 from .policy_base import POLICY_METHODS, BeginsSampling, KeysStates, PlansMicroBatches, require_methods
 from .reward_model_base import add_call_metrics
-from .sinks import Samples
-from .types import ActionScores, ExperienceBatch, RowIndex, Rows, SampledActions, row_totals, select_rows
+from .types import ActionScores, ExperienceBatch, RowIndex, Rows, SampledActions, select_rows
 
 
 class ExperienceCollector:
@@ -43,9 +43,8 @@ class ExperienceCollector:
         micro_batch_size: rows per forward pass when scoring. None: all rows at once.
         reward: what to do when the reward model raises, or returns NaN or infinity.
         autocast: returns a context manager in which policy and reference compute.
-        waiting: tells the other ranks that a failing reward makes this rank wait, as `Engine.waiting`. None: no other ranks.
-        whole: returns a context in which this rank has all weights of the policy, as `Sharded.whole`.
-        equal_count: the number of forward passes of all ranks, as `Sharded.equal_count`. None: each rank makes its own number.
+        before_sampling: called before actions are sampled. It brings a separate sampler up to date.
+        engine: joins the ranks. None: one process.
         group_by: maps a state to a key; equal keys share a group. None: each position of `states` has a group of its own.
         needs: the optional batch fields that training reads: any of "old_log_probs", "entropy", "values", "state_keys".
 
@@ -65,18 +64,18 @@ class ExperienceCollector:
         micro_batch_size: int | None = None,
         reward: RewardConfig | None = None,
         autocast: Autocast = nullcontext,
-        waiting: Waiting | None = None,
-        whole: Autocast = nullcontext,
-        equal_count: Callable[[int], int] | None = None,
+        before_sampling: Callable[[], None] = lambda: None,
+        engine: Engine | None = None,
         group_by: Callable[[Any], Hashable] | None = None,
         needs: Collection[str] = (),
     ) -> None:
         require_methods(policy, POLICY_METHODS, "policy", "PolicyModel")
         self.policy, self.group_size, self.micro_batch_size = policy, group_size, micro_batch_size
         self.scorer = Scorer(policy, autocast)
-        self.sample = SampleCalls(policy, autocast, whole)
+        engine = engine or OneProcess()
+        self.sample = SampleCalls(policy, autocast, engine, before_sampling)
         """Samples actions: `sample(states, num_actions_per_state)`."""
-        self.scoring, self.updating = PassSizes("scoring", equal_count), PassSizes("an update", equal_count)
+        self.scoring, self.updating = PassSizes("scoring", engine), PassSizes("an update", engine)
         """Rows per forward pass, halved when memory runs out: in passes without gradient, and in updates."""
         self._name, self._needs = type(policy).__name__, frozenset(needs)
         self._beginner = policy if isinstance(policy, BeginsSampling) else None
@@ -86,7 +85,8 @@ class ExperienceCollector:
         """True: the scores before any update come from scoring the policy. False: they come from its `sample_actions`."""
         self._reference = ReferenceScorer(policy, reference_policy, autocast) if use_reference else None
         self._group_by = group_by
-        self._ask_for_rewards = RewardCalls(reward_model, reward or RewardConfig(), waiting=waiting)
+        self.reward_model = reward_model
+        self._ask_for_rewards = RewardCalls(reward_model, reward or RewardConfig(), waiting=engine.waiting)
         self._turns = Turns()
 
     def collect(self, states: Rows) -> ExperienceBatch:
@@ -197,24 +197,20 @@ class ExperienceCollector:
         seconds = batch.metrics.get("time/score", 0.0) + time.perf_counter() - start
         return replace(batch, **found, metrics={**batch.metrics, "time/score": seconds})
 
-    def evaluate(self, states: Rows, num_actions_per_state: int) -> Samples:
-        """Sample actions and ask for their rewards, for an evaluation. The next iteration reports the failures of calls."""
+    def sample_with_rewards(
+        self, states: Rows, num_actions_per_state: int
+    ) -> tuple[Rows, Rows, Int[Tensor, " N"], Bool[Tensor, "N T"] | None, Rewards]:
+        """Sample actions and ask for their rewards, without scoring. The next iteration reports the failures of calls.
+
+        Returns:
+            N states, N actions, their groups, their steps (None: sampling does not tell), and the rewards of K of the N rows.
+        """
         row_states, row_actions, sampled = self.sample(states, num_actions_per_state)
         group_ids = self.groups_of(states).repeat_interleave(num_actions_per_state)
+        mask = None if sampled is None else sampled.mask
         with self._turns.taken(), torch.no_grad():
-            mask = None if sampled is None else sampled.mask
             rewards = self._ask_for_rewards(row_states, row_actions, mask, group_ids=group_ids, keep_counts=True)
-        kept = slice(None) if rewards.kept is None else rewards.kept.nonzero().squeeze(1)
-        return Samples(
-            kind="eval",
-            states=select_rows(row_states, kept),
-            actions=select_rows(row_actions, kept),
-            group_ids=group_ids[kept],
-            # rewards are already 0 outside the mask
-            rewards=row_totals(rewards.values, None),
-            reward_components={name: row_totals(part, None) for name, part in rewards.components.items()},
-            num_steps=None if mask is None else mask.cpu().sum(1)[kept],
-        )
+        return row_states, row_actions, group_ids, mask, rewards
 
     def plan_parts(
         self, states: Rows, actions: Rows, selected: RowIndex | None = None, num_halvings: int = 0
@@ -239,29 +235,29 @@ class ExperienceCollector:
         own = self._ask_for_rewards
         own.counts, own.measured = add_metrics([own.counts, counts]), add_call_metrics([own.measured, measured])
 
-    def take_counts(self, engine: Engine) -> dict[str, float]:
-        """Failures and own metrics of the reward model on all ranks, by metric name, since the last call. The next iteration
-        reports those of an iteration that fails."""
-        own = (self._ask_for_rewards.counts, self._ask_for_rewards.measured)
-        counts, measured = zip(*engine.gather_objects(own), strict=True)
+    def costs(self) -> Costs:
+        """What this rank's calls have cost since the last `agree`. An iteration that fails leaves it to the next one."""
+        asked, memory = self._ask_for_rewards, (self.sample, self.scoring, self.updating)
+        return Costs(
+            counts=asked.counts,
+            measured=asked.measured,
+            rows_per_call=self.sample.rows_per_call,
+            num_halvings=self.scoring.num_halvings,
+            num_repeated=sum(part.num_repeated for part in memory),
+        )
+
+    def agree(self, of_ranks: Sequence[Costs]) -> dict[str, float]:
+        """The costs of all ranks as metrics. From here on, all ranks make calls of the fewest rows that any rank came to."""
         self._ask_for_rewards.forget_counts()
-        means = {name: total / count if count else total for name, (count, total) in add_call_metrics(measured).items()}
-        return add_metrics(counts) | means
-
-    def agree_on_sizes(self, engine: Engine) -> int:
-        """Go on with the fewest rows per call that any rank came to, so that all ranks make the same calls.
-
-        Returns:
-            How often memory ran out on any rank since the last call, and work was repeated with fewer rows.
-        """
-        parts = (self.sample, self.scoring, self.updating)
-        own = (self.sample.rows_per_call, self.scoring.num_halvings, sum(part.num_repeated for part in parts))
-        rows_per_call, num_halvings, num_repeated = zip(*engine.gather_objects(own), strict=True)
-        self.sample.rows_per_call = min((size for size in rows_per_call if size is not None), default=None)
-        self.scoring.num_halvings = max(num_halvings)  # updates agree in every attempt
-        for part in parts:
+        for part in (self.sample, self.scoring, self.updating):
             part.num_repeated = 0
-        return sum(num_repeated)
+        sizes = [costs.rows_per_call for costs in of_ranks if costs.rows_per_call is not None]
+        self.sample.rows_per_call = min(sizes, default=None)
+        self.scoring.num_halvings = max(costs.num_halvings for costs in of_ranks)  # updates agree in every attempt
+        measured = add_call_metrics(costs.measured for costs in of_ranks)
+        means = {name: total / count if count else total for name, (count, total) in measured.items()}
+        num_repeated = sum(costs.num_repeated for costs in of_ranks)
+        return {"train/out_of_memory": float(num_repeated)} | add_metrics([costs.counts for costs in of_ranks]) | means
 
     def state_dict(self) -> dict[str, Any]:
         """The numbers of rows that fit into memory, and the counts that no iteration has reported yet."""
@@ -269,6 +265,7 @@ class ExperienceCollector:
             "rows_per_sample_call": self.sample.rows_per_call,
             "num_halvings": [self.scoring.num_halvings, self.updating.num_halvings],
             "num_repeated": [self.sample.num_repeated, self.scoring.num_repeated, self.updating.num_repeated],
+            "decides_once_per_row": self.scorer.one_step_device is not None,
             "reward_counts": dict(self._ask_for_rewards.counts),
             "reward_metrics": dict(self._ask_for_rewards.measured),
         }
@@ -279,7 +276,9 @@ class ExperienceCollector:
         self.scoring.num_halvings, self.updating.num_halvings = state["num_halvings"]
         self.sample.num_repeated, self.scoring.num_repeated, self.updating.num_repeated = state["num_repeated"]
         self._ask_for_rewards.counts = dict(state["reward_counts"])
-        self._ask_for_rewards.measured = dict(state.get("reward_metrics", {}))  # older checkpoints have none
+        self._ask_for_rewards.measured = dict(state["reward_metrics"])
+        devices = (value.device for value in self.policy.get_parameters().values())
+        self.scorer.one_step_device = next(devices, torch.device("cpu")) if state["decides_once_per_row"] else None
 
     def _find_steps(self, states: Rows, actions: Rows, group_ids: Tensor) -> SampledActions:
         """Find the steps of each row by scoring the actions. A policy that returns log-probs [N] is scored only once."""

@@ -1,10 +1,12 @@
 """Metrics: add them up, compute statistics of rewards, and average them over a whole run."""
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeAlias
+from functools import wraps
+from typing import Any, ParamSpec, TypeAlias
 
 import numpy as np
 import torch
@@ -13,6 +15,8 @@ from torch import Tensor
 
 from ._advantages.groups import mean_and_std
 from .errors import ConfigError
+
+Args = ParamSpec("Args")
 
 Totals: TypeAlias = dict[str, tuple[float, float, float]]
 """Metric name -> (count, sum, sum of squares)."""
@@ -29,6 +33,7 @@ class Meter:
         self._names: list[str] = []
         self._moments: list[Tensor] = []
         self._values: dict[str, tuple[int, float]] = {}
+        self._start = time.perf_counter()
 
     def add(self, moments: Mapping[str, Float[Tensor, "3"]]) -> None:
         """Add the moments of one micro-batch. The device is not synchronised."""
@@ -40,24 +45,37 @@ class Meter:
         count, total = self._values.get(name, (0, 0.0))
         self._values[name] = (count + 1, total + value)
 
-    def report(
-        self, num_updates: int, all_ranks: Callable[[Totals], list[Totals]] | None = None
-    ) -> dict[str, tuple[float, float]]:
+    def totals(self) -> Totals:
+        """The totals of this rank, which are copied to the host."""
+        moments = torch.stack(self._moments).tolist() if self._moments else []
+        return _added_up(zip(self._names, moments, strict=True))
+
+    def report(self, num_updates: int, of_ranks: Sequence[Totals] | None = None) -> dict[str, tuple[float, float]]:
         """Return (mean, standard deviation) of each metric, and empty the meter. Loss terms are averaged over the updates.
 
-        `all_ranks` maps this rank's totals to the totals of all ranks. None: there is one rank.
+        Args:
+            num_updates: number of updates.
+            of_ranks: the `totals` of all ranks. None: there is one rank.
         """
         result = {name: (total / count, 0.0) for name, (count, total) in self._values.items()}
-        moments = torch.stack(self._moments).tolist() if self._moments else []
-        totals = _added_up(zip(self._names, moments, strict=True))
-        if all_ranks is not None:
-            totals = _added_up(item for of_rank in all_ranks(totals) for item in of_rank.items())
+        parts = [self.totals()] if of_ranks is None else of_ranks
+        totals = _added_up(item for of_rank in parts for item in of_rank.items())
         for name, (count, total, squares) in totals.items():
             mean = total / (count or num_updates or 1)
             variance = squares / count - mean**2 if count else 0.0
             result[name] = (mean, math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else variance)
         self.clear()
         return result
+
+    def begin(self) -> None:
+        """Begin an iteration: forget everything that was added, and start the clock."""
+        self.clear()
+        self._start = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since `begin`."""
+        return time.perf_counter() - self._start
 
     def clear(self) -> None:
         """Forget everything that was added."""
@@ -87,6 +105,7 @@ class Meter:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         moments = state["moments"]
+        self.begin()
         self._names, self._moments = list(state["names"]), [] if moments is None else list(moments)
         self._values = dict(state["values"])
 
@@ -97,6 +116,17 @@ def _added_up(parts: Iterable[tuple[str, Sequence[float]]]) -> Totals:
         so_far = totals.get(name, (0.0, 0.0, 0.0))
         totals[name] = (so_far[0] + count, so_far[1] + total, so_far[2] + squares)
     return totals
+
+
+def timed(method: Callable[Args, dict[str, float]]) -> Callable[Args, dict[str, float]]:
+    """Add the seconds that a method takes to the metrics that it returns, as `time/iteration`."""
+
+    @wraps(method)
+    def measured(*args: Args.args, **kwargs: Args.kwargs) -> dict[str, float]:
+        start = time.perf_counter()
+        return {**method(*args, **kwargs), "time/iteration": time.perf_counter() - start}
+
+    return measured
 
 
 QUANTILES = {"max": 1.0, "min": 0.0, "median": 0.5, "q25": 0.25, "q75": 0.75}

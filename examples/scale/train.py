@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from adapters.llm import CompletionRewards, HFPolicy, SamplingConfig
 from grpo import GRPOConfig, GRPOTrainer
-from grpo.distributed import Engine, OneProcess, Replicated, Sharded
+from grpo.distributed import Replicated, Sharded
+from grpo.engine import Engine, OneProcess
 
 from .model import NUM_DIGITS, make_model, make_prompts, make_tokenizer, repeated
 

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from grpo._common.conversion import pad_steps
-from grpo.distributed import Engine
+from grpo.engine import Engine
 from grpo.errors import ContractError
 from grpo.types import ExperienceBatch, Rows, select_rows
 
 OPTIONAL = ("old_log_probs", "behaviour_log_probs", "ref_log_probs", "entropy", "values", "final_values", "state_keys")
 """Names of the optional tensors of a batch."""
+
+READ = ("values", "state_keys")
+"""Names of the optional tensors of a batch that advantages read, and that the batches of all ranks have or lack."""
 
 FILLS = {"final_values": 0.0, "behaviour_log_probs": float("nan")}
 """Values that fill a field that one batch lacks and another batch has. They mean: terminated (0), not scored (NaN)."""
@@ -97,38 +100,37 @@ def gather_rewards(batch: ExperienceBatch, engine: Engine) -> tuple[ExperienceBa
     """
     if engine.num_ranks == 1:
         return batch, slice(0, batch.num_rows)
-    ids, numbers = batch.group_ids.unique(return_inverse=True)
-    fields = [name for name in ("values", "state_keys") if getattr(batch, name) is not None]
-    own = (len(ids), [*fields, *sorted(batch.reward_components)], batch.final_values is not None, dict(batch.metrics))
-    num_groups, present, has_final_values, metrics = map(list, zip(*engine.gather_objects(own), strict=True))
-    if any(names != present[0] for names in present):
+    own = without_content(batch)
+    of_ranks: list[ExperienceBatch] = engine.gather_objects(own)
+    held = [
+        [*(name for name in READ if getattr(other, name) is not None), *sorted(other.reward_components)]
+        for other in of_ranks
+    ]
+    if any(names != held[0] for names in held):
         raise ContractError(
-            f"Every rank's batch must hold the same fields; they hold {present}. Make the policy return the same scores on "
-            "every rank, and the reward model the same parts."
+            f"Every rank's batch must hold the same fields; they hold {held}. Make the policy return the same scores on every "
+            "rank, and the reward model the same parts."
         )
-
-    def gathered(values: Tensor | None) -> Any:
-        return None if values is None else engine.gather(values)[0]
-
-    final_values = batch.final_values
-    if final_values is None and any(has_final_values):
-        final_values = (batch.rewards if batch.values is None else batch.values).new_zeros(batch.num_rows)
-    group_ids, start = engine.gather(numbers + sum(num_groups[: engine.rank]))
-    totals = add_metrics(metrics)
+    all_ranks = join_batches(of_ranks)
+    totals = dict(all_ranks.metrics)
     if "rewards/mean_drawn" in totals:
         totals["rewards/mean_drawn"] /= engine.num_ranks
     seconds = {name: value for name, value in batch.metrics.items() if name.startswith("time/")}
-    all_ranks = ExperienceBatch(
+    start = sum(other.num_rows for other in of_ranks[: engine.rank])
+    return replace(all_ranks, metrics={**totals, **seconds}), slice(start, start + batch.num_rows)
+
+
+def without_content(batch: ExperienceBatch) -> ExperienceBatch:
+    """A batch with what advantages and metrics read, on the CPU: no states, no actions, no log-probs and no entropy."""
+    kept = {name: getattr(batch, name) for name in (*READ, "final_values")}
+    return ExperienceBatch(
         states=(),
         actions=(),
-        group_ids=group_ids,
-        rewards=gathered(batch.rewards),
-        reward_components={name: gathered(part) for name, part in batch.reward_components.items()},
-        mask=gathered(batch.mask),
-        values=gathered(batch.values),
-        final_values=gathered(final_values),
-        state_keys=gathered(batch.state_keys),
+        group_ids=batch.group_ids,
+        rewards=batch.rewards,
+        reward_components=batch.reward_components,
         reward_weights=batch.reward_weights,
-        metrics={**totals, **seconds},
+        mask=batch.mask.cpu(),
+        **{name: None if values is None else values.detach().cpu() for name, values in kept.items()},
+        metrics=dict(batch.metrics),
     )
-    return all_ranks, slice(start, start + batch.num_rows)

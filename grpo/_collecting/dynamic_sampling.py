@@ -7,6 +7,7 @@ import torch
 
 from grpo._advantages.groups import live_rows
 from grpo._common.conversion import describe
+from grpo.config import GRPOConfig
 from grpo.errors import ConfigError
 from grpo.types import ExperienceBatch, Rows
 
@@ -17,13 +18,14 @@ def collect_live_groups(
     collect: Callable[[Rows], ExperienceBatch],
     states: Rows,
     more_states: Callable[[], Rows] | None,
-    num_rounds: int,
-    reward_clip: float | None = None,
+    config: GRPOConfig,
+    *,
+    is_alone: bool = False,
 ) -> ExperienceBatch:
     """Collect a batch with one live group per state. A group is live if the rewards of its rows differ.
 
-    More states are drawn up to `num_rounds` times. The batch is smaller if live groups are still missing after that. If no
-    group at all is live, the last batch is returned unchanged.
+    More states are drawn up to `dynamic_sampling_rounds` times. The batch is smaller if live groups are still missing after
+    that. If no group at all is live, the last batch is returned unchanged.
 
     Metrics: `group_stats/{num_drawn,num_rounds,num_left_out}`, and `rewards/mean_drawn`, the mean reward of all rows drawn.
     (The mean over live groups alone is biased: groups that always fail and groups that always succeed are left out.)
@@ -32,8 +34,9 @@ def collect_live_groups(
         collect: states -> a batch.
         states: B states.
         more_states: returns more states. None: groups are only left out.
-        num_rounds: largest number of further draws.
-        reward_clip: bound on a reward's size. Clipping may make rewards equal.
+        config: the largest number of further draws, and the bound on a reward's size. Clipping may make rewards equal.
+            Without further draws, the first batch is returned as it is.
+        is_alone: whether dynamic sampling without `more_states` is refused. If not, groups are only left out.
 
     Source:
         Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 11.
@@ -41,6 +44,14 @@ def collect_live_groups(
     if more_states is not None and not callable(more_states):
         raise ConfigError(
             f"more_states must be a function that returns states; got {describe(more_states)}. Leave it out."
+        )
+    num_rounds, reward_clip = config.dynamic_sampling_rounds, config.advantage.reward_clip
+    if num_rounds == 0:
+        return collect(states)
+    if more_states is None and is_alone:
+        raise ConfigError(
+            f"config.dynamic_sampling_rounds={num_rounds} draws further states: only GRPOTrainer.train does that by "
+            "itself. Pass more_states=..., a function that returns states, or set dynamic_sampling_rounds=0."
         )
     draws = [collect(states)]
     live = _live_part(draws[0], reward_clip)

@@ -6,7 +6,7 @@ from types import TracebackType
 
 import torch
 
-from grpo.distributed import Engine, OneProcess
+from grpo.engine import Engine, OneProcess
 from grpo.types import RowIndex
 
 from .update_plan import half, num_selected
@@ -20,16 +20,16 @@ class PassSizes:
 
     Args:
         work: what is repeated, in messages: "an update".
-        equal_count: returns the number of forward passes that all ranks make, from the number that this rank needs. Work is
-            not repeated then, because other ranks wait in the failed forward pass. None: each rank makes its own number.
+        engine: joins the ranks. If it divides weights, all ranks make as many forward passes, and work is not repeated, because
+            other ranks wait in the failed forward pass. None: one process.
     """
 
-    def __init__(self, work: str, equal_count: Callable[[int], int] | None = None) -> None:
+    def __init__(self, work: str, engine: Engine | None = None) -> None:
         self.num_halvings = 0
         """How often the rows of each forward pass have been halved."""
         self.num_repeated = 0
         """How often memory ran out in this process and the work was repeated."""
-        self._work, self._equal_count = work, equal_count
+        self._work, self._engine = work, engine or OneProcess()
         self._largest = self._current = 0
 
     def passes(self, parts: Sequence[RowIndex]) -> Iterator[RowIndex]:
@@ -42,16 +42,16 @@ class PassSizes:
 
     def num_missing(self, num_passes: int) -> int:
         """The number of forward passes that this rank makes only because other ranks make more than it needs."""
-        return 0 if self._equal_count is None else self._equal_count(num_passes) - num_passes
+        return self._engine.equal_count(num_passes) - num_passes
 
-    def attempts(self, engine: Engine | None = None, put_back: Callable[[], None] | None = None) -> Iterator["Attempt"]:
-        """Yield attempts at the same work until one attempt succeeds on every rank.
+    def attempts(self, put_back: Callable[[], None] | None = None, *, together: bool = False) -> Iterator["Attempt"]:
+        """Yield attempts at the same work until one attempt succeeds.
 
         Before a repetition, torch's global random generators are put back to where they were before the first attempt.
 
         Args:
-            engine: all ranks repeat the work if memory ran out on one rank. None: this process is on its own.
             put_back: drops what the failed attempt has left behind, except random numbers. None: it leaves nothing behind.
+            together: whether all ranks repeat the work if memory ran out on one rank.
 
         Example:
             The work finds its sizes in `num_halvings` and `passes`::
@@ -60,12 +60,12 @@ class PassSizes:
                     with attempt:
                         results = [work(part) for part in sizes.passes(plan(sizes.num_halvings))]
         """
-        engine, restore_generators = engine or OneProcess(), _generators_of_torch()
+        restore_generators = _generators_of_torch()
         while True:
             self._current = 0
             attempt = Attempt(self)
             yield attempt
-            if not engine.sum(torch.tensor(float(attempt.ran_out))).item():
+            if not any(self._engine.gather_objects(attempt.ran_out) if together else [attempt.ran_out]):
                 return
             if put_back is not None:
                 put_back()
@@ -77,7 +77,7 @@ class PassSizes:
         """Return whether fewer rows per forward pass can help. If not, the error gets a note that says what to do."""
         if self._current == 0:  # memory ran out outside the forward passes
             return False
-        if self._equal_count is not None:
+        if self._engine.divides_weights:
             error.add_note(
                 f"grpo: {self._work} ran out of memory. With divided weights it is not repeated with fewer rows per forward "
                 "pass. Lower micro_batch_size, or the policy's own limit."

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo._common.conversion import describe, reward_name
 from grpo.config import RewardConfig
-from grpo.distributed import OneProcess
+from grpo.engine import OneProcess
 from grpo.errors import ConfigError, DeadlineError, RewardError, RewardRaisedError, RewardTimeoutError
 from grpo.reward_model_base import LosesRewards, MeasuresCalls, add_call_metrics, as_reward_model, with_limits
 from grpo.rewards import WeightedRewards

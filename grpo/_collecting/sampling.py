@@ -1,14 +1,16 @@
 """Sample actions with any policy, in as few calls as memory allows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from grpo._common.conversion import require_rows
 from grpo._common.global_state import capture_random_state, restore_random_state
+from grpo.engine import Engine, OneProcess
 from grpo.errors import ContractError
 from grpo.policy_base import SamplesWithScores
 from grpo.types import ActionScores, Rows, SampledActions, repeat_rows, select_rows
@@ -19,7 +21,7 @@ from .out_of_memory import one_row_too_many, release_cached_memory, warn_of_new_
 from .scoring import Autocast, join_scores
 from .update_plan import half
 
-Samples = tuple[Rows, SampledActions | None]
+SampledCall = tuple[Rows, SampledActions | None]
 """The actions of N rows, and the result of `sample_actions`, or None if the policy has no such method."""
 
 WORK = "sampling"
@@ -35,17 +37,27 @@ class SampleCalls:
     Args:
         policy: a `PolicyModel`. Its capability is looked up here, once.
         autocast: returns the context manager in which the policy computes.
-        whole: returns the context manager in which this rank has all weights, if ranks divide them.
+        engine: gives this rank all weights while a policy samples with them. None: one process.
+        before_sampling: called before each call. It brings a separate sampler up to date.
     """
 
-    def __init__(self, policy: Any, autocast: Autocast = nullcontext, whole: Autocast = nullcontext) -> None:
+    def __init__(
+        self,
+        policy: Any,
+        autocast: Autocast = nullcontext,
+        engine: Engine | None = None,
+        before_sampling: Callable[[], None] = lambda: None,
+    ) -> None:
         self.sampler = policy if isinstance(policy, SamplesWithScores) else None
         """The policy, if it samples with scores."""
         self.rows_per_call: int | None = None
         """The most rows of a call. None: all rows in one call, because memory has not run out."""
         self.num_repeated = 0
         """How often memory ran out in this process and a call was repeated."""
-        self._policy, self._autocast, self._whole, self._name = policy, autocast, whole, type(policy).__name__
+        self._policy, self._autocast, self._name = policy, autocast, type(policy).__name__
+        self._before_sampling = before_sampling
+        samples_itself = getattr(policy, "samples_itself", True)  # False: its sampler has weights of its own
+        self._whole = partial((engine or OneProcess()).whole, policy) if samples_itself else nullcontext
 
     def __call__(self, states: Rows, num_actions_per_state: int) -> tuple[Rows, Rows, SampledActions | None]:
         """Sample actions in evaluation mode. Return the states and actions of N rows, state by state.
@@ -55,12 +67,13 @@ class SampleCalls:
         require_rows("states", states)
         if len(states) == 0:
             raise ContractError("No states to act in: pass at least one.")
+        self._before_sampling()
         self._policy.eval()
         with torch.no_grad(), self._autocast(), self._whole():
             actions, sampled = _joined(self._sample(states, num_actions_per_state))
         return repeat_rows(states, num_actions_per_state), actions, sampled
 
-    def _sample(self, states: Rows, num_actions: int) -> list[Samples]:
+    def _sample(self, states: Rows, num_actions: int) -> list[SampledCall]:
         """Sample in one call, or else in halves, which are cut further as needed."""
         if self.rows_per_call is None or len(states) * num_actions <= self.rows_per_call:
             random_state = capture_random_state()
@@ -81,7 +94,7 @@ class SampleCalls:
             *self._sample(select_rows(states, order[middle:]), num_actions),
         ]
 
-    def _call(self, states: Rows, num_actions: int) -> Samples:
+    def _call(self, states: Rows, num_actions: int) -> SampledCall:
         if self.sampler is None:
             owner, sampled = f"{self._name}.generate_actions", None
             actions = self._policy.generate_actions(states, num_actions)
@@ -102,7 +115,7 @@ class SampleCalls:
         warn_of_new_size(WORK, num_states * num_actions, self.rows_per_call)
 
 
-def _joined(parts: Sequence[Samples]) -> Samples:
+def _joined(parts: Sequence[SampledCall]) -> SampledCall:
     """Join the samples of several calls, padded to the most steps. Metrics add up."""
     if len(parts) == 1:
         return parts[0]

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,12 +30,19 @@ from grpo._common.global_state import (
     seed_everything,
 )
 from grpo._processes.gate import fork_gate
+from grpo._updating.parts import Counters
+from grpo._updating.sampler import SamplerSync
+from grpo.config import GRPOConfig
+from grpo.engine import Engine
 from grpo.errors import ConfigError
+from grpo.experience_collector import ExperienceCollector
 from grpo.reward_model_base import kept_state
-from grpo.types import ExperienceBatch
+from grpo.types import ExperienceBatch, Rows
 
 from .background import Background, Task
+from .interrupts import Interrupts
 from .pending import Answer, Pending, asked
+from .state import Snapshot
 
 LOGGER = logging.getLogger("grpo")
 
@@ -52,11 +59,27 @@ class Ahead:
     """The iterations of a run that are sampled before the policy is updated on them.
 
     Args:
-        trainer: the trainer that samples and updates.
+        config: how many iterations are sampled ahead, and what to do when a reward fails.
+        collector: samples, and asks for rewards.
+        sampler: keeps a separate sampler's weights up to date.
+        engine: joins the ranks.
+        interrupts: the signals that stop a run.
+        counters: the number of finished iterations, and the seed of the data.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer, self._num_ahead = trainer, trainer.config.iterations_ahead
+    def __init__(
+        self,
+        config: GRPOConfig,
+        collector: ExperienceCollector,
+        sampler: SamplerSync,
+        engine: Engine,
+        interrupts: Interrupts,
+        counters: Counters,
+    ) -> None:
+        self.pending: list[Pending] = []
+        """The iterations after the current one that are sampled already, in order."""
+        self._config, self._collector, self._sampler, self._engine = config, collector, sampler, engine
+        self._interrupts, self._counters, self._num_ahead = interrupts, counters, config.iterations_ahead
         self._first_thread: int | None = None
         self._calls: Any = None
         self._sampling = self._rewards = Background("", in_order=True)
@@ -75,20 +98,20 @@ class Ahead:
     @contextmanager
     def running(self) -> Iterator[None]:
         """A run of `train`, in the block. Ask again for the rewards that a loaded run was waiting for."""
-        if self._num_ahead == 0 and not self._pending:
+        if self._num_ahead == 0 and not self.pending:
             yield
             return
         in_order = os.environ.get(IN_ORDER, "") not in ("", "0")
         self._sampling.wait()
         self._sampling = Background("sampling of later iterations", in_order=in_order)
         self._rewards = Background("rewards of later iterations", in_order=in_order)
-        self._trainer.sampler.finish = self._finish_sampling
-        self._calls = RewardCalls(self._trainer.reward_model, self._trainer.config.reward, waiting=self._waiting)
+        self._sampler.finish = self._finish_sampling
+        self._calls = RewardCalls(self._collector.reward_model, self._config.reward, waiting=self._waiting)
         self._first_thread, is_complete = threading.get_ident(), False
         try:
             with fork_gate.closed():
-                with self._trainer.interrupts.at_once():
-                    for pending in self._pending:
+                with self._interrupts.at_once():
+                    for pending in self.pending:
                         self._ask(pending)
                 yield
             is_complete = True
@@ -97,62 +120,71 @@ class Ahead:
             self._sampling.close(drops=False, waits=is_complete)  # a checkpoint holds no iteration without rows
             self._rewards.close(drops=True, waits=is_complete)
 
-    def next_batch(self, run: Any) -> ExperienceBatch:
-        """The rows of the next iteration. Before it waits for them, it samples the iterations whose policy this is."""
-        trainer = self._trainer
-        if self._num_ahead == 0 and not self._pending:
-            batch: ExperienceBatch = trainer.collect(run.draw(), more_states=run.draw)
-            return batch
-        trainer.sampler.sync()
-        num_left = run.num_iterations - trainer.progress.position
-        with trainer.interrupts.at_once():
-            while len(self._pending) < min(self._num_ahead + 1, num_left):
-                self._pending.append(self._sampled(run))
-                self._ask(self._pending[-1])
-            pending = self._pending[0]
+    def next_rows(self, draw: Callable[[], Rows], num_left: int) -> ExperienceBatch | None:
+        """The rows of the next iteration. Before it waits for them, it samples the iterations whose policy this is.
+
+        Args:
+            draw: returns the states of an iteration.
+            num_left: number of iterations that the run still has to make.
+
+        Returns:
+            The rows, with their rewards. None: nothing is sampled ahead.
+        """
+        if self._num_ahead == 0 and not self.pending:
+            return None
+        self._sampler.sync()
+        with self._interrupts.at_once():
+            while len(self.pending) < min(self._num_ahead + 1, num_left):
+                self.pending.append(self._sampled(draw()))
+                self._ask(self.pending[-1])
+            pending = self.pending[0]
             self._wait(pending)
             rows, answer = pending.rows.result(), pending.answer.result()
-        del self._pending[0]
-        trainer.collector.add_counts(answer.counts, answer.measured)
+        del self.pending[0]
+        self._collector.add_counts(answer.counts, answer.measured)
         hidden = max(pending.rows.seconds + answer.seconds - pending.waited, 0.0)
         times = {"time/reward": answer.seconds, "time/waited": pending.waited, "time/hidden": hidden}
         return rows.with_rewards(answer.rewards, times)
 
-    def restored(self, states: list[dict[str, Any]]) -> list[Pending]:
-        """The iterations that a checkpoint holds."""
-        return [Pending.from_state_dict(state, self._answer) for state in states]
+    def snapshot(self) -> Snapshot:
+        """The iterations that are sampled now."""
+        pending = [*self.pending]
+        return Snapshot(lambda: {"pending": [one.state_dict() for one in pending]})
 
-    @property
-    def _pending(self) -> list[Pending]:
-        pending: list[Pending] = self._trainer.progress.ahead
-        return pending
+    def state_dict(self) -> dict[str, Any]:
+        """The iterations that are sampled already."""
+        state: dict[str, Any] = self.snapshot().state()
+        return state
 
-    def _sampled(self, run: Any) -> Pending:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.pending = [Pending.from_state_dict(one, self._answer) for one in state["pending"]]
+
+    def _sampled(self, states: Rows) -> Pending:
         """Sample the rows of an iteration. Every iteration has its own random numbers, whatever was drawn before."""
-        trainer, iteration = self._trainer, self._trainer.iteration + len(self._pending)
-        states = run.draw()
+        iteration = self._counters.iteration + len(self.pending)
         with preserved_random_state():
-            seed_everything(seed_of(trainer.data_seed, iteration, trainer.engine.rank))
-            begun = trainer.collector.begin_rows(states)
+            seed_everything(seed_of(self._counters.data_seed, iteration, self._engine.rank))
+            begun = self._collector.begin_rows(states)
             if begun is None:
-                return Pending(Task.of(trainer.collector.sample_rows(states, ahead=True)), self._answer)
+                return Pending(Task.of(self._collector.sample_rows(states, ahead=True)), self._answer)
         pending = Pending(Task(begun), self._answer)
         self._sampling.submit(pending.rows)
         return pending
 
     def _finish_sampling(self) -> None:
         """Wait until all rows are sampled, because the sampler's weights may change now."""
-        late = [pending for pending in self._pending if not pending.rows.done.is_set()]
+        late = [pending for pending in self.pending if not pending.rows.done.is_set()]
         start = time.perf_counter()
         with fork_gate.opened():
             self._sampling.wait()
         for pending in late:
             pending.waited += (time.perf_counter() - start) / len(late)
-        for pending in self._pending:
+        for pending in self.pending:
             pending.rows.result()  # raises what sampling raised
 
     def _answer(self, rows: SampledRows) -> Answer:
-        return asked(self._calls, lambda calls: self._trainer.collector.rewards_of(rows, calls))
+        return asked(self._calls, lambda calls: self._collector.rewards_of(rows, calls))
 
     def _ask(self, pending: Pending) -> None:
         """Ask for the rewards of an iteration: beside the next updates, if this cannot change a number."""
@@ -165,7 +197,7 @@ class Ahead:
             pending.answer.run()
             pending.answer.result()  # an error ends the run here, before a later call draws or changes the state
         else:
-            is_next = all(earlier.answer.done.is_set() for earlier in self._pending[:-1])
+            is_next = all(earlier.answer.done.is_set() for earlier in self.pending[:-1])
             self._rewards.submit(pending.answer)
             if self._forks and is_next:
                 fork_gate.wait_for_fork(FORK_SECONDS)
@@ -173,7 +205,7 @@ class Ahead:
 
     def _ask_first(self, answer: Task[Answer]) -> None:
         """Ask in this thread, and find out whether the reward model has to be asked in this thread."""
-        reward_model, before = self._trainer.reward_model, capture_random_state()
+        reward_model, before = self._collector.reward_model, capture_random_state()
         num_forks, has_state = fork_gate.num_forks, _has_entries(kept_state(reward_model))
         answer.run()
         has_state = has_state or _has_entries(kept_state(reward_model))
@@ -199,7 +231,7 @@ class Ahead:
             while not done.wait(WAIT_SECONDS):
                 busy = self._busy
                 if busy is not None and (seconds := busy[0] - time.monotonic()) > 0:
-                    with self._trainer.engine.waiting(seconds, busy[1]):
+                    with self._engine.waiting(seconds, busy[1]):
                         done.wait(seconds)
         pending.waited += time.perf_counter() - start
 
@@ -207,7 +239,7 @@ class Ahead:
     def _waiting(self, seconds: float, reason: str) -> Iterator[None]:
         """A block that may take long. The second thread only notes it, because it must not talk to the other ranks."""
         if threading.get_ident() == self._first_thread:
-            with self._trainer.engine.waiting(seconds, reason):
+            with self._engine.waiting(seconds, reason):
                 yield
             return
         self._busy = time.monotonic() + seconds, reason

@@ -5,7 +5,7 @@ from typing import Any
 
 from grpo._common.global_state import capture_random_state, preserved_random_state, seed_everything
 from grpo.checkpoint import Checkpoint
-from grpo.distributed import Engine
+from grpo.engine import Engine
 from grpo.errors import CheckpointError, warn_user
 
 
@@ -21,14 +21,14 @@ def for_other_ranks(checkpoint: Checkpoint, engine: Engine) -> Mapping[str, Any]
     before, now, state = checkpoint.num_ranks, engine.num_ranks, checkpoint.state
     if before == now:
         return state
-    if state.get("unfinished") is not None:
+    if state["parts"]["in_progress"]["rows"] is not None:
         raise CheckpointError(
             f"{checkpoint.path} was written by {before} ranks in the middle of an iteration, and {now} load it. Start {before} "
             "ranks to finish the iteration, or load an earlier checkpoint."
         )
     if engine.rank >= before:
         state = {**state, "random": _new_generators(state, engine.rank)}
-        state["stateful"] = {**state["stateful"], "replay": {"rows": []}}
+        state["parts"] = {**state["parts"], "replay": {"rows": []}}
     warn_user(
         f"{checkpoint.path} was written by {before} ranks, and {now} load it. Exact: weights, optimizer, learning rate, "
         "counters, and the order of states. Not exact: each rank has another share of the states, and "
@@ -39,7 +39,7 @@ def for_other_ranks(checkpoint: Checkpoint, engine: Engine) -> Mapping[str, Any]
 
 def _new_generators(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Random generators of a rank that the run did not have before. They depend on the run, the iteration and the rank."""
-    counters = state["counters"]
+    counters = state["parts"]["counters"]
     with preserved_random_state():
         seed_everything((counters["data_seed"] + 1_000_003 * (counters["iteration"] + 1) + rank) % 2**64)
         return capture_random_state()

@@ -7,15 +7,21 @@ from signal import SIGINT, SIGTERM, Signals
 from typing import Any
 
 from grpo._processes.gate import fork_gate
+from grpo._updating.optimizer_step import OptimizerStep
+from grpo._updating.parts import Counters
 from grpo.checkpoint import CheckpointFolder, require_encodable
-from grpo.distributed import same_error
+from grpo.engine import Engine
 from grpo.errors import CheckpointError, NonFiniteGradientError, RankError, TrainingInterrupted
 
+from .in_progress import IterationInProgress
 from .interrupts import Interrupts, is_interactive
-from .restoring import put_passing
-from .trainer_state import capture, passing_state
+from .progress import RunProgress
+from .state import RunState
 
 logger = logging.getLogger("grpo")
+
+Place = tuple[int, int | None, bool]
+"""The iteration, the number of updates in an unfinished iteration, and whether the iteration is not recorded yet."""
 
 
 class SafePoints:
@@ -25,17 +31,34 @@ class SafePoints:
     safe point is therefore the current weights, with the noted state.
 
     Args:
-        trainer: the trainer whose state is noted.
+        run_state: the state that is noted.
         interrupts: the signals that stop a run at a safe point.
+        engine: joins the ranks.
+        optimizer_step: knows whether weights are being changed.
+        in_progress: the iteration whose updates are being made.
+        progress: the progress of the run.
+        counters: the number of finished iterations.
     """
 
-    def __init__(self, trainer: Any, interrupts: Interrupts) -> None:
-        self._trainer, self._interrupts = trainer, interrupts
+    def __init__(
+        self,
+        run_state: RunState,
+        interrupts: Interrupts,
+        engine: Engine,
+        optimizer_step: OptimizerStep,
+        in_progress: IterationInProgress,
+        progress: RunProgress,
+        counters: Counters,
+    ) -> None:
+        self._run_state, self._interrupts, self._engine = run_state, interrupts, engine
+        self._optimizer_step = optimizer_step
+        self._in_progress, self._progress, self._counters = in_progress, progress, counters
         self._folder: CheckpointFolder | None = None
         self._last: dict[str, Any] | None = None
+        self._last_place: Place = (0, None, False)
         self._rows_fit = False
-        self._safe_place: tuple[int, int | None, bool] | None = None
-        self._first_place: tuple[int, int | None, bool] | None = None
+        self._safe_place: Place | None = None
+        self._first_place: Place | None = None
 
     def reached(self, *, is_saved: bool = False) -> None:
         """Note a safe point. Raises `TrainingInterrupted` if a signal has arrived.
@@ -45,9 +68,9 @@ class SafePoints:
         """
         fork_gate.let_pass()
         if self._folder is not None:
-            self._last = passing_state(self._trainer)
+            self._last, self._last_place = self._run_state.passing_state(), self._place()
             self._require_rows_fit()
-            self._safe_place = self._place() if is_saved else self._safe_place
+            self._safe_place = self._last_place if is_saved else self._safe_place
         self._interrupts.check()
 
     @contextmanager
@@ -60,13 +83,13 @@ class SafePoints:
         with self._interrupts.handled(*signals):
             self._folder = folder
             try:
-                with same_error(self._trainer.engine):
+                with self._engine.together():
                     self.reached()
                     if folder is not None:
-                        iteration, update, _ = self._first_place = self._place()
-                        self._safe_place = self._place() if folder.has(iteration, update) else None
+                        iteration, update, _ = self._first_place = self._last_place
+                        self._safe_place = self._last_place if folder.has(iteration, update) else None
                     yield
-                    self._trainer.engine.agree()  # another rank may have failed after its last exchange
+                    self._engine.agree()  # another rank may have failed after its last exchange
             except BaseException as error:
                 self._stop(error, self._save_after(error))
                 raise
@@ -76,55 +99,50 @@ class SafePoints:
     def _stop(self, error: BaseException, place: str) -> None:
         """Give up what was begun when a signal came, and tell the user where the run can be continued from."""
         if isinstance(error, KeyboardInterrupt) and self._last is not None and not self._is_between_weights:
-            put_passing(self._trainer, capture(self._trainer, self._last))
+            self._run_state.put_back(self._last)
         if isinstance(error, TrainingInterrupted):
             name = Signals(error.signal_number).name
-            message = f"Stopped by {name} at iteration {self._trainer.iteration}. {place}"
+            message = f"Stopped by {name} at iteration {self._counters.iteration}. {place}"
             if error.signal_number == SIGINT and is_interactive():
                 raise KeyboardInterrupt(message) from None
-            if self._trainer.engine.rank == 0:  # all ranks stop at the same place
+            if self._engine.rank == 0:  # all ranks stop at the same place
                 logger.warning(message)
 
     @property
     def _is_between_weights(self) -> bool:
         """Whether an optimizer step failed, so that some weights may have changed and others not."""
-        stepping: bool = self._trainer.optimizer_step.is_stepping
-        return stepping
+        return self._optimizer_step.is_stepping
 
     def _require_rows_fit(self) -> None:
         """Refuse rows that no checkpoint can hold: in the first iteration, and not when a signal arrives."""
-        rows = self._trainer.progress.unfinished
+        rows = self._in_progress.rows
         if rows is not None and not self._rows_fit:
             require_encodable(rows.given.batch.states, "states")
             require_encodable(rows.given.batch.actions, "actions")
             self._rows_fit = True
 
-    def _place(self) -> tuple[int, int | None, bool]:
-        """The iteration, the number of updates in an unfinished iteration, and whether the iteration is not recorded yet."""
-        assert self._last is not None
-        unfinished = self._last["unfinished"]
-        update = None if unfinished is None else unfinished["rows"]["num_planned"]
-        return self._last["counters"]["iteration"], update, self._last["unrecorded"] is not None
+    def _place(self) -> Place:
+        return self._counters.iteration, self._in_progress.num_planned, self._progress.unrecorded is not None
 
     def _save_after(self, error: BaseException) -> str:
         """Write a checkpoint of the last safe point if that saves anything. Returns what to tell the user."""
-        trainer, folder = self._trainer, self._folder
+        folder = self._folder
         if folder is None or self._last is None:
             return "Nothing was saved, because train() has no checkpoint_dir."
-        is_shared = isinstance(error, Exception | TrainingInterrupted) or trainer.engine.num_ranks == 1
+        is_shared = isinstance(error, Exception | TrainingInterrupted) or self._engine.num_ranks == 1
         if isinstance(error, CheckpointError) or not is_shared:
             return "Continue from the newest checkpoint."
         if self._is_between_weights:
             return "The optimizer failed between two weights, so only earlier checkpoints can be used."
         if isinstance(error, NonFiniteGradientError):  # a run that continues from here counts from 0 again
-            self._last["counters"]["skipped_in_a_row"] = 0
-        iteration, update, _ = place = self._place()
+            self._last["parts"]["optimizer_step"]["skipped_in_a_row"] = 0
+        iteration, update, _ = place = self._last_place
         if place == self._safe_place or (place == self._first_place and isinstance(error, Exception)):
             return f"Nothing after iteration {iteration} was lost."
         try:
-            if len(set(trainer.engine.gather_objects(place))) > 1:
+            if len(set(self._engine.gather_objects(place))) > 1:
                 return "The ranks stopped at different places. Continue from the newest checkpoint."
-            path = folder.save(capture(trainer, self._last), iteration=iteration, update=update, score=None)
+            path = folder.save(self._run_state.state_dict(self._last), iteration=iteration, update=update, score=None)
         except (CheckpointError, RankError) as failure:  # the disk, or a rank that does not answer
             error.add_note(f"No checkpoint was written: {failure}")
             return f"No checkpoint was written: {failure}"

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from grpo._common.checks import require_count
 from grpo._common.conversion import describe, require_rows
 from grpo.errors import ConfigError, ContractError
 from grpo.types import Rows, select_rows
@@ -22,9 +23,15 @@ class StateSource:
     has all states in order. An iterable is read in order, and from the start again at its end. It yields single states: a
     `torch.utils.data.DataLoader` needs `batch_size=None`. A function
     `iteration -> states` is called in each iteration; a run resumes exactly if the result depends only on the iteration.
+
+    Args:
+        states: the states.
+        num_per_iteration: number of states of an iteration. None: all of a sequence.
+        seed: decides the order of a sequence.
+        first: the number of the first draw from an iterable. Draws before it were made from other iterables.
     """
 
-    def __init__(self, states: Any, num_per_iteration: int | None, seed: int) -> None:
+    def __init__(self, states: Any, num_per_iteration: int | None, seed: int, first: int = 0) -> None:
         self._states, self._num = states, num_per_iteration
         self._draw: Callable[[int], Rows]
         self.first: Any = None
@@ -46,7 +53,7 @@ class StateSource:
                     f"GRPOConfig.num_states_per_iteration must be set, because a {type(states).__name__} of states has no "
                     "entries by number, and the whole of it may be endless. Set it, or pass list(states)."
                 )
-            self._endless, self._num_taken = _repeated(states), 0
+            self._endless, self._num_taken = _repeated(states), first * num_per_iteration
             self._draw = self._from_iterable
         elif callable(states) and not isinstance(states, type):
             self._draw = states
@@ -117,3 +124,13 @@ def _repeated(states: Iterable[Any]) -> Iterator[Any]:
         for state in states:
             ended = False
             yield state
+
+
+def iterations_of(source: StateSource, num_iterations: int | None, num_epochs: float | None) -> int:
+    """The number of iterations of a run, from its iterations or its passes over the states. Exactly one of them is given."""
+    if (num_iterations is None) == (num_epochs is None):
+        given = f"num_iterations={num_iterations!r}, num_epochs={num_epochs!r}"
+        raise ConfigError(f"train needs either num_iterations or num_epochs; got {given}. Pass exactly one of them.")
+    return (
+        source.num_iterations(num_epochs) if num_epochs is not None else require_count("num_iterations", num_iterations)
+    )

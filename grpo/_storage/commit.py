@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo._sharding.tensors import local
-from grpo.distributed import Engine, same_error
+from grpo.engine import Engine
 from grpo.errors import CheckpointError, DamagedCheckpointError
 
 from .files import FileRecord, make_folder, new_file, remove_tree, size_of, sync_folder, write_file
@@ -55,14 +55,14 @@ def commit(target: Path, encode: Encode, manifest: Manifest, engine: Engine) -> 
     """
     plan: tuple[Path, int] | None = None
     try:
-        with same_error(engine), typed_errors(target):
+        with engine.together(), typed_errors(target):
             if engine.rank == 0:
                 plan = _prepare(target)
         temporary, generation = engine.gather_objects(plan)[0]
-        with same_error(engine), typed_errors(target):
+        with engine.together(), typed_errors(target):
             records = _write_rank(temporary / rank_folder(engine.rank, generation), encode)
         files = {name: record for part in engine.gather_objects(records) for name, record in part.items()}
-        with same_error(engine), typed_errors(target):
+        with engine.together(), typed_errors(target):
             if engine.rank == 0:
                 _require_visible(temporary, files)
                 _finish(temporary, target, replace(manifest, files=files))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo._sharding.tensors import own_rows
-from grpo.distributed import Engine, ShardsWeights
+from grpo.engine import Engine
 from grpo.errors import DamagedCheckpointError
 
 from .decoding import SavedRows
@@ -30,7 +30,7 @@ class DividedTensors:
         Raises:
             DamagedCheckpointError: the ranks' rows are not those of one tensor.
         """
-        if not isinstance(self._engine, ShardsWeights):
+        if self._engine is None or not self._engine.divides_weights:
             return self._rows(saved, slice(0, saved.shape[0]))
         rows = own_rows(saved.shape[0], self._engine.rank, self._engine.num_ranks)
         return self._engine.divided(self._rows(saved, rows), saved.shape)

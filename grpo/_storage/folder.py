@@ -13,7 +13,7 @@ import torch
 
 from grpo._common.checks import require_count
 from grpo._common.conversion import describe
-from grpo.distributed import Engine, OneProcess, same_error
+from grpo.engine import Engine, OneProcess
 from grpo.errors import CheckpointError, ConfigError, DamagedCheckpointError, warn_user
 
 from .commit import Encode, commit, require_finite, temporary_name, typed_errors
@@ -67,7 +67,7 @@ class CheckpointFolder:
 
     def __enter__(self) -> "CheckpointFolder":
         """Create the folder and lock it for this run. Rank 0 holds the lock."""
-        with same_error(self._engine), typed_errors(self.folder):
+        with self._engine.together(), typed_errors(self.folder):
             if self._engine.rank == 0:
                 make_folder(self.folder)
                 lock = FolderLock(self.folder / ".lock", self.folder)
@@ -109,7 +109,7 @@ class CheckpointFolder:
         with ExitStack() as held:
             if not self._is_entered:
                 held.enter_context(self)
-            with same_error(self._engine):
+            with self._engine.together():
                 require_finite(state)
             path = self._path(iteration, update)
             if self._asynchronous:
@@ -168,7 +168,7 @@ class CheckpointFolder:
 
     def _of_first_rank(self, ask: Callable[[], Any]) -> Any:
         """Return rank 0's answer on all ranks: the others may not see the newest state of a shared file system."""
-        with same_error(self._engine):
+        with self._engine.together():
             answer = ask() if self._engine.rank == 0 else None
         return self._engine.gather_objects(answer)[0]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo.distributed import Engine, OneProcess, same_error
+from grpo.engine import Engine, OneProcess
 from grpo.errors import CheckpointError, DamagedCheckpointError
 
 from .decoding import SavedRows, decode, loaded
@@ -73,13 +73,13 @@ def open_checkpoint(path: str | Path, engine: Engine | None, check: Check | None
     """
     folder = as_path(path)
     ranks: Engine = engine or OneProcess()
-    with same_error(ranks):
+    with ranks.together():
         own = _candidates(folder) if ranks.rank == 0 else []
     candidates: list[Path] = ranks.gather_objects(own)[0]
     problems: list[str] = []
     for candidate in candidates:
         checkpoint, problem = None, None
-        with same_error(ranks):
+        with ranks.together():
             try:
                 checkpoint = _opened(candidate, engine, tuple(problems), check)
             except DamagedCheckpointError as error:

@@ -1,21 +1,19 @@
 """One safe optimizer step: unscale, check, clip, step, schedule. If a check fails, every weight stays as it was."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from grpo._sharding.tensors import in_parts, is_sharded
 from grpo.config import GRPOConfig
-from grpo.distributed import Engine, ShardsWeights
+from grpo.engine import Engine
 from grpo.errors import ConfigError, ContractError, NonFiniteGradientError, warn_user
 from grpo.metrics import Meter
 
-from .requirements import require_optimizer
-from .sharding import is_function
+from .requirements import is_function, require_optimizer
 
 
 class OptimizerStep:
@@ -45,6 +43,8 @@ class OptimizerStep:
     ) -> None:
         self.policy_name = type(policy).__name__
         self.parameters = {name: value for name, value in policy.get_parameters().items() if value.requires_grad}
+        self.num_begun = 0
+        """Number of optimizer steps that have begun, over all iterations: the weights are new whenever it is."""
         self.num_applied = 0
         """Number of updates since `begin` that changed the weights."""
         self.skipped_in_a_row = 0
@@ -52,7 +52,6 @@ class OptimizerStep:
         self.is_stepping = False
         """Whether the optimizer is changing the weights. True after an error means that only some weights may have changed."""
         self._config, self._engine, self._meter = config, engine, meter
-        self._sharding = engine if isinstance(engine, ShardsWeights) else None
         tensors = list(self.parameters.values())
         if optimizer is None and tensors:
             # the fused AdamW is several times faster for small networks; it exists on these devices
@@ -65,7 +64,7 @@ class OptimizerStep:
         self.lr_scheduler = lr_scheduler(optimizer) if is_function(lr_scheduler) else lr_scheduler
         self._require_parameters_in_optimizer()
         use_scaler = config.autocast_dtype == "float16"
-        if use_scaler and self._sharding is not None:
+        if use_scaler and engine.divides_weights:
             raise ConfigError(
                 f"config.autocast_dtype='float16' cannot be used with {type(engine).__name__}, because torch's loss scale does "
                 "not work on divided weights. Use 'bfloat16'."
@@ -81,6 +80,12 @@ class OptimizerStep:
     def learning_rate(self) -> float:
         """The current learning rate of the first parameter group, or 0 if there is no optimizer."""
         return 0.0 if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def stepped(self) -> dict[str, Any]:
+        """The parts whose states change only in an optimizer step, by name."""
+        scaler = self.scaler if self.scaler.is_enabled() else None
+        return {"optimizer": self.optimizer, "lr_scheduler": self.lr_scheduler, "scaler": scaler}
 
     def begin(self) -> None:
         """Begin an iteration: drop gradients that other code left behind."""
@@ -115,10 +120,10 @@ class OptimizerStep:
             ContractError: a log-prob is not finite, or no parameter has received a gradient.
             NonFiniteGradientError: `config.max_skipped_updates` updates in a row had to be skipped.
         """
-        scores = self._engine.sum(sum_of_scores)
         if not self.parameters:
-            self._require_finite(scores.item())
+            self._require_finite(self._engine.sum(sum_of_scores).item())
             return
+        scores = self._engine.sum_gradients(self._trained(), sum_of_scores)
         total_norm = self._total_norm()
         scores_sum, norm = torch.stack([scores, total_norm.to(scores)]).tolist()
         self._require_finite(scores_sum)
@@ -129,9 +134,9 @@ class OptimizerStep:
         self._meter.add_value("learning_rate", self.learning_rate)
         max_norm = self._config.max_grad_norm
         if max_norm is not None and norm > max_norm:
-            for kind in (True, False):  # one call cannot scale both
-                clip_grads_with_norm_([t for t in self._moved() if is_sharded(t) == kind], max_norm, total_norm)
+            self._engine.clip_gradients(self._moved(), max_norm, total_norm)
         self.is_stepping = True
+        self.num_begun += 1
         if self.optimizer is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -144,27 +149,19 @@ class OptimizerStep:
 
     def clear(self) -> None:
         """Drop the gradients."""
-        for tensor in (*self.parameters.values(), *self._moved()):
+        for tensor in self._trained():
             tensor.grad = None
 
-    def schedule(self, position: int, num_iterations: int) -> None:
-        """Set every learning rate for iteration `position` (from 0) of a run, if the settings have a schedule.
+    def state_dict(self) -> dict[str, Any]:
+        """The counts. Optimizer, scheduler and loss scale are parts of their own."""
+        return {"num_applied": self.num_applied, "skipped_in_a_row": self.skipped_in_a_row}
 
-        The learning rate rises linearly over `warmup_ratio` of the run. Then it stays, or falls to 0 (linear or cosine).
-        """
-        kind, warmup_ratio = self._config.lr_schedule, self._config.warmup_ratio
-        if self.optimizer is None or (kind == "constant" and warmup_ratio == 0):
-            return
-        num_warmup = math.ceil(warmup_ratio * num_iterations)
-        progress = (position - num_warmup) / max(num_iterations - num_warmup, 1)
-        factors = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
-        factor = (position + 1) / num_warmup if position < num_warmup else factors[kind]
-        for group in self.optimizer.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.num_applied, self.skipped_in_a_row = state["num_applied"], state["skipped_in_a_row"]
 
     def _total_norm(self) -> Tensor:
         """The norm of all gradients, unscaled, on the device."""
-        self._add_up_ranks()
         gradients = [tensor.grad for tensor in self._moved() if tensor.grad is not None]
         if not gradients:
             raise ContractError(
@@ -173,12 +170,7 @@ class OptimizerStep:
             )
         if self.optimizer is not None:
             self.scaler.unscale_(self.optimizer)
-        sharded, whole = in_parts(gradients)
-        norm = get_total_norm(whole)
-        if not sharded:
-            return norm
-        of_parts = self._engine.sum(get_total_norm(sharded).double().square())
-        return (of_parts + norm.double().square()).sqrt().to(of_parts.device, torch.float32)
+        return self._engine.total_norm(gradients)
 
     def _require_finite(self, sum_of_scores: float) -> None:
         if math.isfinite(sum_of_scores):
@@ -213,31 +205,9 @@ class OptimizerStep:
         """Return all tensors of the optimizer, which may have more tensors than the policy and may gain tensors later."""
         return [] if self.optimizer is None else [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def _add_up_ranks(self) -> None:
-        """Add up the gradients of all ranks, in one call per dtype. A rank without a gradient for a tensor adds zeros.
-
-        Gradients of divided tensors are added up already. One that no rank has reached is dropped.
-        """
-        everything = {id(tensor): tensor for tensor in (*self.parameters.values(), *self._moved())}
-        if self._engine.num_ranks == 1 and self._sharding is None:
-            return
-        divided = set() if self._sharding is None else self._sharding.take_reached()
-        has_gradient = [
-            key in divided if is_sharded(tensor) else tensor.grad is not None for key, tensor in everything.items()
-        ]
-        reached = self._engine.sum(torch.tensor(has_gradient, dtype=torch.float32)).tolist()
-        tensors = []
-        for tensor, count in zip(everything.values(), reached, strict=True):
-            if not is_sharded(tensor):
-                tensors += [tensor] if count else []
-            elif not count:
-                tensor.grad = None
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = [torch.zeros_like(t).flatten() if t.grad is None else t.grad.flatten() for t in alike]
-            total = self._engine.sum(torch.cat(flat)).split([tensor.numel() for tensor in alike])
-            for tensor, gradient in zip(alike, total, strict=True):
-                tensor.grad = gradient.view_as(tensor)
+    def _trained(self) -> list[Tensor]:
+        """All tensors that may have a gradient: the policy's and the optimizer's, each once."""
+        return [*{id(tensor): tensor for tensor in (*self.parameters.values(), *self._moved())}.values()]
 
     def _require_parameters_in_optimizer(self) -> None:
         moved = {id(tensor) for tensor in self._moved()}

@@ -1,21 +1,17 @@
 """The metrics of one iteration, under the names that sinks and plots rely on."""
 
-import math
-
 import numpy as np
-from torch import Tensor
 
 from grpo._advantages.groups import group_statistics, mean_and_std
 from grpo.config import GRPOConfig
-from grpo.distributed import Engine
 from grpo.metrics import Meter, reward_statistics
-from grpo.sinks import Samples
-from grpo.types import row_totals, select_rows, zero_outside
+from grpo.types import row_totals
 
 from .advisor import RunAdvisor
 from .optimizer_step import OptimizerStep
 from .training_rows import TrainingRows
-from .update_rows import UpdateRows, UpdateSetup
+from .update_rows import UpdateRows
+from .update_setup import UpdateSetup
 
 WITH_STD = ("ratio", "kl", "sampler_ratio")
 """Metrics of the objective that are reported as a mean and a standard deviation."""
@@ -56,10 +52,10 @@ class IterationReport:
 
     def __call__(self, rows: UpdateRows) -> dict[str, float]:
         """The metrics of an iteration by name, after its updates."""
-        all_ranks, num_applied = self._engine.gather_objects, self._optimizer_step.num_applied
-        own_counts = (rows.num_skipped, rows.data.num_replayed)
-        num_skipped, num_replayed = map(sum, zip(*all_ranks(own_counts), strict=True))
-        measured = self._meter.report(rows.num_planned - rows.num_dead, all_ranks)
+        num_applied = self._optimizer_step.num_applied
+        own = rows.num_skipped, rows.data.num_replayed, self._meter.totals(), self._collector.costs()
+        num_skipped, num_replayed, totals, costs = zip(*self._engine.gather_objects(own), strict=True)
+        measured = self._meter.report(rows.num_planned - rows.num_dead, totals)
         metrics = {**self._defaults, "train/learning_rate": self._optimizer_step.learning_rate}
         for name, (mean, std) in measured.items():
             if name in WITH_STD:
@@ -71,17 +67,16 @@ class IterationReport:
         metrics |= {
             "train/num_updates": float(num_applied),
             "train/skipped_updates": float(rows.num_planned - num_applied),
-            "train/out_of_memory": float(self._collector.agree_on_sizes(self._engine)),
-            "rows/skipped_zero_advantage": float(num_skipped),
-            "rows/replayed": float(num_replayed),
+            "rows/skipped_zero_advantage": float(sum(num_skipped)),
+            "rows/replayed": float(sum(num_replayed)),
             **batch_metrics(rows.all_ranks),
-            **self._collector.take_counts(self._engine),
+            **self._collector.agree(costs),
             **self._coefficients.report(""),
         }
         self._coefficients.follow(measured)
         metrics |= self._coefficients.report("_next")
         self.advisor.check(metrics, measured=measured, several_updates=rows.num_planned > 1)
-        return metrics
+        return {**metrics, "time/update": self._meter.seconds, "time/iteration": self._meter.seconds}
 
 
 def effective_sample_size(mean: float, std: float) -> float:
@@ -95,42 +90,6 @@ def effective_sample_size(mean: float, std: float) -> float:
         Kish 1965, Survey Sampling, sec. 11.7.
     """
     return mean**2 / (mean**2 + std**2) if mean else 0.0
-
-
-def samples_of(rows: TrainingRows) -> Samples:
-    """The new rows of an iteration as sinks record them."""
-    batch, mask = rows.batch, rows.batch.mask
-    new = slice(0, batch.num_rows - rows.num_replayed)
-    advantages = rows.advantages
-    if advantages.dim() == 2:
-        advantages = zero_outside(advantages, mask.to(advantages.device)).sum(1) / mask.sum(1).clamp(min=1).cpu()
-    return Samples(
-        kind="train",
-        states=select_rows(batch.states, new),
-        actions=select_rows(batch.actions, new),
-        group_ids=batch.group_ids[new],
-        rewards=batch.total_rewards[new],
-        reward_components={name: row_totals(part, mask)[new] for name, part in batch.reward_components.items()},
-        advantages=advantages[new],
-        num_steps=mask.sum(1)[new],
-    )
-
-
-def evaluation_metrics(samples: Samples, engine: Engine) -> dict[str, float]:
-    """Metrics of an evaluation, over the rows of all ranks."""
-
-    def of_all_ranks(values: Tensor) -> Tensor:
-        return engine.gather(values.double().cpu())[0]
-
-    rewards = of_all_ranks(samples.rewards)
-    metrics = {"eval/avg_reward": float(rewards.mean()), "eval/avg_reward_std": float(rewards.std(correction=0))}
-    for name, values in samples.reward_components.items():
-        mean = float(of_all_ranks(values).nanmean())  # NaN: the part does not apply to the row
-        if not math.isnan(mean):
-            metrics[f"eval/{name}/mean"] = mean
-    if samples.num_steps is not None:
-        metrics["eval/steps_mean"] = float(of_all_ranks(samples.num_steps).mean())
-    return metrics
 
 
 def batch_metrics(all_ranks: TrainingRows) -> dict[str, float]:

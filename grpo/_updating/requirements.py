@@ -11,28 +11,35 @@ from grpo._collecting.contract import FINITE, require_finite
 from grpo._common.conversion import describe, require_lengths
 from grpo._common.tensors import require_finite_values
 from grpo.config import GRPOConfig
+from grpo.engine import Engine
 from grpo.errors import ConfigError, ContractError, RewardError, warn_user
 from grpo.policy_base import POLICY_METHODS, ScoresReference, SplitsSteps, parameters_of, require_methods
 from grpo.surrogates import traits_of
 from grpo.types import ExperienceBatch
 
-from .sharding import is_function
-
 
 def require_consistent(
     config: GRPOConfig,
     policy: Any,
+    engine: Engine,
     *,
+    is_alone: bool,
     optimizer: Any = None,
     lr_scheduler: Any,
     objective: Any,
     advantages: Any,
     group_by: Any = None,
 ) -> None:
-    """Raise an error if an argument of the trainer contradicts the settings, or is not what it is called."""
+    """Raise an error if an argument of the learner contradicts the settings, or is not what it is called."""
+    require_methods(policy, POLICY_METHODS, "policy", "PolicyModel")
     if not isinstance(config, GRPOConfig):
         raise ConfigError(f"config must be a GRPOConfig; got {describe(config)}. Pass GRPOConfig(...), or a preset.")
     require_trainable(policy)
+    if is_alone and (found := settings_of_a_run(config)):
+        raise ConfigError(
+            f"config.{', config.'.join(found)}: only GRPOTrainer.train honours this, because a Learner knows one iteration at "
+            "a time. Use GRPOTrainer, or leave the setting at its default."
+        )
     loss = config.loss
     reads_rows = traits_of(loss.surrogate).reads_rows or getattr(loss.correction, "level", "step") == "row"
     if isinstance(policy, SplitsSteps) and objective is None and (reads_rows or loss.off_policy_threshold is not None):
@@ -61,6 +68,8 @@ def require_consistent(
             "Remove advantages=..., or use another credit."
         )
     _require_kinds(optimizer, lr_scheduler, objective=objective, advantages=advantages)
+    if engine.divides_weights:
+        _require_functions(type(engine).__name__, optimizer=optimizer, lr_scheduler=lr_scheduler)
     if group_by is not None and not callable(group_by):
         raise ConfigError(
             f"group_by must be a function of a state, or None; got {describe(group_by)}. Leave group_by out."
@@ -76,6 +85,21 @@ def _require_kinds(optimizer: Any, lr_scheduler: Any, **functions: Any) -> None:
     for name, function in functions.items():
         if function is not None and (isinstance(function, type) or not callable(function)):
             raise ConfigError(f"{name} must be a function or None; got {describe(function)}. Leave {name} out.")
+
+
+def is_function(built: Any) -> bool:
+    """Whether an optimizer or a scheduler is still to be built: the argument is a function, or a class."""
+    return callable(built) and (isinstance(built, type) or not hasattr(built, "step"))
+
+
+def _require_functions(engine: str, **built: Any) -> None:
+    """Refuse an optimizer or a scheduler that was built before the engine divides the weights, which replaces the tensors."""
+    for name, given in built.items():
+        if given is not None and not is_function(given):
+            raise ConfigError(
+                f"{name} must be a function with {engine}, which replaces the policy's parameters by parts of "
+                f"them; got a {type(given).__name__}. Pass a function, such as functools.partial(torch.optim.AdamW, lr=1e-5)."
+            )
 
 
 def require_optimizer(optimizer: Any) -> None:
@@ -114,6 +138,13 @@ def require_batch(batch: Any) -> None:
             raise RewardError(
                 f"reward_components[{name!r}] must be finite, or NaN where the part does not apply; got infinity."
             )
+
+
+def settings_of_a_run(config: GRPOConfig) -> list[str]:
+    """The settings that only a run honours, because it knows the number of iterations or draws states itself."""
+    values = {name: getattr(config, name) for name in ("lr_schedule", "warmup_ratio", "iterations_ahead")}
+    default = GRPOConfig()
+    return [f"{name}={value!r}" for name, value in values.items() if value != getattr(default, name)]
 
 
 def require_trainable(policy: Any) -> None:
@@ -168,7 +199,7 @@ def require_reference(config: GRPOConfig, policy: Any, reference_policy: Any) ->
 
 
 def first_kl_coef(config: GRPOConfig, policy: Any, reference_policy: Any, *, has_own_loss: bool) -> float:
-    """Return the initial KL coefficient. Refuse a KL term without a reference, and a KL control without a KL term."""
+    """Return the initial KL coefficient. Refuse a KL term without a sound reference, and a KL control without a KL term."""
     estimator = config.objective.kl_estimator
     kl_coef = config.objective.kl_coef_with(has_reference=reference_policy is not None)
     if estimator == "exact" and reference_policy is not None:

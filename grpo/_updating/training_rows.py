@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo._collecting.batches import gather_rewards, join_batches, join_steps
+from grpo._collecting.batches import gather_rewards, join_batches, join_steps, without_content
 from grpo._common.conversion import as_advantages, describe, require_rows
 from grpo.advantage_estimator import AdvantageEstimator
-from grpo.distributed import Engine
+from grpo.engine import Engine
 from grpo.errors import ContractError
 from grpo.policy_base import SplitsSteps
 from grpo.types import ExperienceBatch
@@ -45,17 +45,7 @@ class TrainingRows:
 
     def without_content(self) -> "TrainingRows":
         """The rows without states, actions and log-probs. Metrics need the other fields only."""
-        batch = self.batch
-        kept = ExperienceBatch(
-            states=(),
-            actions=(),
-            group_ids=batch.group_ids,
-            rewards=batch.rewards,
-            reward_components=batch.reward_components,
-            mask=batch.mask,
-            metrics=batch.metrics,
-        )
-        return replace(self, batch=kept)
+        return replace(self, batch=without_content(self.batch))
 
     def state_dict(self) -> dict[str, Any]:
         """All fields by name. No tensor is copied."""
@@ -173,6 +163,10 @@ class ReplayBuffer:
     def state_dict(self) -> dict[str, Any]:
         """All kept rows."""
         return {"rows": [rows.state_dict() for rows in self._recent]}
+
+    def snapshot(self) -> dict[str, Any]:
+        """The same, because rows never change."""
+        return self.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""

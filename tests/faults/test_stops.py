@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.faults,
     pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore:.*the first ratio is not 1:grpo.errors.GRPOWarning"),
-    pytest.mark.filterwarnings("ignore:The loaded run is at iteration:grpo.errors.GRPOWarning"),
+    pytest.mark.filterwarnings("ignore:.*so there is nothing left to do:grpo.errors.GRPOWarning"),
 ]
 WAYS = [by_exception, by_signal]
 

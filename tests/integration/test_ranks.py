@@ -11,7 +11,8 @@ import torch
 
 from grpo import ConfigError
 from grpo.checkpoint import read_checkpoint
-from grpo.distributed import Engine, OneProcess, Replicated
+from grpo.distributed import Replicated
+from grpo.engine import Engine, OneProcess
 from tests.support import on_each_rank
 from tests.support.configs import EVERY, Rows, update
 from tests.support.launches import run_with_children
@@ -166,7 +167,7 @@ def test_a_run_on_several_ranks_writes_checkpoints_of_all_ranks(ranks):
     assert kept[-3:] == newest
     assert len(kept) <= 4  # and the best by its evaluations
     for name, iteration in zip(newest, (6, 7, 8), strict=True):
-        assert read_checkpoint(folder / name)["counters"]["iteration"] == iteration
+        assert read_checkpoint(folder / name)["parts"]["counters"]["iteration"] == iteration
         assert [(folder / name / f"rank-{rank}").is_dir() for rank in range(3)] == [True, True, False]
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo import load_weights
-from grpo.distributed import OneProcess
+from grpo.engine import OneProcess
 from tests.support.layered import Layered
 from tests.support.sharded_extras import DAILY
 from tests.support.sharded_ranks import CASES, NUM_UPDATES, loaded

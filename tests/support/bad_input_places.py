@@ -572,11 +572,13 @@ def of_checkpoints() -> Iterator[Place]:
         return trainer.policy.get_parameters()
 
     def altered(part: str, value: Any) -> None:
-        from grpo._running.restoring import restore
-        from grpo._running.trainer_state import capture
-
         trainer = trainer_of()
-        restore(trainer, {**capture(trainer), part: value})
+        trainer.load_state_dict({**trainer.state_dict(), part: value})
+
+    def altered_part(name: str, value: Any) -> None:
+        parts = trainer_of().state_dict()["parts"]
+        assert name in parts
+        altered("parts", {**parts, name: value})
 
     yield Place(entry="checkpoints", name="save_checkpoint", call=save)
     yield Place(entry="checkpoints", name="load_checkpoint", call=load)
@@ -584,18 +586,11 @@ def of_checkpoints() -> Iterator[Place]:
     yield Place(entry="checkpoints", name="load_weights(policy)", call=lambda value: load_weights(saved(), value))
     yield Place(entry="checkpoints", name="read_checkpoint", call=lambda value: read_checkpoint(value) and None)
     yield Place(entry="checkpoints", name="best_checkpoint", call=lambda value: best_checkpoint(value) and None)
-    for part in (
-        "parameters",
-        "reference",
-        "config",
-        "kinds",
-        "stateful",
-        "counters",
-        "unfinished",
-        "row_order",
-        "random",
-    ):
+    for part in ("parameters", "reference", "config", "kinds", "parts", "random"):
         yield Place(entry="checkpoints", name=f"a state's {part}", call=partial(altered, part))
+    learner = ("policy", "counters", "collector", "updates", "optimizer_step", "optimizer")
+    for part in (*learner, "progress", "in_progress", "ahead"):
+        yield Place(entry="checkpoints", name=f"a state of {part}", call=partial(altered_part, part))
     yield Place(
         entry="checkpoints",
         name="a saved parameter",

@@ -224,7 +224,9 @@ def built(case: str, seed: int) -> tuple[GRPOTrainer, Any, dict[str, Any]]:
         lr_scheduler=scheduler,
     )
     if with_scaler:
-        trainer.optimizer_step.scaler = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=3)
+        trainer.optimizer_step.scaler = scaler
+        trainer.parts.add(is_lasting=True, scaler=scaler)
     return trainer, states, {"progress": False, **extra}
 
 
@@ -237,7 +239,7 @@ def full_state_of(trainer: GRPOTrainer) -> str:
         None if trainer.reference_policy is None else weights_of(trainer.reference_policy),
         optimizer.state_dict(),
         trainer.iteration,
-        trainer.data_seed,
+        trainer.counters.data_seed,
         torch.get_rng_state(),
         random.getstate(),
         np.random.get_state(),  # noqa: NPY002

@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 
 from grpo import ContractError, GRPOConfig, GRPOTrainer, GRPOWarning, RewardConfig
-from grpo.distributed import Engine, OneProcess, Replicated, Sharded
+from grpo.distributed import Replicated, Sharded
+from grpo.engine import Engine, OneProcess
 from grpo.errors import TrainingInterrupted
 
 PHASES = ["engine", "constructor", "sampling", "reward", "scoring", "advantages", "update", "apply", "report"]

@@ -3,18 +3,18 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from grpo._ranks.processes import SeveralProcesses
 from grpo._ranks.shared_errors import error_for_all, mark_as_shared, problem_of
 
 SECONDS = 60
 
 
-class ImitatedRank:
+class ImitatedRank(SeveralProcesses):
     """An `Engine` of one rank. Every call waits for the other ranks."""
 
     def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
@@ -26,9 +26,6 @@ class ImitatedRank:
 
     def agree(self, error: BaseException | None = None) -> None:
         self._exchange(None, error)
-
-    def waiting(self, seconds: float, reason: str) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def sum(self, values: Tensor) -> Tensor:
         return torch.stack(self.gather_objects(values.clone())).sum(0)

@@ -48,7 +48,7 @@ def train(folder: Path, report: int) -> None:
 
     CheckpointFolder.save = told  # type: ignore[method-assign]
     trainer, states = made(1)
-    warnings.filterwarnings("ignore", message="The loaded run is at iteration")
+    warnings.filterwarnings("ignore", message=".*so there is nothing left to do")
     trainer.train(
         states,
         num_iterations=NUM_ITERATIONS,

@@ -36,7 +36,7 @@ def digest_of(trainer: Any, error: str) -> str:
     """A digest of everything that a run leaves but times."""
     optimizer = trainer.optimizer if hasattr(trainer, "optimizer") else trainer.optimizer_step.optimizer
     metrics = [
-        {name: value for name, value in metrics.items() if not name.startswith("time/")} for metrics in trainer.history
+        {name: metrics[name] for name in sorted(metrics) if not name.startswith("time/")} for metrics in trainer.history
     ]
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
     return digest(weights_of(trainer.policy), optimizer.state_dict(), *generators, metrics, trainer.iteration, error)

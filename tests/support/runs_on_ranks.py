@@ -116,7 +116,7 @@ def continued(rank: int, folder: Path, rendezvous: Path, num_iterations: int, re
     trainer, states = made(2, engine)
     if (folder / "run").exists() and any((folder / "run").glob("iteration-*")):
         trainer.load_checkpoint(folder / "run")
-        said = {"iteration": trainer.iteration, "is whole": trainer.progress.unfinished is None, "end": end_of(trainer)}
+        said = {"iteration": trainer.iteration, "is whole": trainer.in_progress.rows is None, "end": end_of(trainer)}
         os.write(report, (json.dumps(said) + "\n").encode())
     else:
         trainer, states = made(1, engine)
@@ -229,7 +229,7 @@ def joined(rank: int, rendezvous: Path) -> Replicated:
 
 def main(kind: str, folder: Path, *arguments: str) -> None:
     logging.disable(logging.CRITICAL)
-    warnings.filterwarnings("ignore", message="The loaded run is at iteration")
+    warnings.filterwarnings("ignore", message=".*so there is nothing left to do")
     torch.set_num_threads(1)
     if os.environ.get("ENGINE_OF_RANKS", "Replicated") == "Sharded":
         import_module("torch.distributed.fsdp")  # slow, and each rank would do it

@@ -13,7 +13,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
-from grpo.distributed import Replicated, ShardsWeights
+from grpo.distributed import Replicated
 from tests.support.layered import Layered
 from tests.support.tensor_hashes import hashes_of
 
@@ -186,7 +185,7 @@ def trained(case: Case, engine: Any, num_updates: int = NUM_UPDATES) -> tuple[GR
 def whole_weights(trainer: Any) -> dict[str, Tensor]:
     """All weights, on every rank. All ranks call this."""
     engine, policy = trainer.engine, trainer.policy
-    with engine.whole(policy) if isinstance(engine, ShardsWeights) else nullcontext():
+    with engine.whole(policy):
         return {name: value.detach().clone() for name, value in policy.get_parameters().items()}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo.distributed import OneProcess
+from grpo.engine import OneProcess
 from tests.support.sharded_ranks import CASES, ONLY_ON_RANKS, result_of
 
 WEIGHTS, NORMS = 5e-5, 1e-5

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from grpo import GRPOTrainer, TrainingInterrupted
-from grpo._running.trainer_state import capture
 from tests.support.policies import digest
 
 PHASES = ("reward", "score", "loss", "step", "callback")
@@ -97,10 +96,11 @@ Build = Callable[[int], tuple[GRPOTrainer, Any, dict[str, Any]]]
 
 def end_of(trainer: GRPOTrainer) -> str:
     """A digest of everything that a run leaves, but times, settings, and which rewards of later iterations are there."""
-    state = capture(trainer)
+    state = trainer.state_dict()
     del state["config"]
-    state["ahead"] = [{**pending["rows"], "metrics": None} for pending in state["ahead"]]
-    for rows in state["stateful"]["replay"]["rows"]:
+    ahead, replay = state["parts"]["ahead"], state["parts"]["replay"]
+    ahead["pending"] = [{**pending["rows"], "metrics": None} for pending in ahead["pending"]]
+    for rows in replay["rows"]:
         rows["batch"]["metrics"] = without_times(rows["batch"]["metrics"])
     return digest(state)
 

@@ -140,9 +140,7 @@ def test_states_that_are_rows_are_taken_as_they_are(states: Any) -> None:
 
 def test_update_needs_a_batch() -> None:
     trainer = trainer_of(Scoring())
-    with pytest.raises(ContractError, match=r"update\(None\) needs an iteration that was stopped"):
-        trainer.update(None)
-    for wrong in ([], {}, "abc", good_batch()):
+    for wrong in (None, [], {}, "abc", good_batch()):
         with pytest.raises(ContractError, match="update needs an ExperienceBatch"):
             trainer.update(wrong)  # type: ignore[arg-type]
     with pytest.raises(ContractError, match="states must have one entry per row = 8"):

@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import ExperienceBatch, RewardConfig, RewardError, SampledActions, WeightedRewards
+from grpo import (
+    AdvantageConfig,
+    AdvantageEstimator,
+    ExperienceBatch,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardError,
+    SampledActions,
+    WeightedRewards,
+)
 from grpo.checks import check_reward_model
 from tests.support.policies import ExactSampling, TablePolicy, weights_of
 from tests.support.trainers import state_of, trainer_of
@@ -62,13 +72,14 @@ def test_the_counts_of_an_iteration_that_fails_later_are_reported_by_the_next(su
 
                 return once
 
-            trainer = trainer_of(
-                TablePolicy(), lambda s, a: [3.0, math.nan, 7.0, 10.0], reward=RewardConfig(non_finite="drop")
+            trainer = GRPOTrainer(
+                config=GRPOConfig(group_size=4, reward=RewardConfig(non_finite="drop")),
+                policy=TablePolicy(),
+                reward_model=lambda s, a: [3.0, math.nan, 7.0, 10.0],
+                advantages=broken(AdvantageEstimator(AdvantageConfig())) if where == "advantages" else None,
             )
             if where == "scores":
                 trainer.collector.complete = broken(trainer.collector.complete)
-            else:
-                trainer.advantages = broken(trainer.advantages)
             with pytest.raises(ValueError, match="only the first time"):
                 trainer.step(["a"])
             assert [trainer.step(["a"])["rows/dropped"] for _ in range(2)] == [2.0, 1.0]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import CheckpointError, GRPOConfig, GRPOTrainer, GRPOWarning
+from grpo import CheckpointError, ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning
 from grpo.checkpoint import CheckpointFolder, best_checkpoint, read_checkpoint, write_checkpoint
 from tests.support.checkpoint_runs import CASES, built, names_in, small
 from tests.support.objective_inputs import as_users_run_it
@@ -77,10 +77,11 @@ def test_an_interrupted_run_continues_from_its_folder(tmp_path: Path) -> None:
         )
     resumed, *_ = built("epochs of batches", seed=2)
     resumed.load_checkpoint(tmp_path)
-    assert (resumed.iteration, resumed.progress.position) == (6, 5)
+    assert resumed.iteration == 6
+    assert resumed.progress.unrecorded is not None
     assert len(resumed.train(states, num_iterations=10, checkpoint_dir=tmp_path, checkpoint_every=1, **options)) == 5
     assert digest(weights_of(resumed.policy)) == digest(weights_of(whole.policy))
-    assert read_checkpoint(tmp_path)["counters"]["iteration"] == 10
+    assert read_checkpoint(tmp_path)["parts"]["counters"]["iteration"] == 10
 
 
 def test_a_policy_without_parameters_repeats_its_random_numbers(tmp_path: Path) -> None:
@@ -138,7 +139,8 @@ def test_a_run_continues_in_its_folder_from_the_newest_whole_checkpoint(
             assert all(str(folder / f"iteration-{n:08d}") in caplog.text for n in (9, 10))
             assert len(resumed.train(states, num_iterations=10, **kept, **options)) == 2
             assert digest(weights_of(resumed.policy)) == digest(weights_of(whole.policy))
-            assert [read_checkpoint(folder / f"iteration-{n:08d}")["counters"]["iteration"] for n in (9, 10)] == [9, 10]
+            written = [read_checkpoint(folder / f"iteration-{n:08d}")["parts"]["counters"] for n in (9, 10)]
+            assert [counters["iteration"] for counters in written] == [9, 10]
 
 
 def test_a_run_refuses_to_continue_beside_a_later_whole_checkpoint(tmp_path: Path) -> None:
@@ -161,8 +163,10 @@ def test_a_loaded_finished_run_makes_no_further_iteration(tmp_path: Path) -> Non
     resumed.load_checkpoint(tmp_path)
     before = digest(weights_of(resumed.policy))
     assert before == digest(weights_of(trainer.policy))
-    with pytest.warns(GRPOWarning, match=r"at iteration 3, and num_iterations=3 .*nothing left to do"):
-        assert resumed.train(states, num_iterations=3, checkpoint_dir=tmp_path, **options) == []
+    with pytest.raises(ConfigError, match=r"num_iterations=3 is the total, and the trainer is at iteration 3\. Pass"):
+        resumed.train(states, num_iterations=3, checkpoint_dir=tmp_path, **options)
+    with pytest.warns(GRPOWarning, match=r"num_iterations=3 is the total, .* at iteration 3, so there is nothing left"):
+        assert resumed.train(states, num_iterations=3, checkpoint_dir=tmp_path, resume="auto", **options) == []
     assert (resumed.iteration, digest(weights_of(resumed.policy))) == (3, before)
 
 

@@ -53,8 +53,8 @@ class Stateful(Holder):
 
 
 def saved(path: Path, weights: dict[str, Any], own: Any = None, **others: Any) -> Path:
-    stateful = {} if own is None else {"policy": own}
-    return write_checkpoint(path, {"parameters": weights, "stateful": stateful, **others}, iteration=1)
+    parts = {} if own is None else {"policy": own}
+    return write_checkpoint(path, {"parameters": weights, "parts": parts, **others}, iteration=1)
 
 
 def test_a_policy_gets_the_weights_and_the_state_of_a_run(subtests: pytest.Subtests, tmp_path: Path) -> None:

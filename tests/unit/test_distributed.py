@@ -11,15 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo import ConfigError, ContractError
+from grpo._ranks.processes import SeveralProcesses
 from grpo._ranks.shared_errors import mark_as_shared
-from grpo.distributed import (
-    Engine,
-    OneProcess,
-    Replicated,
-    require_equal_weights,
-    require_same_on_all_ranks,
-    same_error,
-)
+from grpo.distributed import Replicated
+from grpo.engine import Engine, OneProcess
 from grpo.errors import RankError, TrainingInterrupted
 from tests.support.gloo_threads import Group, groups, on_ranks, on_threads
 
@@ -40,6 +35,46 @@ def test_a_single_process_gets_back_what_it_passes() -> None:
     assert engine.gather_objects("a") == ["a"]
     with engine.waiting(60.0, "nobody waits"):
         engine.agree()
+    assert engine.equal_count(3) == 3
+
+
+def test_a_single_process_holds_all_weights() -> None:
+    engine = OneProcess()
+    assert not engine.divides_weights
+    policy = object()  # nothing of it is used
+    engine.divide(policy)
+    with engine.whole(policy):
+        pass
+    rows = torch.arange(6.0).reshape(3, 2)
+    assert engine.part(rows) is rows
+    assert engine.divided(rows, (6, 2)) is rows
+    target = torch.zeros(3, 2)
+    engine.copy_into(target, rows)
+    assert torch.equal(target, rows)
+    assert target.data_ptr() != rows.data_ptr()
+    engine.accompany(policy, lambda: pytest.fail("a single process makes only its own passes"))
+
+
+def test_a_single_process_keeps_its_gradients_and_clips_them() -> None:
+    """Gradients (3, 0) and 4 have the norm 5. Nothing changes at a limit of 6; a limit of 1 gives (0.6, 0) and 0.8."""
+    engine = OneProcess()
+    tensors = [torch.zeros(2), torch.tensor(0.0), torch.zeros(3)]
+    gradients = [torch.tensor([3.0, 0.0]), torch.tensor(4.0)]
+    tensors[0].grad, tensors[1].grad = gradients
+    value = torch.tensor(7.0)
+    assert engine.sum_gradients(tensors, value) is value
+    assert value.item() == 7
+    assert tensors[0].grad is gradients[0]
+    assert tensors[1].grad is gradients[1]
+    assert tensors[2].grad is None
+    assert [gradient.tolist() for gradient in gradients] == [[3, 0], 4]
+    norm = engine.total_norm(gradients)
+    assert (norm.item(), norm.shape) == (5, ())
+    engine.clip_gradients(tensors[:2], 6.0, norm)
+    assert [gradient.tolist() for gradient in gradients] == [[3, 0], 4]
+    engine.clip_gradients(tensors[:2], 1.0, norm)
+    assert gradients[0].tolist() == pytest.approx([0.6, 0.0])
+    assert gradients[1].item() == pytest.approx(0.8)
 
 
 # A process group
@@ -207,6 +242,73 @@ def test_a_rank_that_waits_for_something_else_may_come_later_than_the_timeout() 
     assert on_ranks(2, body, timeout=1.0) == [[0, 1], [0, 1]]
 
 
+# Gradients of several ranks
+
+
+@pytest.mark.usefixtures("groups")
+def test_gradients_and_a_value_are_added_up_over_all_ranks(subtests: pytest.Subtests) -> None:
+    """In two dtypes; float32 could not hold 1 + 1e-12. A gradient that a rank lacks counts as zeros."""
+
+    def body(engine: Replicated) -> tuple[Tensor, list[Tensor | None]]:
+        factor = 10**engine.rank
+        tensors = [
+            torch.zeros(2, 2),
+            torch.zeros(2, dtype=torch.float64),  # rank 2 lacks it
+            torch.zeros(5),  # no rank has it
+            torch.zeros(()),  # rank 1 alone has it
+            torch.zeros(70, dtype=torch.float64),
+        ]
+        tensors[0].grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * factor
+        if engine.rank < 2:
+            tensors[1].grad = torch.tensor([1.0, 1.0 + 1e-12], dtype=torch.float64)
+        if engine.rank == 1:
+            tensors[3].grad = torch.tensor(-4.0)
+        tensors[4].grad = torch.arange(70, dtype=torch.float64) * factor
+        total = engine.sum_gradients(tensors, torch.tensor([2.0, 0.5], dtype=torch.float64) * factor)
+        return total, [tensor.grad for tensor in tensors]
+
+    expected: list[Tensor | None] = [
+        torch.tensor([[111.0, 222.0], [333.0, 444.0]]),
+        torch.tensor([2.0, 2.0 + 2e-12], dtype=torch.float64),
+        None,
+        torch.tensor(-4.0),
+        torch.arange(70, dtype=torch.float64) * 111,
+    ]
+    for rank, (total, gradients) in enumerate(on_ranks(3, body)):
+        with subtests.test(rank=rank):
+            assert torch.equal(total, torch.tensor([222.0, 55.5], dtype=torch.float64))
+            for found, wanted in zip(gradients, expected, strict=True):
+                if wanted is None:
+                    assert found is None
+                else:
+                    assert found is not None
+                    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+                    assert torch.equal(found, wanted)
+
+
+@pytest.mark.usefixtures("groups")
+def test_gradients_of_different_tensors_are_refused_on_every_rank(subtests: pytest.Subtests) -> None:
+    """Another number of tensors, size, order, dtype or shape. The ranks can go on together after the error."""
+    one, two = torch.zeros(2), torch.zeros(3)
+    for first, second in [
+        ([one], [one, two]),
+        ([one], [two]),
+        ([one, two], [two, one]),
+        ([], [one]),
+        ([one], [one.double()]),
+        ([torch.zeros(2, 3)], [torch.zeros(3, 2)]),
+    ]:
+
+        def body(engine: Replicated, both: Any = (first, second)) -> Any:
+            with pytest.raises(RankError) as raised, engine.together("an update"):
+                engine.sum_gradients(both[engine.rank], torch.tensor(1.0))
+            return str(raised.value), engine.gather_objects(engine.rank)
+
+        with subtests.test(first=len(first), second=len(second)):
+            error = "Gradients need tensors of the same shapes and dtypes on all ranks. Build equal policies and optimizers."
+            assert on_ranks(2, body) == [(error, [0, 1])] * 2
+
+
 # Errors of one rank
 
 
@@ -214,7 +316,7 @@ def failing(error: BaseException, meanwhile: Callable[[Replicated], Any], doing:
     """Rank 1 raises `error` in a block, while rank 0 calls `meanwhile`."""
 
     def body(engine: Replicated) -> None:
-        with same_error(engine, doing):
+        with engine.together(doing):
             if engine.rank == 1:
                 raise error
             meanwhile(engine)
@@ -260,7 +362,7 @@ def test_a_rank_that_goes_on_alone_is_never_paired_with_another_operation(subtes
     """Both ranks gather objects, but rank 1 has caught an error and is in its next iteration."""
 
     def body(engine: Replicated) -> Any:
-        with same_error(engine, f"update in iteration {6 + engine.rank}"):
+        with engine.together(f"update in iteration {6 + engine.rank}"):
             return engine.gather_objects(None)
 
     def other(engine: Replicated) -> Any:
@@ -280,7 +382,7 @@ def test_a_rank_that_goes_on_alone_is_never_paired_with_another_operation(subtes
             assert ", rank 1 is at agree()." in str(error)
 
 
-class Counting(OneProcess):
+class Counting(SeveralProcesses):
     """Counts how often an error is shared. `raises`: what all ranks raise then."""
 
     num_ranks = 2
@@ -298,26 +400,26 @@ class Counting(OneProcess):
 def test_an_error_is_shared_once_by_nested_blocks() -> None:
     own = ZeroDivisionError("x")
     engine = Counting(RankError("y"))
-    with pytest.raises(RankError, match="y"), same_error(engine), same_error(engine), same_error(engine):
+    with pytest.raises(RankError, match="y"), engine.together(), engine.together(), engine.together():
         raise own
     assert engine.shared == [own]
 
 
 def test_a_block_that_ends_well_exchanges_nothing_and_a_foreign_interrupt_passes() -> None:
     engine = Counting(RankError("y"))
-    with same_error(engine):
+    with engine.together():
         pass
-    with pytest.raises(KeyboardInterrupt), same_error(engine):
+    with pytest.raises(KeyboardInterrupt), engine.together():
         raise KeyboardInterrupt
     assert engine.shared == []
-    with pytest.raises(RankError), same_error(engine):
+    with pytest.raises(RankError), engine.together():
         raise TrainingInterrupted(2)
     assert len(engine.shared) == 1
 
 
 def test_a_single_process_raises_its_error_as_it_is() -> None:
     own = ZeroDivisionError("x")
-    with pytest.raises(ZeroDivisionError) as raised, same_error(OneProcess()), same_error(OneProcess()):
+    with pytest.raises(ZeroDivisionError) as raised, OneProcess().together(), OneProcess().together("a step"):
         raise own
     assert raised.value is own
     OneProcess().agree()
@@ -332,7 +434,7 @@ def test_a_single_process_raises_its_error_as_it_is() -> None:
 def test_values_that_differ_between_ranks_are_refused_and_named_on_every_rank() -> None:
     def body(engine: Replicated) -> None:
         values = {"lr": 0.1 * (1 + engine.rank), "same": "a", **({"extra": None} if engine.rank == 1 else {})}
-        require_same_on_all_ranks(engine, "Trainer", values)
+        engine.require_same("Trainer", values)
 
     for error in on_ranks(2, body):
         assert type(error) is ConfigError
@@ -344,7 +446,7 @@ def test_values_that_differ_between_ranks_are_refused_and_named_on_every_rank() 
 
 @pytest.mark.usefixtures("groups")
 def test_equal_values_are_accepted() -> None:
-    same = on_ranks(2, lambda engine: require_same_on_all_ranks(engine, "x", {"a": float("nan"), "b": [1]}))
+    same = on_ranks(2, lambda engine: engine.require_same("x", {"a": float("nan"), "b": [1]}))
     assert same == [None, None]
 
 
@@ -353,7 +455,7 @@ def test_a_single_process_does_not_compare_values() -> None:
         def gather_objects(self, value: Any) -> list[Any]:
             raise AssertionError("there is no other rank")
 
-    require_same_on_all_ranks(Deaf(), "x", {"a": 1})
+    Deaf().require_same("x", {"a": 1})
 
 
 @pytest.mark.usefixtures("groups")
@@ -389,7 +491,7 @@ def test_several_engines_of_one_group_do_not_mix_their_messages() -> None:
 # Equal weights
 
 
-class Ranks(OneProcess):
+class Ranks(SeveralProcesses):
     """Three ranks; the others start from these parameters."""
 
     num_ranks = 3
@@ -400,7 +502,7 @@ class Ranks(OneProcess):
     def gather_objects(self, value: Any) -> list[Any]:
         sent: list[Any] = []
 
-        class Listening(OneProcess):
+        class Listening(SeveralProcesses):
             num_ranks = 2
 
             def gather_objects(self, value: Any) -> list[Any]:
@@ -408,7 +510,7 @@ class Ranks(OneProcess):
                 return [value]
 
         for parameters in self.others:
-            require_equal_weights(Listening(), parameters)
+            Listening().require_equal_weights(parameters)
         return [value, *sent]
 
 
@@ -422,7 +524,7 @@ def parameters(*, scale: float = 1.0) -> dict[str, Tensor]:
 
 
 def test_a_rank_with_other_weights_is_refused_and_its_difference_named(subtests: pytest.Subtests) -> None:
-    require_equal_weights(Ranks(parameters(), parameters()), parameters())  # equal weights are accepted
+    Ranks(parameters(), parameters()).require_equal_weights(parameters())  # equal weights are accepted
     swapped = parameters() | {"weight": torch.tensor([[2.0, 1.0], [3.0, 4.0]])}
     all_differ = {name: value.detach() + 1 for name, value in parameters().items()} | {"empty": torch.ones(1)}
     fewer = {name: value for name, value in parameters().items() if name != "gain"}
@@ -433,16 +535,12 @@ def test_a_rank_with_other_weights_is_refused_and_its_difference_named(subtests:
         ((fewer, parameters()), r"rank 1 differs from rank 0 in their number\. Build"),
     ]:
         with subtests.test(message=message), pytest.raises(ConfigError, match=message):
-            require_equal_weights(Ranks(*others), parameters())
+            Ranks(*others).require_equal_weights(parameters())
 
 
 def test_a_single_process_does_not_compare_weights() -> None:
-    class Silent(OneProcess):
+    class Deaf(OneProcess):
         def gather_objects(self, value: Any) -> list[Any]:
-            raise ConnectionError("there is no other rank")
+            raise AssertionError("there is no other rank")
 
-    engine = Silent()
-    require_equal_weights(engine, parameters())
-    engine.num_ranks = 2
-    with pytest.raises(ConnectionError):
-        require_equal_weights(engine, parameters())
+    Deaf().require_equal_weights(parameters())

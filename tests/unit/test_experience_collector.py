@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo import ActionScores, ConfigError, ContractError, ExperienceBatch, ProtocolError, RewardConfig, SampledActions
-from grpo.distributed import OneProcess
+from grpo._running.evaluation import evaluated
 from grpo.experience_collector import ExperienceCollector
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import ExactSampling, GroupScoring, Planning, RowScoring, TablePolicy
@@ -108,7 +108,7 @@ def test_sampling_and_rewards_run_in_evaluation_mode_without_gradients() -> None
     policy.train()
     batch = collector.collect(["a", "b"])
     policy.train()
-    collector.evaluate(["a", "b"], 2)
+    collector.sample_with_rewards(["a", "b"], 2)
     assert seen == [(False, False)] * 4
     assert batch.old_log_probs is not None
     assert not batch.old_log_probs.requires_grad
@@ -211,7 +211,7 @@ def test_rows_without_a_reward_are_dropped_from_every_field(subtests: pytest.Sub
             assert whole.old_log_probs is not None
             assert batch.old_log_probs is not None
             assert torch.equal(batch.old_log_probs.nan_to_num(), whole.old_log_probs[kept].nan_to_num())
-            assert collector.take_counts(OneProcess())["rows/dropped"] == 2.0
+            assert collector.agree([collector.costs()])["rows/dropped"] == 2.0
 
 
 def test_rewards_receive_the_samplers_steps() -> None:
@@ -226,7 +226,11 @@ def test_rewards_receive_the_samplers_steps() -> None:
 
     collector = collector_of(TwoSteps(), steps, group_size=2)
     assert collector.collect([0]).rewards.tolist() == [[1, 2], [3, 0]]
-    assert collector.evaluate([0], 2).rewards.tolist() == [3, 3]
+    *_, mask, rewards = collector.sample_with_rewards([0], 2)
+    assert mask is not None
+    assert mask.tolist() == [[True, True], [True, False]]
+    assert rewards.values.tolist() == [[1, 2], [3, 0]]
+    assert evaluated(collector, [0], 2).rewards.tolist() == [3, 3]
 
 
 def test_failures_of_evaluations_and_collections_are_counted_until_they_are_reported() -> None:
@@ -240,14 +244,15 @@ def test_failures_of_evaluations_and_collections_are_counted_until_they_are_repo
 
     settings = RewardConfig(num_retries=1, retry_delay=0.0)
     collector = collector_of(TablePolicy(), reward, reward=settings)
-    collector.evaluate(["a"], 2)
+    collector.sample_with_rewards(["a"], 2)
     collector.collect(["a"])
-    assert [collector.take_counts(OneProcess())["rewards/failed_calls"] for _ in range(2)] == [2.0, 0.0]
+    assert [collector.agree([collector.costs()])["rewards/failed_calls"] for _ in range(2)] == [2.0, 0.0]
 
 
 def test_rewards_of_fresh_actions_are_one_number_per_row() -> None:
     policy = scripted()
-    assert collector_of(policy, group_size=99).evaluate(["a", "b"], 3).rewards.tolist() == [0, 1, 1, 11, 10, 12]
+    collector = collector_of(policy, group_size=99)
+    assert evaluated(collector, ["a", "b"], 3).rewards.tolist() == [0, 1, 1, 11, 10, 12]
     assert policy.calls == {"generate": 1}
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from grpo import ConfigError, ExperienceBatch, GRPOConfig, GRPOTrainer, PairwiseRewards, group_relative_advantages
+from grpo._running.evaluation import evaluated
 from tests.support.bad_input_places import Grouping, Plain
 from tests.support.objective_inputs import as_users_run_it
 
@@ -95,7 +96,7 @@ def test_win_rates_are_compared_within_shared_groups_also_in_evaluations() -> No
     )
     trainer = trainer_of(reward_model=rewards, group_by=str)
     assert trainer.collect(["a", "a"]).rewards.tolist() == pytest.approx([1 / 6, 5 / 6] * 2)
-    assert trainer.collector.evaluate(["a", "a"], 2).group_ids.tolist() == [0] * 4
+    assert evaluated(trainer.collector, ["a", "a"], 2).group_ids.tolist() == [0] * 4
 
 
 def test_wrong_keys_and_functions_are_refused(subtests: pytest.Subtests) -> None:

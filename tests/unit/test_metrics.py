@@ -96,11 +96,10 @@ def test_a_meter_sums_the_totals_of_all_ranks():
     meter.add({"loss": row(0, 0.25, 0)})
     meter.add_value("grad_norm", 4.0)
 
-    def all_ranks(own):
-        assert own == {"ratio": (2, 3, 5), "loss": (0, 0.75, 0)}
-        return [own, {"ratio": (1, 6, 36), "loss": (0, 1.0, 0), "there": (1, 7, 49)}]
-
-    assert meter.report(num_updates=2, all_ranks=all_ranks) == {
+    own = meter.totals()
+    assert own == {"ratio": (2, 3, 5), "loss": (0, 0.75, 0)}
+    other = {"ratio": (1, 6, 36), "loss": (0, 1.0, 0), "there": (1, 7, 49)}
+    assert meter.report(num_updates=2, of_ranks=[own, other]) == {
         "ratio": (pytest.approx(3), pytest.approx(math.sqrt(14 / 3))),
         "loss": (0.875, 0.0),
         "there": (7.0, 0.0),

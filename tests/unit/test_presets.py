@@ -314,6 +314,7 @@ class ShareOfOnes:
         return rewards
 
 
+@pytest.mark.filterwarnings("ignore:step.. does not honour")
 def test_one_step_of_a_preset_makes_better_rows_more_likely(subtests: pytest.Subtests) -> None:
     """As it stands, learning rate and all, on ragged rows in float64: a step of 1e-6 shows in the eighth digit.
 

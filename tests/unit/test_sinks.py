@@ -92,8 +92,8 @@ def test_a_sink_that_goes_back_replaces_what_it_wrote(tmp_path: Path) -> None:
 def test_a_second_call_of_train_with_the_same_sink_appends(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     sink, trainer = JSONLSink(path), trainer_of()
-    for _ in range(2):
-        trainer.train(["a", "b"], num_iterations=2, sinks=[sink], progress=False)
+    for total in (2, 4):
+        trainer.train(["a", "b"], num_iterations=total, sinks=[sink], progress=False)
     sink.close()
     assert iterations_of(path) == [1, 2, 3, 4]
 

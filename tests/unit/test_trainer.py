@@ -13,7 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, NonFiniteGradientError, ObjectiveInputs, ObjectiveOutput
+from grpo import (
+    ExperienceBatch,
+    GRPOConfig,
+    GRPOTrainer,
+    GRPOWarning,
+    NonFiniteGradientError,
+    ObjectiveInputs,
+    ObjectiveOutput,
+)
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import (
     DuckPolicy,
@@ -177,13 +185,23 @@ def test_step_equals_collect_followed_by_update(subtests: pytest.Subtests) -> No
 def test_time_update_spans_the_update_and_time_iteration_the_whole_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A clock that shows 0, 1, 2, ...: a step begins at 0, its update lasts from 1 to 2, and the step ends at 3."""
-    trainer, _ = by_hand()
+    """On this clock, a reward takes 3 seconds, an optimizer step 4 seconds, and nothing else any time."""
+    clock = [0.0]
+    monkeypatch.setattr("grpo.metrics.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def reward(states: Any, actions: Any) -> list[float]:
+        clock[0] += 3.0
+        return REWARDS
+
+    trainer, _ = by_hand(rewards=reward)
+    assert trainer.optimizer is not None
+    trainer.optimizer.register_step_post_hook(lambda *_: clock.__setitem__(0, clock[0] + 4.0))
     batch = trainer.collect(["a", "b"])
-    for method, given, update, iteration in [(trainer.step, ["a", "b"], 1, 3), (trainer.update, batch, 1, 1)]:
-        ticks = iter(range(9))
-        monkeypatch.setattr("grpo.trainer.time", SimpleNamespace(perf_counter=lambda ticks=ticks: float(next(ticks))))
-        metrics = method(given)
+    for metrics, update, iteration in [
+        (trainer.step(["a", "b"]), 4, 7),
+        (trainer.update(batch), 4, 4),
+        (trainer.train(["a", "b"], num_iterations=3, progress=False)[0], 4, 7),
+    ]:
         assert (metrics["time/update"], metrics["time/iteration"]) == (update, iteration)
 
 
@@ -362,6 +380,17 @@ def test_the_policy_is_in_eval_mode_while_collecting_and_in_train_mode_for_gradi
 # Runs and their checkpoints
 
 
+def test_a_loop_of_steps_is_told_once_which_settings_only_train_honours() -> None:
+    trainer, _ = by_hand(config={"lr_schedule": "cosine", "warmup_ratio": 0.5})
+    with pytest.warns(GRPOWarning) as given:
+        trainer.step(["a", "b"])
+    trainer.collect(["a", "b"])  # a second warning would be an error
+    (message,) = [str(warning.message) for warning in given]
+    assert re.match(r"step\(\) does not honour config.lr_schedule=.*, config.warmup_ratio=.*only train\(\)", message)
+    by_hand()[0].step(["a", "b"])
+    by_hand(config={"lr_schedule": "cosine"})[0].train(["a", "b"], num_iterations=1, progress=False)
+
+
 def test_another_trainer_continues_from_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
     """Six iterations in one run, or four and then the last two: the same weights."""
     whole, whole_policy = by_hand(config={"seed": 1})
@@ -389,6 +418,6 @@ def test_a_run_ended_by_bad_gradients_leaves_a_checkpoint_with_the_count_reset(t
     resumed, _ = by_hand(config={"max_skipped_updates": 1})
     resumed.optimizer_step.skipped_in_a_row = 5
     resumed.load_checkpoint(tmp_path)
-    assert (resumed.iteration, resumed.progress.position) == (2, 2)
+    assert resumed.iteration == 2
     assert resumed.optimizer_step.skipped_in_a_row == 0
     assert torch.equal(resumed.policy.logits, policy.logits)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adapters.llm.model.merged_weights import is_divided, merged_weights
 from grpo.arguments import describe
-from grpo.distributed import Engine, OneProcess, same_error
+from grpo.engine import Engine, OneProcess
 from grpo.errors import ConfigError, warn_user
 
 from .samplers import SampledTokens
@@ -155,7 +155,7 @@ class VLLMServerSampler:
             SamplerError: No server answers, or one did not load the weights.
         """
         engine = self._engine
-        with same_error(engine, "sending weights to the vLLM servers"):
+        with engine.together("sending weights to the vLLM servers"):
             weights = self._gathered(model) if is_divided(model) else None
             if engine.rank == 0:
                 with engine.waiting(self._timeout, "it writes the weights for the vLLM servers"):

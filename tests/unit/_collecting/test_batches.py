@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from grpo import ConfigError, ContractError, ExperienceBatch
 from grpo._collecting.batches import gather_rewards, join_batches, select_batch
-from grpo.distributed import OneProcess
+from grpo._ranks.processes import SeveralProcesses
 
 
 def batch_of(rewards: list[float], group_ids: list[int], width: int = 2, **others: Any) -> ExperienceBatch:
@@ -57,40 +56,50 @@ def test_selected_rows_keep_all_their_fields() -> None:
     assert part.values.tolist() == [[4, 5], [0, 1]]
 
 
-class TwoRanks(OneProcess):
+class TwoRanks(SeveralProcesses):
     """This rank's rows, and the same rows on a second rank, changed by `differ`."""
 
     num_ranks = 2
 
-    def __init__(self, differ: Callable[[Any], Any]) -> None:
-        self.differ = differ
-
-    def sum(self, values: Tensor) -> Tensor:
-        return 2 * values
-
-    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
-        return torch.cat([rows, rows]), 0
+    def __init__(self, differ: Callable[[Any], Any], rank: int = 0) -> None:
+        self.differ, self.rank = differ, rank
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return [value, self.differ(value)]
+        of_ranks = [value, self.differ(value)]
+        return of_ranks[::-1] if self.rank else of_ranks
+
+
+def changed(**fields: Any) -> Callable[[ExperienceBatch], ExperienceBatch]:
+    return lambda own: dataclasses.replace(own, **fields)
 
 
 def test_ranks_with_different_fields_are_refused() -> None:
-    engine = TwoRanks(lambda own: (own[0], ["values"], *own[2:]))
+    engine = TwoRanks(changed(values=torch.ones(1, 2)))
     with pytest.raises(
         ContractError, match=r"Every rank's batch must hold the same fields; they hold \[\[\], \['values'\]\]"
     ):
         gather_rewards(batch_of([1.0], [0]), engine)
 
 
-def test_missing_final_values_of_a_rank_are_gathered_as_zeros_in_the_dtype_of_values() -> None:
-    """All gathered tensors have one dtype, and rewards may have another dtype than the critic's values."""
-    batch = batch_of([1.0], [0], values=torch.ones(1, 2))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_missing_final_values_of_a_rank_are_gathered_as_zeros_in_the_dtype_of_values(dtype: torch.dtype) -> None:
+    """Rewards may have another dtype than the critic's values."""
+    batch = batch_of([1.0], [0], values=torch.ones(1, 2, dtype=dtype))
     assert batch.rewards.dtype == torch.float64
-    gathered, own = gather_rewards(batch, TwoRanks(lambda own: (*own[:2], True, *own[3:])))
+    gathered, own = gather_rewards(batch, TwoRanks(changed(final_values=torch.tensor([5.0], dtype=dtype))))
     assert gathered.final_values is not None
-    assert (gathered.final_values.tolist(), gathered.final_values.dtype) == ([0.0, 0.0], torch.float32)
+    assert (gathered.final_values.tolist(), gathered.final_values.dtype) == ([0.0, 5.0], dtype)
     assert own == slice(0, 1)
+
+
+def test_rows_of_all_ranks_are_joined_in_rank_order_and_their_groups_stay_separate() -> None:
+    """Rank 0 has three rows of two steps, and rank 1, which calls, two rows of one step. All ranks have a group 0."""
+    other = batch_of([3.0, 4.0, 5.0], [0, 0, 7])
+    gathered, own = gather_rewards(batch_of([1.0, 2.0], [0, 0], width=1), TwoRanks(lambda own: other, rank=1))
+    assert gathered.rewards.tolist() == [3, 4, 5, 1, 2]
+    assert gathered.group_ids.tolist() == [0, 0, 1, 2, 2]
+    assert gathered.mask.tolist() == [[True, True]] * 3 + [[True, False]] * 2
+    assert own == slice(3, 5)
 
 
 def test_the_batch_of_all_ranks_has_no_rows_of_one_rank_only() -> None:
@@ -108,7 +117,7 @@ def test_the_batch_of_all_ranks_has_no_rows_of_one_rank_only() -> None:
 def test_rank_metrics_are_summed_except_averaged_means_and_local_seconds() -> None:
     own_metrics = {"rows/dropped": 2.0, "rewards/mean_drawn": 1.0, "time/sample": 3.0}
     other_metrics = {"rows/dropped": 5.0, "rewards/mean_drawn": 4.0, "time/sample": 9.0}
-    engine = TwoRanks(lambda own: (*own[:3], other_metrics))
+    engine = TwoRanks(changed(metrics=other_metrics))
     gathered, _ = gather_rewards(batch_of([1.0], [0], metrics=own_metrics), engine)
     assert gathered.metrics == {"rows/dropped": 7.0, "rewards/mean_drawn": 2.5, "time/sample": 3.0}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo import GRPOConfig, GRPOTrainer, RewardConfig, WeightedRewards
-from grpo.distributed import OneProcess
+from grpo._collecting.costs import Costs
 from grpo.experience_collector import ExperienceCollector
 from grpo.reward_model_base import add_call_metrics
 
@@ -51,11 +51,14 @@ class Draws:
     eval = to = train
 
 
-class Ranks(OneProcess):
-    """This rank and another one, which has measured a call of 10 s."""
-
-    def gather_objects(self, own: Any) -> list[Any]:
-        return [own, ({"rows/dropped": 2.0}, {"judge/calls": (0, 1), "judge/seconds": (1, 10.0)})]
+OTHER_RANK = Costs(
+    counts={"rows/dropped": 2.0},
+    measured={"judge/calls": (0, 1), "judge/seconds": (1, 10.0)},
+    rows_per_call=None,
+    num_halvings=0,
+    num_repeated=0,
+)
+"""The costs of another rank, which has measured a call of 10 s."""
 
 
 def collector(reward_model: Any, *actions: int, **settings: Any) -> ExperienceCollector:
@@ -66,8 +69,7 @@ def collector(reward_model: Any, *actions: int, **settings: Any) -> ExperienceCo
 
 
 def taken(found: ExperienceCollector) -> dict[str, float]:
-    engine = GRPOTrainer(config=GRPOConfig(), policy=Draws(1), reward_model=Measuring()).engine
-    return {name: value for name, value in found.take_counts(engine).items() if name.startswith("judge/")}
+    return {name: value for name, value in found.agree([found.costs()]).items() if name.startswith("judge/")}
 
 
 def test_metrics_are_means_over_all_calls_of_an_iteration_or_totals() -> None:
@@ -83,7 +85,7 @@ def test_metrics_are_joined_over_ranks() -> None:
     """Calls of 1 and 4 s here and of 10 s on the other rank: 5 s on average."""
     found = collector(Measuring(), 1, 4)
     found.collect(["state"])
-    metrics = found.take_counts(Ranks())
+    metrics = found.agree([found.costs(), OTHER_RANK])
     assert {name: metrics[name] for name in ("judge/calls", "judge/seconds", "rows/dropped")} == {
         "judge/calls": 3,
         "judge/seconds": 5.0,
@@ -108,11 +110,8 @@ def test_the_parts_of_a_weighted_reward_are_measured() -> None:
 def test_metrics_that_no_iteration_has_reported_are_in_the_checkpoint() -> None:
     found, again = collector(Measuring(), 1, 2), collector(Measuring(), 1, 2)
     found.collect(["state"])
-    state = found.state_dict()
-    again.load_state_dict(state)
+    again.load_state_dict(found.state_dict())
     assert taken(again) == taken(found) == {"judge/calls": 2, "judge/seconds": 1.5}
-    again.load_state_dict({name: value for name, value in state.items() if name != "reward_metrics"})
-    assert taken(again) == {}, "a checkpoint of an earlier version has no such metrics"
 
 
 def test_a_trainer_reports_the_metrics_of_each_iteration() -> None:

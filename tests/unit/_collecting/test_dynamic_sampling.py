@@ -8,9 +8,11 @@ import torch
 
 from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer
 from grpo._collecting.dynamic_sampling import collect_live_groups
+from grpo.errors import GRPOWarning
 from tests.support.policies import TablePolicy
 
 STATES = list(range(8))
+WITHOUT_MORE_STATES = r"step\(\) does not honour config\.dynamic_sampling_rounds=\d \(without more_states\)"
 
 
 class Scripted(TablePolicy):
@@ -81,7 +83,8 @@ def test_if_all_groups_stay_dead_the_last_batch_is_returned() -> None:
 
 def test_a_step_without_further_states_only_leaves_dead_groups_out() -> None:
     trainer, policy = trainer_of(rounds=3)
-    metrics = trainer.step([0, 1])
+    with pytest.warns(GRPOWarning, match=WITHOUT_MORE_STATES):
+        metrics = trainer.step([0, 1])
     assert policy.drawn == [[0, 1]]
     assert metrics["group_stats/num_groups"] == 1
 
@@ -89,7 +92,8 @@ def test_a_step_without_further_states_only_leaves_dead_groups_out() -> None:
 def test_left_out_groups_do_not_count_in_the_mean_of_the_loss() -> None:
     """The gradient is that of the live group alone: twice what it would be among two groups."""
     filtered, policy = trainer_of(rounds=1)
-    filtered.step([0, 1])
+    with pytest.warns(GRPOWarning, match=WITHOUT_MORE_STATES):
+        filtered.step([0, 1])
     alone, other = trainer_of(rounds=0)
     alone.step([1])
     assert torch.equal(policy.logits, other.logits)
@@ -123,7 +127,7 @@ def test_mean_drawn_sums_valid_steps_over_all_drawn_rows() -> None:
         batch = ExperienceBatch.from_rows(rows, rows, rewards, rows, mask=torch.tensor(mask))
         return replace(batch, rewards=torch.tensor(rewards))  # as a collector of the user's own may leave them
 
-    batch = collect_live_groups(collect, [0, 1], lambda: [0], num_rounds=2)
+    batch = collect_live_groups(collect, [0, 1], lambda: [0], GRPOConfig(dynamic_sampling_rounds=2))
     assert batch.num_rows == 2
     assert batch.metrics["rewards/mean_drawn"] == pytest.approx((3.0 + 4.0 + 1.0 + 1.0 + 2.0) / 5)
     assert batch.metrics["group_stats/num_drawn"] == 3

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from grpo import ExperienceBatch
+from grpo._collecting.costs import Costs
 from grpo._collecting.out_of_memory import PassSizes
 from grpo._collecting.reward_calls import COUNTED
 from grpo._collecting.update_plan import cut_parts, half, parts_in_order
-from grpo.distributed import OneProcess
+from grpo._ranks.processes import SeveralProcesses
 from grpo.experience_collector import ExperienceCollector
 from tests.support.out_of_memory import SmallMemory, scored_rows
 from tests.support.policies import Planning, RowScoring
@@ -209,40 +210,48 @@ def test_unused_memory_of_cuda_is_released_before_a_repetition(monkeypatch: pyte
     assert restored == [generators, generators]
 
 
-class OtherRank(OneProcess):
+class OtherRank(SeveralProcesses):
     """A second rank that runs out of memory in some of its attempts, counted from 1."""
 
     num_ranks = 2
 
     def __init__(self, *fails_in: int) -> None:
         self.fails_in = fails_in
-        self.num_sums = 0
+        self.num_meetings = 0
 
-    def sum(self, values: Tensor) -> Tensor:
-        self.num_sums += 1
-        return values + float(self.num_sums in self.fails_in)
+    def gather_objects(self, value: Any) -> list[Any]:
+        self.num_meetings += 1
+        return [value, self.num_meetings in self.fails_in]
 
 
 def test_a_rank_repeats_what_another_rank_could_not_do(caplog: pytest.LogCaptureFixture) -> None:
     """Two halvings for the other rank, none for this one; only errors of this rank are counted and logged."""
-    sizes, memory, engine = PassSizes("work"), SmallMemory(), OtherRank(1, 2)
+    engine, memory = OtherRank(1, 2), SmallMemory()
+    sizes = PassSizes("work", engine)
     with caplog.at_level(logging.WARNING, logger="grpo"):
-        assert worked(sizes, memory, 8, engine=engine) == [2, 2, 2, 2]
+        assert worked(sizes, memory, 8, together=True) == [2, 2, 2, 2]
     assert memory.sizes == [8, 4, 4, 2, 2, 2, 2]
-    assert (sizes.num_halvings, sizes.num_repeated, engine.num_sums) == (2, 0, 3)
+    assert (sizes.num_halvings, sizes.num_repeated, engine.num_meetings) == (2, 0, 3)
     assert caplog.records == []
 
 
 def test_two_ranks_that_fail_in_one_attempt_halve_once() -> None:
-    sizes, memory = PassSizes("work"), SmallMemory(fits=4)
-    assert worked(sizes, memory, 8, engine=OtherRank(1)) == [4, 4]
+    sizes, memory = PassSizes("work", OtherRank(1)), SmallMemory(fits=4)
+    assert worked(sizes, memory, 8, together=True) == [4, 4]
     assert (sizes.num_halvings, sizes.num_repeated) == (1, 1)
 
 
 def test_a_rank_without_rows_waits_for_the_other() -> None:
-    sizes, memory = PassSizes("work"), SmallMemory(fits=0)
-    assert worked(sizes, memory, 0, engine=OtherRank(1)) == []
+    sizes, memory = PassSizes("work", OtherRank(1)), SmallMemory(fits=0)
+    assert worked(sizes, memory, 0, together=True) == []
     assert (sizes.num_halvings, sizes.num_repeated, memory.sizes) == (1, 0, [])
+
+
+def test_work_of_a_rank_by_itself_is_repeated_without_the_other_ranks() -> None:
+    engine, memory = OtherRank(1, 2, 3), SmallMemory(fits=4)
+    sizes = PassSizes("scoring", engine)
+    assert worked(sizes, memory, 8) == [4, 4]
+    assert (sizes.num_halvings, sizes.num_repeated, engine.num_meetings) == (1, 1, 0)
 
 
 # Scoring
@@ -273,6 +282,11 @@ def completed(policy: Any, reference: Any = None, **settings: Any) -> tuple[Expe
     return collector.complete(batch(), several_updates=True), collector
 
 
+def reported(collector: ExperienceCollector, *others: Costs) -> float:
+    """The number of repetitions on this rank and others, as an iteration reports it."""
+    return collector.agree([collector.costs(), *others])["train/out_of_memory"]
+
+
 def test_scores_are_the_same_whichever_call_runs_out_of_memory(subtests: pytest.Subtests) -> None:
     """Two calls of four rows for the policy and two for the reference. The failing call is repeated with two rows each."""
     torch.manual_seed(0)
@@ -298,7 +312,7 @@ def test_scores_are_the_same_whichever_call_runs_out_of_memory(subtests: pytest.
                     found, collector = completed(twins[id(policy)], twins[id(reference)], micro_batch_size=4)
                 wanted = expected_own if scored is own else expected
                 assert memory.sizes == [4] * failing + [2] * 4
-                assert (collector.scoring.num_halvings, collector.agree_on_sizes(OneProcess())) == (1, 1)
+                assert (collector.scoring.num_halvings, reported(collector)) == (1, 1)
                 for name in ("old_log_probs", "ref_log_probs", "entropy"):
                     here, there = getattr(found, name), getattr(wanted, name)
                     torch.testing.assert_close(here[MASK], there[MASK], rtol=1e-12, atol=0)
@@ -338,7 +352,7 @@ def test_steps_of_sampled_actions_are_found_with_fewer_rows_too() -> None:
 def test_repetitions_are_counted_until_they_are_reported() -> None:
     collector = ExperienceCollector(policy=RowScoring(), reward_model=lambda s, a: [0.0] * len(a), group_size=1)
     collector.sample.num_repeated, collector.scoring.num_repeated, collector.updating.num_repeated = 1, 2, 4
-    assert (collector.agree_on_sizes(OneProcess()), collector.agree_on_sizes(OneProcess())) == (7, 0)
+    assert (reported(collector), reported(collector)) == (7, 0)
 
 
 @pytest.mark.parametrize(
@@ -352,16 +366,11 @@ def test_repetitions_are_counted_until_they_are_reported() -> None:
 )
 def test_ranks_go_on_with_the_fewest_rows_of_any_rank(own: Any, other: Any, expected: Any) -> None:
     """Rows per call while sampling, halvings while scoring, and the number of repetitions of all ranks."""
-
-    class TwoRanks(OneProcess):
-        num_ranks = 2
-
-        def gather_objects(self, value: Any) -> list[Any]:
-            return [value, other]
-
     collector = ExperienceCollector(policy=RowScoring(), reward_model=lambda s, a: [0.0] * len(a), group_size=1)
     collector.sample.rows_per_call, collector.scoring.num_halvings, collector.sample.num_repeated = own
-    num_repeated = collector.agree_on_sizes(TwoRanks())
+    names = ("rows_per_call", "num_halvings", "num_repeated")
+    other_rank = Costs(counts={}, measured={}, **dict(zip(names, other, strict=True)))
+    num_repeated = reported(collector, other_rank)
     assert (collector.sample.rows_per_call, collector.scoring.num_halvings, num_repeated) == expected
 
 
@@ -374,6 +383,7 @@ def test_the_state_restores_every_size_and_count() -> None:
         "rows_per_sample_call": None,
         "num_halvings": [0, 0],
         "num_repeated": [0, 0, 0],
+        "decides_once_per_row": False,
         "reward_counts": dict.fromkeys(COUNTED, 0.0),
         "reward_metrics": {},
     }
@@ -384,4 +394,4 @@ def test_the_state_restores_every_size_and_count() -> None:
     assert twin.sample.rows_per_call == 6
     assert (twin.scoring.num_halvings, twin.updating.num_halvings) == (1, 2)
     assert twin.state_dict() == collector.state_dict()
-    assert twin.agree_on_sizes(OneProcess()) == 12
+    assert reported(twin) == 12

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from grpo import GRPOConfig, GRPOTrainer, TrainingInterrupted
-from grpo._running.trainer_state import capture
 from grpo.checkpoint import read_checkpoint
 from tests.support.checkpoint_runs import built
 from tests.support.objective_inputs import as_users_run_it
@@ -93,7 +92,7 @@ def test_a_signal_during_a_hanging_reward_stops_at_once_and_finished_rewards_are
     assert time.monotonic() - start < 5.0
     assert trainer.iteration == 3
     (newest,) = sorted(tmp_path.glob("iteration-00000003*"))
-    saved = read_checkpoint(newest)["ahead"]
+    saved = read_checkpoint(newest)["parts"]["ahead"]["pending"]
     # the signal came while iteration 3 waited for its rewards; the safe point was before the sampling of iteration 6
     assert [pending["answer"] is None for pending in saved] == [True, True, True]
     released.set()
@@ -112,14 +111,18 @@ def test_a_signal_during_a_hanging_reward_stops_at_once_and_finished_rewards_are
 
 def test_finished_rewards_of_later_iterations_are_not_asked_for_again(tmp_path: Path) -> None:
     def stop(trainer: Any, metrics: Any) -> None:
-        while not all(pending.answer.done.is_set() for pending in trainer.progress.ahead):
+        while not all(pending.answer.done.is_set() for pending in trainer.ahead.pending):
             time.sleep(0.002)
         if trainer.iteration == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
     stopper = type("Stopper", (), {"on_iteration": staticmethod(stop)})()
     trainer = trained(quick, checkpoint_dir=tmp_path, callbacks=[stopper])
-    assert [pending["answer"] is None for pending in capture(trainer)["ahead"]] == [False, False, False]
+    assert [pending["answer"] is None for pending in trainer.state_dict()["parts"]["ahead"]["pending"]] == [
+        False,
+        False,
+        False,
+    ]
     asked = []
 
     def noting(states: Any, actions: Any) -> list[float]:
@@ -134,16 +137,16 @@ def test_finished_rewards_of_later_iterations_are_not_asked_for_again(tmp_path: 
 def test_a_run_that_a_callback_ends_leaves_the_rest_and_a_new_run_begins_anew(tmp_path: Path) -> None:
     trainer = trained(quick, callbacks=[Ends()])
     assert trainer.iteration == 2
-    assert len(trainer.progress.ahead) == 3
+    assert len(trainer.ahead.pending) == 3
     assert not [thread for thread in threading.enumerate() if thread.name == "rewards of later iterations"]
-    trainer.train(torch.zeros(2, 3), num_iterations=1, progress=False)
-    assert trainer.progress.ahead == []
+    trainer.train(torch.zeros(2, 3), num_iterations=3, progress=False)
+    assert trainer.ahead.pending == []
     assert trainer.iteration == 3
 
 
 def test_a_run_that_goes_on_with_fewer_iterations_ahead_uses_what_was_sampled(tmp_path: Path) -> None:
     stopped = trained(quick, callbacks=[Ends()], checkpoint_dir=tmp_path)
-    assert len(stopped.progress.ahead) == 3
+    assert len(stopped.ahead.pending) == 3
     sampled: list[int] = []
 
     policy = VectorPolicy()

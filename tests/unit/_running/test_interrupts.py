@@ -151,7 +151,7 @@ SCRIPT = """
             run(**case)
             sys.exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        saved = read_checkpoint(case["folder"])["counters"]["iteration"] if code > 0 and case["folder"] else None
+        saved = read_checkpoint(case["folder"])["parts"]["counters"]["iteration"] if code > 0 and case["folder"] else None
         print(json.dumps([code, open(output).read(), saved]), flush=True)
 """
 
@@ -193,7 +193,7 @@ def test_what_signals_do_to_a_run(subtests: pytest.Subtests, tmp_path: Path) -> 
             assert printed or "Interrupt" not in output
             assert said in output
             assert saved == expected_saved
-    assert read_checkpoint(tmp_path / "run 4")["counters"]["iteration"] == 2
+    assert read_checkpoint(tmp_path / "run 4")["parts"]["counters"]["iteration"] == 2
 
 
 def test_a_keyboard_interrupt_in_an_update_waits_for_the_optimizer_step() -> None:

@@ -7,30 +7,40 @@ import pytest
 import torch
 
 from grpo._common.global_state import capture_random_state, restore_random_state
+from grpo._ranks.processes import SeveralProcesses
 from grpo._running.other_ranks import for_other_ranks
 from grpo.checkpoint import Checkpoint
-from grpo.distributed import OneProcess
 from grpo.errors import CheckpointError, GRPOWarning
 
 
-class Rank(OneProcess):
+class Rank(SeveralProcesses):
+    """One of several ranks. It never meets the others."""
+
     def __init__(self, rank: int, num_ranks: int) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+        self._rank, self._num_ranks = rank, num_ranks
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self._num_ranks
 
 
-def written_by(num_ranks: int, iteration: int = 5, **state: Any) -> Checkpoint:
+def written_by(num_ranks: int, iteration: int = 5, rows: Any = None) -> Checkpoint:
     """A checkpoint in memory. Its files are not needed."""
     checkpoint = object.__new__(Checkpoint)
     counters = {"data_seed": 3, "iteration": iteration}
-    stateful = {"replay": {"rows": ["old"]}, "policy": {"calls": 2}}
-    whole = {"counters": counters, "random": {"torch": "saved"}, "stateful": stateful, "unfinished": None} | state
+    parts = {"replay": {"rows": ["old"]}, "policy": {"calls": 2}, "counters": counters, "in_progress": {"rows": rows}}
+    whole = {"random": {"torch": "saved"}, "parts": parts}
     for name, value in {"path": Path("run"), "num_ranks": num_ranks, "state": whole}.items():
         object.__setattr__(checkpoint, name, value)
     return checkpoint
 
 
 def test_the_same_number_of_ranks_continues_exactly() -> None:
-    checkpoint = written_by(2, unfinished={"rows": 1})
+    checkpoint = written_by(2, rows={"num_planned": 1})
     assert for_other_ranks(checkpoint, Rank(1, 2)) is checkpoint.state
 
 
@@ -49,8 +59,8 @@ def test_new_ranks_have_new_generators_and_nothing_to_replay() -> None:
         with pytest.warns(GRPOWarning, match="the ranks from 2 on have new random generators and no replayed rows"):
             state = for_other_ranks(checkpoint, Rank(rank, 4))
         assert torch.equal(capture_random_state()["torch"], before["torch"])  # only the checkpoint's are replaced
-        assert state["stateful"] == {"replay": {"rows": []}, "policy": {"calls": 2}}
-        assert checkpoint.state["stateful"]["replay"] == {"rows": ["old"]}
+        assert state["parts"] == checkpoint.state["parts"] | {"replay": {"rows": []}}
+        assert checkpoint.state["parts"]["replay"] == {"rows": ["old"]}
         restore_random_state(state["random"])
         drawn.add(float(torch.rand(())))
         restore_random_state(before)
@@ -63,4 +73,4 @@ def test_an_unfinished_iteration_needs_the_same_number_of_ranks() -> None:
     with pytest.raises(
         CheckpointError, match=r"written by 2 ranks in the middle of an iteration, and 4 load it[.] Start 2 ranks"
     ):
-        for_other_ranks(written_by(2, unfinished={"rows": 1}), Rank(0, 4))
+        for_other_ranks(written_by(2, rows={"num_planned": 1}), Rank(0, 4))

@@ -123,7 +123,7 @@ def test_a_loaded_unfinished_iteration_is_finished_by_train_and_dropped_by_step_
     assert names_in(tmp_path) == ["iteration-00000001", "iteration-00000001-update-0001"]
     loaded, _, _ = built("epochs of batches", seed=2)
     loaded.load_checkpoint(tmp_path)
-    assert (loaded.iteration, loaded.progress.unfinished.num_planned) == (1, 1)
+    assert (loaded.iteration, loaded.in_progress.num_planned) == (1, 1)
     loaded.save_checkpoint(tmp_path / "by hand")
     again, _, _ = built("epochs of batches", seed=3)
     again.load_checkpoint(tmp_path / "by hand")
@@ -141,9 +141,10 @@ def test_an_iteration_that_was_not_recorded_is_forgotten_by_step(tmp_path: Path)
         trainer.train(states, num_iterations=3, callbacks=calls.callbacks, checkpoint_dir=tmp_path, **options)
     loaded, _, _ = built("plain", seed=2)
     loaded.load_checkpoint(tmp_path)
-    assert (loaded.iteration, loaded.progress.position) == (2, 1)
+    assert loaded.iteration == 2
+    assert loaded.progress.unrecorded is not None
     metrics = loaded.step(states[:2])
-    rest = loaded.train(states, num_iterations=3, **options)
+    rest = loaded.train(states, num_iterations=5, **options)
     assert (loaded.iteration, len(rest)) == (5, 2)
     assert rest[0]["rewards/mean"] != metrics["rewards/mean"]
 
@@ -278,7 +279,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_iterati
             return {"thing": Plain()}
 
     for policy, states, where in [
-        (Keeping(), ["a", "b"], r"the trainer's state\['stateful'\]\['policy'\]\['thing'\]"),
+        (Keeping(), ["a", "b"], r"the trainer's state\['parts'\]\['policy'\]\['thing'\]"),
         (TablePolicy(), [Plain(), Plain()], r"states\[0\]"),
     ]:
         with subtests.test(where=where):
@@ -391,7 +392,7 @@ def test_a_checkpoint_with_absurd_numbers_is_passed_over(subtests: pytest.Subtes
     for place, (part, name, value) in enumerate(
         [
             ("counters", "iteration", -1),
-            ("counters", "num_draws", 1.5),
+            ("optimizer_step", "num_applied", 1.5),
             ("optimizer", "lr", math.nan),
             ("optimizer", "weight_decay", math.inf),
         ]
@@ -401,8 +402,8 @@ def test_a_checkpoint_with_absurd_numbers_is_passed_over(subtests: pytest.Subtes
             first, _, _ = built("epochs of batches", seed=1)
             first.train(states, num_iterations=1, checkpoint_dir=folder, **options)
             state = read_checkpoint(folder)
-            changed = state["counters"] if part == "counters" else state["stateful"]["optimizer"]["param_groups"][0]
-            changed[name] = value
+            changed = state["parts"][part]
+            (changed["param_groups"][0] if part == "optimizer" else changed)[name] = value
             write_checkpoint(folder / "iteration-00000002", state, iteration=2)
             trainer.load_checkpoint(folder)
             assert trainer.iteration == 1

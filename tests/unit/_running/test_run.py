@@ -1,6 +1,8 @@
-"""A run of many iterations: when it evaluates, what sinks are given, and which checkpoint is the best."""
+"""A run of many iterations: when it evaluates, what sinks are given, which checkpoint is the best, and what further calls
+of `train` continue."""
 
 import math
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,23 @@ from grpo import (
     ConfigError,
     GRPOConfig,
     GRPOTrainer,
+    GRPOWarning,
     SampledActions,
     WeightedRewards,
 )
 from grpo.checkpoint import best_checkpoint
+from tests.support.checkpoint_runs import built, names_in
+from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy
+from tests.support.stopped_runs import Calls, assert_same_metrics, by_exception, end_of, stopped
 from tests.support.trainers import by_hand
+
+
+@pytest.fixture(autouse=True)
+def no_type_checks() -> Iterator[None]:
+    """beartype draws the items it looks at from Python's global generator, which users' runs have to themselves."""
+    with as_users_run_it():
+        yield
 
 
 def test_train_reports_evaluations_to_history_and_sinks() -> None:
@@ -127,3 +140,191 @@ def test_an_evaluation_reports_the_parts_of_the_reward_and_the_number_of_steps()
         "eval/long/mean": 5.0,
         "eval/steps_mean": 1.25,
     }
+
+
+# A further call
+
+
+def test_two_calls_are_one_run(subtests: pytest.Subtests) -> None:
+    """Three iterations and three more equal six, to the last bit: weights, all parts, metrics, generators."""
+    for case in [
+        "epochs of batches",
+        "reference, running baseline, reward with a state and scheduler of the caller",
+        "random numbers in scoring",
+        "loss scaler",
+        "evaluated",
+        "replay",
+        "dynamic sampling",
+        "reference that follows, adaptive KL",
+        "steps drawn at random",
+    ]:
+        with subtests.test(case=case):
+            whole, states, options = built(case, seed=1)
+            expected = whole.train(states, num_iterations=6, **options)
+            assert len(expected) == 6
+            end = end_of(whole)
+            trainer, states, options = built(case, seed=1)
+            first = trainer.train(states, num_iterations=3, **options)
+            second = trainer.train(states, num_iterations=6, **options)
+            assert_same_metrics([*first, *second], expected)
+            assert trainer.iteration == 6
+            assert end_of(trainer) == end
+
+
+def test_a_call_at_the_total_says_what_to_pass() -> None:
+    trainer, policy = by_hand()
+    trainer.train(["a", "b"], num_iterations=3, progress=False)
+    for total, larger in [(3, 6), (2, 5)]:
+        words = (
+            rf"num_iterations={total} is the total, and the trainer is at iteration 3\. Pass a larger total: "
+            rf"num_iterations={larger} makes {total} further iterations\."
+        )
+        with pytest.raises(ConfigError, match=words):
+            trainer.train(["a", "b"], num_iterations=total, progress=False)
+    assert (trainer.iteration, policy.calls["generate"]) == (3, 3)
+    assert len(trainer.train(["a", "b"], num_iterations=4, progress=False)) == 1
+
+
+def test_with_resume_a_call_at_the_total_has_nothing_left_to_do(tmp_path: Path) -> None:
+    """A job that is started again after its end is no error."""
+    options: dict[str, Any] = {"num_iterations": 3, "checkpoint_dir": tmp_path, "resume": "auto", "progress": False}
+    by_hand()[0].train(["a", "b"], **options)
+    names = names_in(tmp_path)
+    trainer, policy = by_hand()
+    words = "num_iterations=3 is the total, and the trainer is at iteration 3, so there is nothing left to do. Raise"
+    with pytest.warns(GRPOWarning, match=words):
+        assert trainer.train(["a", "b"], **options) == []
+    assert (trainer.iteration, policy.calls["generate"], names_in(tmp_path)) == (3, 0, names)
+
+
+def test_steps_before_a_run_count_in_the_total() -> None:
+    seen: list[int] = []
+
+    class Sink:
+        def log(self, metrics: Any, iteration: int) -> None:
+            seen.append(iteration)
+
+        def close(self) -> None: ...
+
+    trainer, _ = by_hand()
+    for _ in range(2):
+        trainer.step(["a", "b"])
+    history = trainer.train(["a", "b"], num_iterations=5, eval_every=9, sinks=[Sink()], progress=False)
+    assert (trainer.iteration, len(history), seen) == (5, 3, [3, 4, 5])
+    with pytest.raises(ConfigError, match="num_iterations=5 is the total, and the trainer is at iteration 5"):
+        trainer.train(["a", "b"], num_iterations=5, progress=False)
+
+
+def drawn_by(states: Any, *totals: int, **how: Any) -> list[list[Any]]:
+    """The states of each iteration, in one call of `train` for each total. Two states make an iteration."""
+    seen: list[list[Any]] = []
+
+    def reward(states: Any, actions: Any) -> list[float]:
+        seen.append(list(states)[::2])
+        return [float(action) for action in actions]
+
+    policy = TablePolicy("abcdef")
+    trainer, _ = by_hand(policy=policy, rewards=reward, config={"num_states_per_iteration": 2, "seed": 1})
+    for total in totals:
+        trainer.train(states, num_iterations=total, progress=False, **how)
+    return seen
+
+
+def test_a_further_call_draws_the_states_after_those_of_the_first(subtests: pytest.Subtests) -> None:
+    """Each state once in three iterations of a list; a sampler is asked for the next iteration; an iterator goes on."""
+    letters = "abcdef"
+    for name, states in {
+        "list": lambda: list(letters),
+        "sampler": lambda: lambda iteration: [letters[2 * iteration], letters[2 * iteration + 1]],
+        "iterator": lambda: iter(letters),
+    }.items():
+        with subtests.test(name):
+            in_two = drawn_by(states(), 1, 3)
+            assert in_two == drawn_by(states(), 3)
+            assert sorted(letter for drawn in in_two for letter in drawn) == list(letters)
+
+
+def test_passes_over_the_states_are_a_total_too() -> None:
+    """Six states, two in each iteration: three iterations are a pass."""
+    trainer, _ = by_hand(
+        policy=TablePolicy(),
+        rewards=lambda states, actions: [0.0] * len(states),
+        config={"num_states_per_iteration": 2},
+    )
+    states = ["a", "b"] * 3
+    assert [len(trainer.train(states, num_epochs=epochs, progress=False)) for epochs in (1, 1.5)] == [3, 2]
+    with pytest.raises(ConfigError, match="num_iterations=5 is the total"):
+        trainer.train(states, num_epochs=1.5, progress=False)
+
+
+@pytest.mark.parametrize("schedule", [{"lr_schedule": "cosine"}, {"lr_schedule": "linear"}, {"warmup_ratio": 0.5}])
+def test_another_total_under_a_schedule_is_a_warning_that_names_both(schedule: dict[str, Any], tmp_path: Path) -> None:
+    trainer, _ = by_hand(config=schedule)
+    trainer.train(["a", "b"], num_iterations=2, checkpoint_dir=tmp_path, progress=False)
+    loaded, _ = by_hand(config=schedule)
+    loaded.load_checkpoint(tmp_path)
+    for one in (trainer, loaded):
+        with pytest.warns(
+            GRPOWarning, match=r"num_iterations was 2 and is 4, and config\.lr_schedule=.* learning rate"
+        ):
+            assert len(one.train(["a", "b"], num_iterations=4, progress=False)) == 2
+
+
+def test_another_total_without_a_schedule_is_no_warning(tmp_path: Path) -> None:
+    trainer, _ = by_hand()
+    trainer.train(["a", "b"], num_iterations=2, checkpoint_dir=tmp_path, progress=False)
+    loaded, _ = by_hand()
+    loaded.load_checkpoint(tmp_path)
+    for one in (trainer, loaded):
+        assert len(one.train(["a", "b"], num_iterations=4, progress=False)) == 2  # a warning would be an error
+
+
+def test_a_run_that_goes_on_under_a_schedule_with_its_total_is_no_warning(tmp_path: Path) -> None:
+    """Stopped in the third of four iterations. Of a cosine from 1, iterations 3 and 4 have 1/2 and (1 - 1/sqrt 2) / 2."""
+    config = {"lr_schedule": "cosine"}
+    trainer, _ = by_hand(config=config)
+    Calls(trainer, "reward", by_exception, at=3)
+    with stopped():
+        trainer.train(["a", "b"], num_iterations=4, checkpoint_dir=tmp_path, checkpoint_every=1, progress=False)
+    loaded, _ = by_hand(config=config)
+    loaded.load_checkpoint(tmp_path)
+    rest = loaded.train(["a", "b"], num_iterations=4, progress=False)
+    rates = [metrics["train/learning_rate"] for metrics in rest]
+    assert rates == pytest.approx([0.5, (1 - math.sqrt(0.5)) / 2])
+
+
+def test_the_best_evaluation_goes_on_in_a_further_call(tmp_path: Path) -> None:
+    """Scores 3, 1 | 2, 0: in the second call, 2 is not the best so far, and gives no checkpoint of its own."""
+    scores = iter([3.0, 1.0, 2.0, 0.0])
+    trainer, _ = by_hand()
+    trainer.evaluate = lambda states: {"eval/avg_reward": next(scores)}  # type: ignore[method-assign]
+    for total in (2, 4):
+        trainer.train(
+            ["a", "b"],
+            num_iterations=total,
+            eval_states=["a"],
+            eval_every=1,
+            checkpoint_dir=tmp_path,
+            checkpoint_every=9,
+            keep_last=9,
+            progress=False,
+        )
+    assert names_in(tmp_path) == [f"iteration-{number:08d}" for number in (1, 2, 4)]
+    assert best_checkpoint(tmp_path).name == "iteration-00000001"
+
+
+def test_a_further_call_gives_up_what_the_first_call_left_unfinished(subtests: pytest.Subtests) -> None:
+    """Stopped in the second iteration: after the first of its updates, it is made anew; if only its record is missing, it
+    counts."""
+    for phase, at, iteration in [("step", 6, 1), ("callback", 2, 2)]:
+        with subtests.test(phase=phase):
+            trainer, states, options = built("epochs of batches", seed=1)
+            calls = Calls(trainer, phase, by_exception, at=at)
+            with stopped():
+                trainer.train(states, num_iterations=4, callbacks=calls.callbacks, **options)
+            assert trainer.iteration == iteration
+            assert (trainer.in_progress.rows is not None) == (phase == "step")
+            assert (trainer.progress.unrecorded is not None) == (phase == "callback")
+            history = trainer.train(states, num_iterations=4, **options)
+            assert (trainer.iteration, len(history)) == (4, 4 - iteration)
+            assert [metrics["train/num_updates"] for metrics in history] == [4.0] * len(history)

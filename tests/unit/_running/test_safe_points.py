@@ -12,7 +12,7 @@ from tests.support.stopped_runs import PHASES, Unbroken, by_exception, by_signal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*the first ratio is not 1:grpo.errors.GRPOWarning"),
-    pytest.mark.filterwarnings("ignore:The loaded run is at iteration 4:grpo.errors.GRPOWarning"),
+    pytest.mark.filterwarnings("ignore:.*so there is nothing left to do:grpo.errors.GRPOWarning"),
     pytest.mark.usefixtures("no_type_checks"),
 ]
 

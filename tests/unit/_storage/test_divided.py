@@ -8,18 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo._ranks.processes import SeveralProcesses
 from grpo._storage.decoding import SavedRows, decode
 from grpo._storage.divided import DividedTensors
 from grpo._storage.files import new_file
 from grpo._storage.tensor_file import Place, TensorFile, write_tensors
-from grpo.distributed import OneProcess, ShardsWeights
+from grpo.engine import OneProcess
 from grpo.errors import DamagedCheckpointError
 
 WHOLE = torch.arange(21).reshape(7, 3)
 
 
-class Dividing(OneProcess):
+class Dividing(SeveralProcesses):
     """An engine that divides, of which the test sees one rank. A divided tensor is its rows here."""
+
+    divides_weights = True
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
@@ -31,7 +34,7 @@ class Dividing(OneProcess):
     def unused(self, *arguments: Any) -> Any:
         raise AssertionError
 
-    shard = whole = equal_count = accompany = take_reached = unused
+    gather_objects = agree = divide = whole = equal_count = accompany = sum_gradients = unused
 
 
 def files_of(folder: Path, sizes: Sequence[int], tensor: Tensor = WHOLE) -> list[TensorFile]:
@@ -54,7 +57,6 @@ def test_rows_of_any_number_of_ranks_are_divided_among_any_number(sizes: list[in
         assert torch.equal(DividedTensors(files, engine).read(saved()), WHOLE)
     for num_ranks in (1, 2, 3, 4, 8):
         engines = [Dividing(rank, num_ranks) for rank in range(num_ranks)]
-        assert all(isinstance(engine, ShardsWeights) for engine in engines)
         parts = [DividedTensors(files, engine).read(saved()) for engine in engines]
         chunks = list(WHOLE.chunk(num_ranks))
         for part, chunk in zip(parts, chunks + [WHOLE[:0]] * (num_ranks - len(chunks)), strict=True):

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from grpo import CheckpointError, ConfigError, GRPOWarning
+from grpo._ranks.processes import SeveralProcesses
 from grpo._storage import folder as folder_module
 from grpo._storage import manifest as manifest_module
 from grpo._storage import opening
 from grpo._storage.files import unreadable
 from grpo.checkpoint import CheckpointFolder, best_checkpoint, open_checkpoint, read_checkpoint
-from grpo.distributed import OneProcess
 from tests.support.checkpoint_runs import names_in, small
 from tests.support.imitated_ranks import ImitatedRank, on_ranks
 from tests.support.objective_inputs import as_users_run_it
@@ -248,7 +248,7 @@ def test_all_ranks_take_the_older_checkpoint_if_one_rank_has_a_damaged_file(tmp_
 
 
 def test_an_asynchronous_save_needs_a_single_process(tmp_path: Path) -> None:
-    class Two(OneProcess):
+    class Two(SeveralProcesses):
         num_ranks = 2
 
     with pytest.raises(ConfigError, match="needs a single process; there are 2 ranks"):

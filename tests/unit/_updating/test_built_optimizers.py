@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from grpo import ConfigError, GRPOConfig, GRPOTrainer, ProtocolError
-from grpo._updating.sharding import divided_weights, is_function
-from grpo.distributed import OneProcess
+from grpo._updating.preparation import prepare
+from grpo._updating.requirements import is_function
+from grpo.engine import OneProcess
 from tests.support.layered import Layered
 from tests.support.sharded_ranks import CASES, rows_of
 
@@ -61,47 +62,26 @@ def test_a_class_is_a_function_and_what_it_returns_is_checked() -> None:
     assert not is_function(None)
 
 
-def test_one_process_divides_nothing() -> None:
-    whole, equal_count = divided_weights(OneProcess(), object(), None, optimizer=object())
-    assert equal_count is None
-    with whole():
-        pass
-
-
 class Dividing(OneProcess):
     """An engine that notes what it is asked to divide."""
+
+    divides_weights = True
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def shard(self, policy: Any) -> None:
+    def divide(self, policy: Any) -> None:
         self.asked.append(policy)
-
-    def whole(self, policy: Any) -> Any:
-        self.asked.append(("whole", policy))
-        return OneProcess().waiting(1.0, "")
-
-    def equal_count(self, count: int) -> int:
-        return count + 1
-
-    accompany = divided = take_reached = shard
 
 
 def test_policy_and_reference_are_divided_and_instances_are_refused() -> None:
     engine, policy, reference = Dividing(), Layered(), Layered()
-    whole, equal_count = divided_weights(engine, policy, reference, optimizer=torch.optim.SGD, lr_scheduler=None)
-    assert engine.asked == [policy, reference]
-    with whole():
-        assert engine.asked[2:] == [("whole", policy)]
-    assert equal_count is not None
-    assert equal_count(3) == 4
-    policy.samples_itself = False
-    whole, _ = divided_weights(engine, policy, None)
-    with whole():
-        assert engine.asked[3:] == [policy]
+    for given in (reference, None):
+        prepare(GRPOConfig(), engine, policy, lambda *_: [], given)
+    assert engine.asked == [policy, reference, policy]
     for name in ("optimizer", "lr_scheduler"):
         given = torch.optim.SGD(policy.parameters(), lr=1.0)
         with pytest.raises(
             ConfigError, match=rf"{name} must be a function with Dividing.*; got a SGD[.] Pass a function"
         ):
-            divided_weights(engine, policy, None, **{name: given})
+            GRPOTrainer(config=GRPOConfig(), policy=policy, reward_model=lambda *_: [], engine=engine, **{name: given})

@@ -22,7 +22,7 @@ from grpo import (
     ObjectiveInputs,
     ObjectiveOutput,
 )
-from grpo.distributed import OneProcess
+from grpo._ranks.processes import SeveralProcesses
 from tests.support.policies import DuckPolicy, RecordingSGD, RowScoring, TablePolicy, digest, weights_of
 from tests.support.trainers import SCRIPT, by_hand
 
@@ -201,6 +201,7 @@ def test_a_log_prob_that_is_not_finite_in_any_micro_batch_is_refused(is_fixed: b
 def scaled(policy: Any, optimizer: Any = None, *, init_scale: float = 3000.0, **settings: Any) -> GRPOTrainer:
     trainer = trainer_of(policy, optimizer, **settings)
     trainer.optimizer_step.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
+    trainer.parts.add(is_lasting=True, scaler=trainer.optimizer_step.scaler)
     return trainer
 
 
@@ -373,7 +374,7 @@ def test_a_parameter_group_that_is_added_later_is_cleared_counted_and_clipped(su
 # Several ranks
 
 
-class TwoAlike(OneProcess):
+class TwoAlike(SeveralProcesses):
     """Two ranks that do the same."""
 
     num_ranks = 2
@@ -400,16 +401,18 @@ def test_two_identical_ranks_make_the_update_of_one_process() -> None:
 class OtherReaches(TwoAlike):
     """The other rank has a gradient of the bias too, which none of this rank's rows reaches."""
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        is_of_gradients = isinstance(value, tuple) and isinstance(value[1], list)
+        if is_of_gradients:  # which of logits and bias has a gradient here
+            assert value[1] == [True, False]
+            return [value, (value[0], [True, True])]
+        return [value, value]
+
     def sum(self, values: Tensor) -> Tensor:
-        match values.numel():
-            case 2:  # which of logits and bias have a gradient here
-                assert values.tolist() == [1.0, 0.0]
-                return values + torch.tensor([1.0, 1.0])
-            case 3:  # the gradient of the bias
-                assert values.tolist() == [0.0, 0.0, 0.0]
-                return values + torch.tensor([3.0, 4.0, 0.0])
-            case _:
-                return 2 * values
+        if values.numel() == 3:  # the gradient of the bias
+            assert values.tolist() == [0.0, 0.0, 0.0]
+            return values + torch.tensor([3.0, 4.0, 0.0])
+        return 2 * values
 
 
 def test_a_rank_adds_zeros_for_a_gradient_that_another_rank_has() -> None:
@@ -424,14 +427,10 @@ def test_a_rank_adds_zeros_for_a_gradient_that_another_rank_has() -> None:
 
 
 def test_a_gradient_that_no_rank_has_stays_none() -> None:
-    class Unreached(OtherReaches):
-        def sum(self, values: Tensor) -> Tensor:
-            return 2 * values
-
     policy = TablePolicy(script=SCRIPT)
     policy.bias = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1, weight_decay=0.5)
-    by_hand(policy=policy, engine=Unreached(), optimizer=optimizer)[0].step(["a", "b"])
+    by_hand(policy=policy, engine=TwoAlike(), optimizer=optimizer)[0].step(["a", "b"])
     assert policy.bias.tolist() == [1.0] * 3  # with a gradient of 0 it would decay
 
 

@@ -28,6 +28,7 @@ from grpo._updating.requirements import (
     require_reference,
     required_scores,
 )
+from grpo.engine import OneProcess
 from grpo.surrogates import Clip, Dppo, Gmpo, Vespo
 from tests.support.policies import EpisodePolicy, TablePolicy
 
@@ -36,7 +37,7 @@ from tests.support.policies import EpisodePolicy, TablePolicy
 
 def check(config: GRPOConfig, policy: Any = None, **arguments: Any) -> None:
     given = {"lr_scheduler": None, "objective": None, "advantages": None, **arguments}
-    require_consistent(config, TablePolicy() if policy is None else policy, **given)
+    require_consistent(config, TablePolicy() if policy is None else policy, OneProcess(), is_alone=False, **given)
 
 
 def of_objective(**settings: Any) -> GRPOConfig:

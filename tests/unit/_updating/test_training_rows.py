@@ -19,8 +19,9 @@ from grpo import (
     ObjectiveOutput,
     grpo_objective,
 )
+from grpo._ranks.processes import SeveralProcesses
 from grpo._updating.training_rows import ReplayBuffer, TrainingRows, split_steps, with_advantages
-from grpo.distributed import OneProcess
+from grpo.engine import OneProcess
 from tests.support.policies import RecordingSGD, RowScoring, TablePolicy
 
 
@@ -78,7 +79,7 @@ def test_groups_of_different_iterations_stay_apart() -> None:
     )
     trainer.step(["a", "b"])
     assert trainer.step(["a", "b"])["rows/replayed"] == 4
-    (recent,) = trainer.replay.state_dict()["rows"]
+    (recent,) = trainer.updates.replay.state_dict()["rows"]
     assert recent["batch"]["group_ids"].tolist() == [0, 0, 1, 1]
 
 
@@ -197,18 +198,18 @@ def test_reference_log_probs_of_replayed_rows_are_forgotten_on_request() -> None
 # Advantages
 
 
-class TwoRanks(OneProcess):
+class TwoRanks(SeveralProcesses):
     """This rank comes second. The first rank has one row, of one step and reward 6."""
 
     rank, num_ranks = 1, 2
 
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
-        first = rows.new_zeros(1, *rows.shape[1:])
-        first[(0,) * rows.dim()] = 6.0 if rows.is_floating_point() else 1
-        return torch.cat([first, rows]), 1
+        """Advantages of the user's own: the first rank has 6."""
+        return torch.cat([rows.new_full((1,), 6.0), rows]), 1
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return [value, value]
+        assert len(value.states) == len(value.actions) == 0  # nothing that advantages do not read
+        return [replace(ExperienceBatch.from_rows([0], [0], [6.0], [0]), states=(), actions=()), value]
 
 
 def own_batch(rewards: Any) -> ExperienceBatch:

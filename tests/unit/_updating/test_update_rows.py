@@ -39,7 +39,7 @@ GROUPS = [0, 0, 1, 1, 1, 2, 2]
 def test_updates_without_any_advantage_are_skipped_and_counted() -> None:
     """Three groups in updates of about one group each, two epochs: the dead groups' updates are not yielded."""
     rows = prepared([1.0, 1.0, 0.0, 2.0, 5.0, 5.0], [0, 0, 1, 1, 2, 2], batch_size=2, num_epochs_per_update=2, seed=1)
-    assert [sorted(rows_of(rows, selected)) for selected in rows.updates()] == [[2, 3], [2, 3]]
+    assert [sorted(rows_of(rows, update.selected)) for update in rows.updates()] == [[2, 3], [2, 3]]
     assert (rows.num_planned, rows.num_dead, rows.num_skipped) == (6, 4, 4)
 
 
@@ -52,14 +52,13 @@ def test_every_update_is_planned_before_the_next_one_is_asked_for() -> None:
 
 def test_rows_without_an_advantage_are_not_forwarded_but_count_in_the_weights() -> None:
     rows = prepared(REWARDS, GROUPS)
-    (selected,) = rows.updates()
-    assert rows_of(rows, selected) == list(range(7))
-    assert [rows_of(rows, micro) for micro in rows.micro_batches(selected)] == [[2, 3]]
+    (update,) = rows.updates()
+    assert rows_of(rows, update.selected) == list(range(7))
+    assert [rows_of(rows, micro) for micro in update.micro_batches()] == [[2, 3]]
     assert rows.num_skipped == 5
-    weights = rows.weights(selected)
-    assert weights.steps.tolist() == [[pytest.approx(1 / 7)]] * 7
-    (micro,) = rows.micro_batches(selected)
-    inputs = rows.inputs(micro, weights)
+    assert update.weights.tolist() == [[pytest.approx(1 / 7)]] * 7
+    (micro,) = update.micro_batches()
+    inputs = update.inputs(micro)
     assert inputs.advantages.tolist() == [-1.0, 1.0]
     assert inputs.weights.tolist() == [[pytest.approx(1 / 7)]] * 2
 
@@ -73,8 +72,8 @@ def test_no_row_is_skipped_where_another_term_or_surrogate_may_have_a_gradient(s
     ]:
         with subtests.test(settings=settings):
             rows = prepared(REWARDS, GROUPS, **settings)
-            (selected,) = rows.updates()
-            assert [rows_of(rows, micro) for micro in rows.micro_batches(selected)] == [list(range(7))]
+            (update,) = rows.updates()
+            assert [rows_of(rows, micro) for micro in update.micro_batches()] == [list(range(7))]
             assert (rows.num_skipped, rows.num_dead) == (0, 0)
 
 
@@ -91,8 +90,8 @@ def test_no_row_is_skipped_where_a_critic_is_trained() -> None:
     trainer, _ = by_hand(policy=Critic(), config={"advantage": AdvantageConfig(credit="gae")})
     rows = trainer.prepared(ExperienceBatch.from_rows(**{**ROLLOUTS, "rewards": [0.0] * 4}))
     assert not rows.data.advantages.any()
-    (selected,) = rows.updates()
-    assert [rows_of(rows, micro) for micro in rows.micro_batches(selected)] == [[0, 1, 2, 3]]
+    (update,) = rows.updates()
+    assert [rows_of(rows, micro) for micro in update.micro_batches()] == [[0, 1, 2, 3]]
     assert (rows.num_skipped, rows.num_dead) == (0, 0)
 
 
@@ -110,13 +109,13 @@ def test_each_epoch_forwards_every_row_with_an_advantage_exactly_once(subtests: 
             rewards = [1.0, 4.0, 0.0, 1.0, 2.0, 1.0, 2.0, 2.0, 3.0, 5.0]  # rows 4 (2 of 1, 2, 3) and 5 (1 of 0, 1, 2)
             rows = prepared(rewards, groups, batch_size=batch_size, micro_batch_size=size, seed=4)
             seen = []
-            for selected in rows.updates():
-                update = rows_of(rows, selected)
-                for micro in rows.micro_batches(selected):
-                    places = torch.arange(len(update))[micro].tolist()
+            for update in rows.updates():
+                chosen = rows_of(rows, update.selected)
+                for micro in update.micro_batches():
+                    places = torch.arange(len(chosen))[micro].tolist()
                     assert len(places) <= (size or 10)
-                    seen += [update[place] for place in places]
-                assert batch_size is None or len(update) <= batch_size
+                    seen += [chosen[place] for place in places]
+                assert batch_size is None or len(chosen) <= batch_size
             assert sorted(seen) == [0, 1, 2, 3, 6, 7, 8, 9]
 
 
@@ -126,24 +125,23 @@ def test_the_policys_plan_covers_the_live_rows_of_each_update() -> None:
     policy.plan = lambda num_rows: [[place] for place in reversed(range(num_rows))]  # type: ignore[method-assign]
     trainer, _ = by_hand(policy=policy, advantages=lambda batch: torch.tensor([3.0, 0.0, 1.0, 0.0]))
     rows = trainer.prepared(ExperienceBatch.from_rows(**ROLLOUTS))
-    (selected,) = rows.updates()
-    assert [rows_of(rows, micro) for micro in rows.micro_batches(selected)] == [[2], [0]]
-    weights = rows.weights(selected)
-    given = [rows.inputs(micro, weights) for micro in rows.micro_batches(selected)]
+    (update,) = rows.updates()
+    assert [rows_of(rows, micro) for micro in update.micro_batches()] == [[2], [0]]
+    given = [update.inputs(micro) for micro in update.micro_batches()]
     assert [inputs.advantages.tolist() for inputs in given] == [[1.0], [3.0]]
     assert [inputs.mask.shape[1] for inputs in given] == [2, 3]  # each as wide as its own rows
     assert [inputs.weights.shape[1] for inputs in given] == [2, 3]
 
 
-def test_the_sum_of_scores_covers_the_current_update_and_is_then_reset() -> None:
+def test_the_sum_of_scores_covers_the_passes_since_the_last_attempt() -> None:
     """Each log-prob is log 1/2."""
     rows = prepared([0.0, 1.0, 2.0, 4.0], [0, 0, 0, 0], micro_batch_size=3, batch_size=4)
-    (selected,) = rows.updates()
-    weights = rows.weights(selected)
-    for micro in rows.micro_batches(selected):
-        rows.inputs(micro, weights)
-    assert rows.sum_of_scores().item() == pytest.approx(4 * math.log(0.5))
-    assert rows.sum_of_scores().item() == 0.0
+    (update,) = rows.updates()
+    for micro in update.micro_batches():
+        update.inputs(micro)
+    assert update.sum_of_scores().item() == pytest.approx(4 * math.log(0.5))
+    update.forget_scores()
+    assert update.sum_of_scores().item() == 0.0
 
 
 def test_old_log_probs_are_omitted_only_for_a_single_update_of_own_samples() -> None:
@@ -152,9 +150,9 @@ def test_old_log_probs_are_omitted_only_for_a_single_update_of_own_samples() -> 
     found = []
     for each in (trainer, several):
         rows = each.prepared(each.collect(["a", "b"]))
-        selected = next(iter(rows.updates()))
-        (micro,) = rows.micro_batches(selected)
-        found.append(rows.inputs(micro, rows.weights(selected)).old_log_probs)
+        update = next(iter(rows.updates()))
+        (micro,) = update.micro_batches()
+        found.append(update.inputs(micro).old_log_probs)
     assert found[0] is None
     assert found[1].tolist() == [[pytest.approx(math.log(0.5))]] * 4
 
@@ -179,11 +177,10 @@ def test_the_loss_receives_each_rows_own_fields_cut_to_its_steps() -> None:
     behaviour = torch.arange(12.0).reshape(4, 3) - 20.0
     batch = ExperienceBatch.from_rows(**ROLLOUTS, behaviour_log_probs=behaviour)
     rows = trainer.prepared(batch)
-    (selected,) = rows.updates()
-    weights = rows.weights(selected)
+    (update,) = rows.updates()
     known, states, actions = rows.data.batch, ROLLOUTS["states"], ROLLOUTS["actions"]
-    for row, micro in enumerate(rows.micro_batches(selected)):
-        inputs, width = rows.inputs(micro, weights), len(actions[row])
+    for row, micro in enumerate(update.micro_batches()):
+        inputs, width = update.inputs(micro), len(actions[row])
         scores = policy.score_actions(states[row : row + 1], actions[row : row + 1])
         expected = {
             **{name: getattr(scores, name) for name in ("log_probs", "mask", "entropy", "values", "kl")},
@@ -194,7 +191,7 @@ def test_the_loss_receives_each_rows_own_fields_cut_to_its_steps() -> None:
             "returns": rows.data.returns[row : row + 1, :width],
             "weights": torch.full((1, width), 1 / (4 * width)),
             "entropy_weights": torch.full((1, width), 1 / 7),
-            "keep": weights.keep[row : row + 1, :width],
+            "keep": update.keep[row : row + 1, :width],
         }
         for name, value in expected.items():
             torch.testing.assert_close(
@@ -232,9 +229,8 @@ def test_a_surrogates_selection_is_made_once_per_update_from_all_its_steps() -> 
         policy=RowScoring(), config={"micro_batch_size": 1, "objective": ObjectiveConfig(surrogate=surrogate)}
     )
     rows = trainer.prepared(ExperienceBatch.from_rows(**ROLLOUTS))
-    (selected,) = rows.updates()
-    weights = rows.weights(selected)
-    given = [rows.inputs(micro, weights) for micro in rows.micro_batches(selected)]
+    (update,) = rows.updates()
+    given = [update.inputs(micro) for micro in update.micro_batches()]
     chosen = [inputs.selected for inputs in given]
     assert [inputs.old_log_probs for inputs in given] == [
         None
@@ -256,9 +252,8 @@ def test_the_steps_of_highest_entropy_are_chosen_once_per_update() -> None:
             config={"micro_batch_size": size, "objective": ObjectiveConfig(top_entropy_fraction=0.4)},
         )
         rows = trainer.prepared(ExperienceBatch.from_rows(**ROLLOUTS))
-        (selected,) = rows.updates()
-        weights = rows.weights(selected)
-        parts = [rows.inputs(micro, weights) for micro in rows.micro_batches(selected)]
+        (update,) = rows.updates()
+        parts = [update.inputs(micro) for micro in update.micro_batches()]
         kept.append(torch.cat([inputs.keep[inputs.mask] for inputs in parts]).tolist())
     entropy = policy.score_actions(ROLLOUTS["states"], ROLLOUTS["actions"]).entropy[ROLLOUTS["mask"]]
     highest = entropy.topk(3).indices
@@ -274,10 +269,9 @@ def test_no_steps_are_selected_for_a_user_objective() -> None:
         objective=lambda inputs: grpo_objective(inputs, ObjectiveConfig()),
     )
     rows = trainer.prepared(ExperienceBatch.from_rows(**ROLLOUTS))
-    (selected,) = rows.updates()
-    weights = rows.weights(selected)
-    assert weights.keep is None
-    assert weights.chosen is None
+    (update,) = rows.updates()
+    assert update.keep is None
+    assert update.chosen is None
     assert surrogate.shown == []
 
 

@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from grpo import ActionScores, ConfigError, ContractError, EntropyControl, ExperienceBatch, ObjectiveConfig
-from grpo._updating.update_rows import UpdateRows
-from grpo.distributed import OneProcess
+from grpo._ranks.processes import SeveralProcesses
+from grpo._updating.update import Update
 from tests.support.policies import RowScoring, TablePolicy
 from tests.support.trainers import ROLLOUTS, by_hand
 
 # Several ranks
 
 
-class OtherRank(OneProcess):
+class OtherRank(SeveralProcesses):
     """Beside a rank that plans so many updates per epoch, and has so many live rows in each."""
 
     num_ranks = 2
@@ -26,10 +25,8 @@ class OtherRank(OneProcess):
         self.num_updates, self.num_live = num_updates, num_live
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return [value, self.num_updates if isinstance(value, int) else value]
-
-    def sum(self, values: Tensor) -> Tensor:
-        return values + self.num_live
+        """Its rewards are those of this rank. It plans one epoch, and counts its live rows and all rows of each update."""
+        return [value, value if isinstance(value, ExperienceBatch) else [[[self.num_live, 2.0]] * self.num_updates]]
 
 
 def test_a_rank_takes_part_in_every_update_in_which_another_rank_has_a_live_row(subtests: pytest.Subtests) -> None:
@@ -43,9 +40,9 @@ def test_a_rank_takes_part_in_every_update_in_which_another_rank_has_a_live_row(
     ]:
         with subtests.test(num_updates=num_updates, num_live=num_live):
             trainer, _ = by_hand(policy=TablePolicy(states=[0, 1, 2]), config={"batch_size": 2})
+            trainer.updates.setup.engine = OtherRank(num_updates, num_live)
             rows = trainer.prepared(ExperienceBatch.from_rows(groups, [0] * 6, rewards, groups))
-            trainer.setup.engine = OtherRank(num_updates, num_live)
-            assert [len(torch.arange(6)[selected]) for selected in rows.updates()] == sizes
+            assert [len(torch.arange(6)[update.selected]) for update in rows.updates()] == sizes
             assert (rows.num_planned, rows.num_dead) == (max(num_updates, 3), num_dead)
 
 
@@ -106,17 +103,16 @@ def test_scores_that_do_not_match_the_batch_are_refused_in_an_update(subtests: p
         with subtests.test(message=message):
             trainer, _ = by_hand(policy=Changing(change), config=settings)
             batch = trainer.prepared(ExperienceBatch.from_rows(**ROLLOUTS))
-            (selected,) = batch.updates()
+            (update,) = batch.updates()
             with pytest.raises(error, match=message):
-                read_all(trainer, batch, selected)
+                read_all(trainer, update)
 
 
-def read_all(trainer: Any, rows: UpdateRows, selected: Any) -> None:
+def read_all(trainer: Any, update: Update) -> None:
     """Read the inputs of every micro-batch, with the policy in train()."""
     trainer.policy.train()
-    weights = rows.weights(selected)
-    for micro in rows.micro_batches(selected):
-        rows.inputs(micro, weights)
+    for micro in update.micro_batches():
+        update.inputs(micro)
 
 
 def warnings_of_two_iterations(policy: Any, **settings: Any) -> list[str]:
@@ -127,8 +123,8 @@ def warnings_of_two_iterations(policy: Any, **settings: Any) -> list[str]:
         for _ in range(2):
             rows = trainer.prepared(ExperienceBatch.from_rows(**ROLLOUTS))
             trainer.policy.eval()
-            for selected in rows.updates():
-                read_all(trainer, rows, selected)
+            for update in rows.updates():
+                read_all(trainer, update)
             trainer.policy.eval()
     return [str(warning.message) for warning in caught]
 

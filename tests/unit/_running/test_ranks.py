@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig, RewardConfig
-from grpo._updating.ranks import comparable_arguments, comparable_settings
-from grpo.distributed import OneProcess
+from grpo._ranks.processes import SeveralProcesses
+from grpo._running.ranks import comparable_arguments
+from grpo._updating.comparable import comparable_settings
+from grpo.engine import OneProcess
 from grpo.errors import RankError
 from grpo.surrogates import Clip
 from tests.support.policies import TablePolicy
@@ -82,7 +84,7 @@ def test_arguments_of_train_are_compared_where_ranks_would_meet_at_different_pla
     assert (source["the number of states"], repr(source["checkpoint_dir"])) == ("list_iterator", "given")
 
 
-class Listening(OneProcess):
+class Listening(SeveralProcesses):
     """Two ranks with equal values. Whatever is shared is raised as a `RankError`."""
 
     num_ranks = 2
@@ -121,7 +123,7 @@ def test_every_method_of_the_trainer_shares_its_errors(subtests: pytest.Subtests
     for name, call in {
         "step": lambda: trainer.step(["a"]),
         "collect": lambda: trainer.collect(["a"]),
-        "prepared": lambda: trainer.prepared(batch),
+        "prepared": lambda: trainer.prepared(replace(batch)),
         "update": lambda: trainer.update(batch),
         "evaluate": lambda: trainer.evaluate(["a"]),
         "train": lambda: trainer.train(["a", "b"], num_iterations=1, progress=False),
@@ -152,7 +154,7 @@ with warnings.catch_warnings(record=True) as given:
     first = trainer(2)
     first.train(["a", "b"], num_iterations=1, progress=False, checkpoint_dir=folder)
     first.load_checkpoint(folder)
-    first.train(["a", "b"], num_iterations=1, progress=False)
+    first.train(["a", "b"], num_iterations=1, progress=False, checkpoint_dir=folder, resume="auto")
     trainer(3).load_checkpoint(folder)
 for warning in given:
     print(f"{warning.filename}: {str(warning.message)[:20]}")

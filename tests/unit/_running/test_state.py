@@ -1,4 +1,4 @@
-"""What an exact resume needs: captured, restored into another trainer, and refused where it does not fit."""
+"""The state of a trainer: taken, loaded into another trainer, and refused where it does not fit."""
 
 import copy
 import random
@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from grpo import AdvantageConfig, CheckpointError, EntropyControl, GRPOConfig, GRPOTrainer, KLControl, ObjectiveConfig
-from grpo._running.restoring import restore
-from grpo._running.trainer_state import capture, passing_state
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy, digest, weights_of
 
@@ -91,16 +89,16 @@ def trained(num_steps: int, **options: Any) -> GRPOTrainer:
     return trainer
 
 
-def test_a_restored_trainer_continues_exactly_as_the_captured_one() -> None:
+def test_a_loaded_trainer_continues_exactly_as_the_first_one() -> None:
     first = trained(3)
-    first.progress.position, first.progress.num_draws, first.optimizer_step.skipped_in_a_row = 7, 8, 1
-    state = copy.deepcopy(capture(first))
+    first.progress.num_iterations, first.progress.num_draws, first.optimizer_step.skipped_in_a_row = 7, 8, 1
+    state = copy.deepcopy(first.state_dict())
     metrics = [first.step(["a", "b"]) for _ in range(2)]
     second = trained(1, seed=2)
-    restore(second, state)
-    assert digest(capture(second) | {"config": None}) == digest(state | {"config": None})  # another seed is allowed
-    assert (second.iteration, second.data_seed) == (3, 1)
-    assert (second.progress.position, second.progress.num_draws) == (7, 8)
+    second.load_state_dict(state)
+    assert digest(second.state_dict() | {"config": None}) == digest(state | {"config": None})  # another seed is allowed
+    assert (second.iteration, second.counters.data_seed) == (3, 1)
+    assert (second.progress.num_iterations, second.progress.num_draws) == (7, 8)
     assert second.optimizer_step.skipped_in_a_row == 1
     assert second.policy.memory == second.reward_model.function.num_calls == 3
     again = [second.step(["a", "b"]) for _ in range(2)]
@@ -108,47 +106,53 @@ def test_a_restored_trainer_continues_exactly_as_the_captured_one() -> None:
         assert {n: v for n, v in after.items() if "time/" not in n} == {
             n: v for n, v in before.items() if "time/" not in n
         }
-    ends = [capture(trainer) for trainer in (first, second)]
+    ends = [trainer.state_dict() for trainer in (first, second)]
     for end in ends:
-        del end["stateful"]["replay"], end["config"]  # the kept rows hold how long they took
+        del end["parts"]["replay"], end["config"]  # the kept rows hold how long they took
     assert digest(ends[0]) == digest(ends[1])
 
 
-def test_restoring_keeps_the_identity_of_all_parameter_tensors() -> None:
+def test_loading_keeps_the_identity_of_all_parameter_tensors() -> None:
     trainer = trained(1)
     logits, reference = trainer.policy.logits, trainer.reference_policy.logits
-    restore(trainer, copy.deepcopy(capture(trained(2))))
+    trainer.load_state_dict(copy.deepcopy(trained(2).state_dict()))
     assert trainer.policy.logits is logits
     assert trainer.reference_policy.logits is reference
 
 
-def test_every_part_with_a_state_is_captured() -> None:
-    state = capture(trained(1))
-    parts = {
-        "policy",
-        "advantages",
-        "collector",
-        "coefficients",
-        "replay",
-        "optimizer",
-        "lr_scheduler",
-        "reward_model",
-        "reference",
-    }
-    assert set(state["stateful"]) == set(state["kinds"]) == parts
+OF_A_LEARNER = {
+    "policy",
+    "reward_model",
+    "counters",
+    "advantages",
+    "collector",
+    "updates",
+    "coefficients",
+    "replay",
+    "optimizer_step",
+    "moving_reference",
+    "optimizer",
+    "lr_scheduler",
+}
+OF_A_RUN = {"progress", "in_progress", "ahead"}
+
+
+def test_every_part_with_a_state_is_in_the_state() -> None:
+    state = trained(1).state_dict()
+    assert set(state["parts"]) == set(state["kinds"]) == OF_A_LEARNER | OF_A_RUN
     assert state["kinds"]["optimizer"] == "Adam"
     assert state["kinds"]["reward_model"] == "RewardFunction"
-    assert set(state["reference"]["parameters"]) == {"logits"}
-    assert state["counters"]["decides_once_per_row"]
+    assert set(state["reference"]) == {"logits"}
+    assert state["parts"]["counters"] == {"data_seed": 1, "iteration": 1}
 
 
-def test_without_a_reference_none_is_captured() -> None:
+def test_without_a_reference_and_a_scheduler_the_state_has_neither() -> None:
     trainer = GRPOTrainer(config=GRPOConfig(), policy=TablePolicy(), reward_model=Tiring())
-    state = capture(trainer)
+    state = trainer.state_dict()
     assert state["reference"] == {}
-    assert not state["counters"]["decides_once_per_row"]
-    restore(trainer, copy.deepcopy(state))
-    assert digest(capture(trainer)) == digest(state)
+    assert set(state["parts"]) == (OF_A_LEARNER | OF_A_RUN) - {"lr_scheduler"}
+    trainer.load_state_dict(copy.deepcopy(state))
+    assert digest(trainer.state_dict()) == digest(state)
 
 
 def test_knowledge_that_the_policy_has_one_step_per_row_is_restored(subtests: pytest.Subtests) -> None:
@@ -156,7 +160,7 @@ def test_knowledge_that_the_policy_has_one_step_per_row_is_restored(subtests: py
     for num_steps, knows in [(0, False), (1, True)]:
         with subtests.test(num_steps=num_steps):
             trainer = trained(1 - num_steps)
-            restore(trainer, copy.deepcopy(capture(trained(num_steps))))
+            trainer.load_state_dict(copy.deepcopy(trained(num_steps).state_dict()))
             device = trainer.collector.scorer.one_step_device
             assert device == (trainer.optimizer_step.device if knows else None)
 
@@ -177,16 +181,16 @@ def changed(state: dict[str, Any], path: tuple[str, ...], value: Any = None) -> 
 
 
 def test_a_state_that_does_not_fit_is_named_and_changes_nothing(subtests: pytest.Subtests) -> None:
-    captured = copy.deepcopy(capture(trained(1)))
+    saved = copy.deepcopy(trained(1).state_dict())
     trainer = trained(2, seed=3)
-    before = digest(capture(trainer))
+    before = digest(trainer.state_dict())
     for path, value, message in [
         (("random",), None, r"The checkpoint must match this trainer; missing: \['random'\], unexpected: nothing"),
         (("extra",), 1, r"The checkpoint must match this trainer; missing: nothing, unexpected: \['extra'\]"),
         (
-            ("reference", "parameters"),
+            ("reference", "logits"),
             None,
-            r"The checkpoint's 'reference' must match this trainer; missing: \['parameters'\], unexpected: nothing",
+            r"reference Remembering's parameters in the checkpoint must match this trainer; missing: \['logits'\]",
         ),
         (
             ("kinds", "replay"),
@@ -194,14 +198,14 @@ def test_a_state_that_does_not_fit_is_named_and_changes_nothing(subtests: pytest
             r"The checkpoint's 'kinds' must match this trainer; missing: \['replay'\], unexpected: nothing",
         ),
         (
-            ("stateful", "optimizer"),
+            ("parts", "optimizer"),
             None,
-            r"The checkpoint's 'stateful' must match this trainer; missing: \['optimizer'\], unexpected: nothing",
+            r"The checkpoint's 'parts' must match this trainer; missing: \['optimizer'\], unexpected: nothing",
         ),
         (
-            ("counters", "iteration"),
+            ("parts", "counters", "iteration"),
             None,
-            r"The checkpoint's 'counters' must match this trainer; missing: \['iteration'\], unexpected: nothing",
+            r"The checkpoint does not fit this trainer, which is unchanged: .*counters: 'iteration'",
         ),
         (
             ("random", "torch"),
@@ -215,9 +219,9 @@ def test_a_state_that_does_not_fit_is_named_and_changes_nothing(subtests: pytest
             r"Remembering's parameters in the checkpoint must match this trainer; missing: \['logits'\]",
         ),
         (("parameters", "logits"), torch.zeros(2, 3), r"Remembering: logits has shape \[2, 2\], but \[2, 3\] in the"),
-        (("reference", "parameters", "logits"), torch.zeros(1, 2), r"reference Remembering: logits has shape \[2, 2\]"),
+        (("reference", "logits"), torch.zeros(1, 2), r"reference Remembering: logits has shape \[2, 2\]"),
         (
-            ("stateful", "policy"),
+            ("parts", "policy"),
             {},
             r"The checkpoint does not fit this trainer, which is unchanged: .*policy: 'memory'",
         ),
@@ -225,21 +229,21 @@ def test_a_state_that_does_not_fit_is_named_and_changes_nothing(subtests: pytest
     ]:
         with subtests.test(path=path, value=value, message=message):
             with pytest.raises(CheckpointError, match=message):
-                restore(trainer, changed(captured, path, value))
-            assert digest(capture(trainer)) == before
+                trainer.load_state_dict(changed(saved, path, value))
+            assert digest(trainer.state_dict()) == before
 
 
 def test_the_random_generators_are_restored() -> None:
     trainer = trained(1)
-    state = copy.deepcopy(capture(trainer))
+    state = copy.deepcopy(trainer.state_dict())
     drawn = torch.rand(3).tolist(), random.random(), np.random.random()  # noqa: NPY002
-    restore(trainer, state)
+    trainer.load_state_dict(state)
     assert (torch.rand(3).tolist(), random.random(), np.random.random()) == drawn  # noqa: NPY002
 
 
-def test_captured_parameters_equal_the_policys_weights() -> None:
+def test_the_parameters_in_a_state_equal_the_policys_weights() -> None:
     trainer = trained(2)
-    state = capture(trainer)
+    state = trainer.state_dict()
     assert torch.equal(
         torch.cat([value.flatten() for value in state["parameters"].values()]), weights_of(trainer.policy)
     )
@@ -252,7 +256,7 @@ def test_a_safe_point_copies_buffers_and_no_weights() -> None:
             self.register_buffer("seen", torch.zeros(2))
 
     trainer = GRPOTrainer(config=GRPOConfig(), policy=WithBuffer(), reward_model=Tiring())
-    noted = passing_state(trainer)["stateful"]["policy"]
+    noted = trainer.run_state.passing_state()["parts"]["policy"]
     assert noted["logits"].data_ptr() == trainer.policy.logits.data_ptr()
     trainer.policy.seen += 1
     assert noted["seen"].tolist() == [0.0, 0.0]

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
-from grpo._updating.environment import MovingReference, SamplerSync, autocast, prepare
-from grpo.distributed import OneProcess
+from grpo._ranks.processes import SeveralProcesses
+from grpo._updating.preparation import autocast, prepare
+from grpo._updating.reference import MovingReference
+from grpo._updating.sampler import SamplerSync
+from grpo.engine import OneProcess
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy, digest, weights_of
 from tests.support.trainers import SCRIPT, by_hand, quarters
@@ -28,7 +31,7 @@ def without_type_checks() -> Iterator[None]:
 # Seeds, devices, precision, folders
 
 
-class Rank(OneProcess):
+class Rank(SeveralProcesses):
     """One of two ranks. The first rank has drawn or been given the seed 5."""
 
     num_ranks = 2
@@ -37,7 +40,7 @@ class Rank(OneProcess):
         self.rank = rank
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return [5, value]
+        return [5, value] if isinstance(value, int) else [value, value]
 
 
 class Movable:
@@ -53,7 +56,7 @@ def drawn_after(config: GRPOConfig, engine: Any) -> tuple[int, list[float]]:
     """The seed of rows and states, and the numbers that the global generators then draw."""
     torch.manual_seed(0)
     random.seed(0)
-    seed = prepare(config, engine)
+    seed = prepare(config, engine, TablePolicy(), None, None)
     return seed, [float(torch.rand(())), random.random()]
 
 
@@ -85,15 +88,15 @@ def test_ranks_share_the_seed_of_the_data_and_draw_other_numbers(subtests: pytes
 def test_seeds_wrap_around_after_the_largest_one() -> None:
     class Last(Rank):
         def gather_objects(self, value: Any) -> list[Any]:
-            return [2**64 - 1, value]
+            return [2**64 - 1, value] if isinstance(value, int) else [value, value]
 
     assert drawn_after(GRPOConfig(), Last(1)) == (2**64 - 1, after_seeding(0))
 
 
 def test_models_are_moved_to_the_configured_device() -> None:
     moved, left = Movable(), Movable()
-    prepare(GRPOConfig(device="cpu"), OneProcess(), moved, None)
-    prepare(GRPOConfig(), OneProcess(), left, None)
+    prepare(GRPOConfig(device="cpu"), OneProcess(), TablePolicy(), moved, None)
+    prepare(GRPOConfig(), OneProcess(), TablePolicy(), left, None)
     assert moved.device == "cpu"
     assert left.device is None
 
@@ -115,23 +118,30 @@ class Synced(TablePolicy):
         self.calls["sync"] += 1
 
 
-def test_the_sampler_is_synced_when_its_weights_are_stale() -> None:
-    policy = Synced()
-    sampler = SamplerSync(policy)
-    assert sampler.is_stale
-    for _ in range(2):
-        sampler.sync()
-        assert not sampler.is_stale
-        assert policy.calls["sync"] == 1
-    sampler.is_stale = True
+def test_the_sampler_is_synced_when_an_optimizer_step_has_begun_since() -> None:
+    policy, begun = Synced(), [0]
+    sampler = SamplerSync(policy, lambda: sum(begun))
+    for num_syncs, num_steps in enumerate([0, 1, 2], start=1):  # the first time, too
+        begun.append(num_steps)
+        for _ in range(2):
+            sampler.sync()
+            assert policy.calls["sync"] == num_syncs
+    sampler.forget()  # as after loading
     sampler.sync()
-    assert policy.calls["sync"] == 2
+    assert policy.calls["sync"] == 4
 
 
-def test_a_policy_without_a_separate_sampler_is_never_stale_after_a_sync() -> None:
-    sampler = SamplerSync(TablePolicy())
+def test_a_policy_without_a_separate_sampler_needs_no_sync() -> None:
+    SamplerSync(TablePolicy(), lambda: 1).sync()
+
+
+def test_whoever_samples_in_another_thread_has_finished_before_each_sync() -> None:
+    policy, finished = Synced(), []
+    sampler = SamplerSync(policy, lambda: 0)
+    sampler.finish = lambda: finished.append(policy.calls["sync"])
     sampler.sync()
-    assert not sampler.is_stale
+    sampler.sync()
+    assert finished == [0, 1]
 
 
 # References
@@ -234,7 +244,7 @@ def test_reference_mix_makes_the_reference_a_moving_average() -> None:
 def test_a_reference_move_equals_hand_worked_weights() -> None:
     policy, reference = TablePolicy(logits=[[1.0, 0.0]] * 2), TablePolicy(logits=[[0.0, 4.0]] * 2)
     config = GRPOConfig(reference_sync_every=2, reference_mix=0.25)
-    moving = MovingReference(config, policy, reference)
+    moving = MovingReference(config, policy, reference, OneProcess())
     assert [moving.move(iteration) for iteration in (1, 2, 3)] == [False, True, False]
     assert reference.logits.tolist() == [[0.25, 3.0]] * 2
     assert policy.logits.tolist() == [[1.0, 0.0]] * 2
@@ -244,7 +254,11 @@ def moving_in(dtype: torch.dtype, mix: float) -> tuple[MovingReference, TablePol
     """A policy of ones and a reference of zeros."""
     policy = TablePolicy(logits=[[1.0, 1.0]] * 2, dtype=dtype)
     reference = TablePolicy(logits=[[0.0, 0.0]] * 2, dtype=dtype)
-    return MovingReference(GRPOConfig(reference_sync_every=1, reference_mix=mix), policy, reference), policy, reference
+    return (
+        MovingReference(GRPOConfig(reference_sync_every=1, reference_mix=mix), policy, reference, OneProcess()),
+        policy,
+        reference,
+    )
 
 
 def test_a_reference_in_half_precision_moves_in_small_steps(subtests: pytest.Subtests) -> None:
@@ -290,7 +304,7 @@ def test_a_checkpoint_holds_the_exact_average(tmp_path: Any) -> None:
     second = made()
     second.load_checkpoint(tmp_path / "checkpoint")
     second.train(["a", "b"], num_iterations=20, progress=False)
-    averages = [trainer.moving_reference.state_dict()["logits"] for trainer in (whole, second)]
+    averages = [trainer.reference.state_dict()["logits"] for trainer in (whole, second)]
     assert averages[0].dtype == torch.float32
     assert torch.equal(averages[0], averages[1])
     assert torch.equal(whole.reference_policy.logits, second.reference_policy.logits)

@@ -1,0 +1,73 @@
+"""What an engine of several processes does with its exchanges of values, whatever sends them."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo._sharding.tensors import is_sharded
+from grpo.engine import OneProcess
+from grpo.errors import ConfigError, RankError
+
+from .agreement import same_error, shared_by_all
+from .equality import differing_values, differing_weights, fingerprints, printed
+
+
+class SeveralProcesses(OneProcess):
+    """Base of engines that implement `rank`, `num_ranks`, `sum`, `gather`, `gather_objects` and `agree`. Each rank holds all
+    weights."""
+
+    def together(self, doing: str = "") -> AbstractContextManager[None]:
+        """If an error leaves the block on one rank, every rank raises the same error."""
+        return same_error(self, doing)
+
+    def require_same(self, owner: str, values: Mapping[str, Any]) -> None:
+        """Raise a `ConfigError` that names each value that is not the same on all ranks. Values are compared by `repr`."""
+        differing = differing_values(self.gather_objects(printed(values)))
+        if differing:
+            error = f"{owner} needs the same arguments on all ranks; {differing}. Pass the same values."
+            raise shared_by_all(ConfigError(error))
+
+    def require_equal_weights(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raise a `ConfigError` if the ranks have different parameters, because training would never make them equal."""
+        differing = differing_weights(self.gather_objects(fingerprints(parameters)))
+        if differing:
+            error = (
+                f"Ranks must start from the same weights; {differing}. Build the policy after torch.manual_seed(the same "
+                "number), or load the same file on every rank."
+            )
+            raise shared_by_all(ConfigError(error))
+
+    def sum_gradients(self, tensors: Sequence[Tensor], value: Tensor) -> Tensor:
+        """Add up the gradients of all ranks, with one meeting, and one collective operation per dtype.
+
+        Gradients of divided tensors are added up already. A gradient that no rank has reached is dropped.
+        """
+        kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in (*tensors, value)]
+        of_ranks = self.gather_objects((kinds, self.reached(tensors)))
+        if any(others != kinds for others, _ in of_ranks):
+            error = "Gradients need tensors of the same shapes and dtypes on all ranks. Build equal policies and optimizers."
+            raise shared_by_all(RankError(error))
+        whole = []
+        for tensor, *has_gradient in zip(tensors, *(reached for _, reached in of_ranks), strict=True):
+            if not is_sharded(tensor):
+                whole += [tensor] if any(has_gradient) else []
+            elif not any(has_gradient):
+                tensor.grad = None
+        for dtype in dict.fromkeys(tensor.dtype for tensor in whole):
+            alike = [tensor for tensor in whole if tensor.dtype == dtype]
+            flat = [torch.zeros_like(t).flatten() if t.grad is None else t.grad.flatten() for t in alike]
+            total = self.add_up(torch.cat(flat)).split([tensor.numel() for tensor in alike])
+            for tensor, gradient in zip(alike, total, strict=True):
+                tensor.grad = gradient.view_as(tensor)
+        return self.add_up(value)
+
+    def reached(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Whether a gradient of this rank has reached each tensor."""
+        return [tensor.grad is not None for tensor in tensors]
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """The sum over all ranks of tensors of which all ranks know that they have the same shape and dtype."""
+        return self.sum(values)

@@ -1,0 +1,45 @@
+"""Seeds, devices and precision."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from grpo._common.global_state import seed_everything
+from grpo.config import GRPOConfig
+from grpo.engine import Engine
+
+from .requirements import require_reference
+
+
+def prepare(config: GRPOConfig, engine: Engine, policy: Any, reward_model: Any, reference_policy: Any) -> int:
+    """Seed the global generators and move the models to a device, if the settings say so. Divide the weights, if the engine
+    does that.
+
+    Returns:
+        The seed for the order of rows and states. It is equal on all ranks.
+
+    Raises:
+        ConfigError: the reference is not sound, or the ranks start from different weights.
+    """
+    require_reference(config, policy, reference_policy)
+    policies = [policy] if reference_policy is None else [policy, reference_policy]
+    drawn = int(torch.randint(2**31, ())) if config.seed is None else config.seed
+    seed = int(engine.gather_objects(drawn)[0])
+    if config.seed is not None or engine.num_ranks > 1:
+        # ranks with the same random numbers would sample the same actions
+        seed_everything((seed + engine.rank) % 2**64)
+    for model in (*policies, reward_model):
+        if config.device is not None:
+            model.to(config.device)
+    engine.require_equal_weights(policy.get_parameters())
+    for model in policies:
+        engine.divide(model)
+    return seed
+
+
+def autocast(config: GRPOConfig, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the `torch.autocast` context of `config.autocast_dtype`, or a context that does nothing."""
+    if config.autocast_dtype is None:
+        return nullcontext()
+    return torch.autocast(device.type, getattr(torch, config.autocast_dtype))

@@ -1,0 +1,219 @@
+"""One update: the weights of its steps, its forward passes, and the inputs of the loss."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from grpo._collecting.update_plan import compose_index, num_selected
+from grpo._common.conversion import pad_steps, widest_float
+from grpo._objective.selection import kept_by_entropy, selected_by
+from grpo._objective.weights import step_weights
+from grpo.errors import ConfigError, ContractError
+from grpo.types import ActionScores, ObjectiveInputs, RowIndex, select_rows, zero_outside
+
+from .first_ratio import warns_of_ratio
+from .requirements import require_probabilities
+from .training_rows import TrainingRows
+from .update_setup import UpdateSetup
+
+_SAME_STEPS = "Score the same steps every time. If you made the rollouts, pass their mask to ExperienceBatch.from_rows."
+
+
+def counts_of(rows: TrainingRows, selected: RowIndex, setup: UpdateSetup) -> list[float]:
+    """What the weights of an update need from all ranks: the numbers of this rank's rows that may have a gradient, and of
+    what the loss and the entropy term are averaged over."""
+    counts = [float(num_selected(live_positions(rows, selected)))]
+
+    def note(count: Tensor) -> Tensor:
+        counts.append(float(count))
+        return count
+
+    for aggregation in (setup.config.objective.aggregation, setup.config.objective.entropy_aggregation):
+        if aggregation is not None:
+            _weigh(rows, selected, setup)(aggregation, reduce=note)
+    return counts
+
+
+def live_positions(rows: TrainingRows, selected: RowIndex) -> RowIndex:
+    """The rows of an update that may have a gradient, as positions within `selected`."""
+    if rows.live is None:
+        return slice(0, num_selected(selected))
+    return rows.live[selected].nonzero().squeeze(1)
+
+
+class Update:
+    """One optimizer step on some of the rows of an iteration.
+
+    Args:
+        rows: the rows of the iteration.
+        selected: the rows of the update.
+        setup: what all updates use.
+        counts: `counts_of` this update, summed over all ranks. None: there is one rank.
+        is_first: whether no update of this iteration came before.
+    """
+
+    def __init__(
+        self,
+        rows: TrainingRows,
+        selected: RowIndex,
+        setup: UpdateSetup,
+        counts: list[float] | None,
+        *,
+        is_first: bool,
+    ) -> None:
+        self._rows, self._setup = rows, setup
+        self.selected = selected
+        """The rows of the update."""
+        self._compares_modes = is_first and rows.num_replayed == 0 and not setup.has_compared_modes
+        self._sums: list[Tensor] = []
+        config, batch, weigh = setup.config.objective, rows.batch, _weigh(rows, selected, setup)
+        totals = None if counts is None else iter(counts[1:])
+        reduce = None if totals is None else lambda own: own.new_tensor(next(totals))  # counts of all ranks
+        self.weights: Float[Tensor, "n T"] = weigh(config.aggregation, reduce=reduce)
+        """The weight of each step in the loss."""
+        self.entropy_weights: Float[Tensor, "n T"] | None = None
+        """The weight of each step in the entropy term. None: `weights`."""
+        if config.entropy_aggregation is not None:
+            self.entropy_weights = weigh(config.entropy_aggregation, reduce=reduce)
+        self.keep = self.chosen = None
+        mask = batch.mask[selected]
+        if not setup.has_own_loss:  # the steps that the surrogate counts
+            at_collection = None if batch.entropy is None else batch.entropy[selected]
+            self.keep = kept_by_entropy(mask, at_collection, config.top_entropy_fraction, setup.engine.gather)
+        if setup.traits.select is not None:  # the steps that the surrogate's own `select` chooses
+            assert batch.old_log_probs is not None
+            old, advantages = batch.old_log_probs[selected], rows.advantages[selected]
+            self.chosen = selected_by(
+                setup.traits.select, mask, old, advantages, setup.step_choice, setup.engine.gather
+            )
+
+    def micro_batches(self) -> Iterator[RowIndex]:
+        """Yield the rows of each forward pass, as positions within the update. The policy's `plan_micro_batches` chooses the
+        rows. Without it, each forward pass has the next `micro_batch_size` rows. Both are halved if memory runs out."""
+        positions = live_positions(self._rows, self.selected)
+        batch, collector = self._rows.batch, self._setup.collector
+        sizes = collector.updating
+        chosen = compose_index(self.selected, positions)
+        parts = collector.plan_parts(batch.states, batch.actions, chosen, sizes.num_halvings)
+        num_missing = sizes.num_missing(len(parts))
+        for part in sizes.passes(parts):
+            yield compose_index(positions, part)
+        for _ in range(num_missing):
+            self._accompany()
+
+    def _accompany(self) -> None:
+        """Make a forward and a backward pass of the first row with weight 0, because other ranks have more passes."""
+
+        def loss() -> Tensor:
+            first, batch, collector = slice(0, 1), self._rows.batch, self._setup.collector
+            states, actions = select_rows(batch.states, first), select_rows(batch.actions, first)
+            scores = collector.scorer(states, actions, batch.group_ids[first])
+            return torch.stack([zero_outside(values, scores.mask).sum() for values in self._read(scores)]).sum()
+
+        self._setup.engine.accompany(self._setup.collector.policy, loss)
+
+    def inputs(self, micro: RowIndex) -> ObjectiveInputs:
+        """Score the rows of a micro-batch with gradient, and combine the scores with everything known about the rows."""
+        rows, batch = self._rows, self._rows.batch
+        selected = compose_index(self.selected, micro)
+        scores = self._setup.collector.scorer(
+            select_rows(batch.states, selected), select_rows(batch.actions, selected), batch.group_ids[selected]
+        )
+        self._check(scores, batch.mask[selected])
+        width, device = scores.log_probs.shape[1], scores.log_probs.device
+
+        def beside(values: Tensor | None, index: RowIndex = selected) -> Any:
+            """Return the values of this micro-batch's rows, cut to the width of its scores and moved to their device."""
+            if values is None:
+                return None
+            values = values[index] if values.dim() == 1 else values[index, :width]
+            return values.to(device, widest_float(device) if values.dtype == torch.float64 else values.dtype)
+
+        inputs = ObjectiveInputs(
+            log_probs=scores.log_probs,
+            old_log_probs=None if rows.old_is_current else beside(batch.old_log_probs),
+            advantages=beside(rows.advantages),
+            mask=scores.mask,
+            weights=beside(self.weights, micro),
+            entropy=scores.entropy,
+            entropy_weights=beside(self.entropy_weights, micro),
+            ref_log_probs=beside(batch.ref_log_probs),
+            behaviour_log_probs=beside(batch.behaviour_log_probs),
+            kl=scores.kl,
+            keep=beside(self.keep, micro),
+            selected=beside(self.chosen, micro),
+            kl_coef=self._setup.coefficients.kl_coef,
+            entropy_coef=self._setup.coefficients.entropy_coef,
+            values=scores.values,
+            old_values=beside(batch.values),
+            returns=beside(rows.returns),
+        )
+        self._sums.append(self._sum_of_scores(scores))
+        if self._compares_modes:
+            self._compare_modes(inputs)
+        return inputs
+
+    def _sum_of_scores(self, scores: ActionScores) -> Float[Tensor, ""]:
+        """The sum of all scores that the loss or the metrics read. It is finite only if all of them are."""
+        dtype = widest_float(scores.mask.device)
+        sums = [zero_outside(values.detach(), scores.mask).sum(dtype=dtype) for values in self._read(scores)]
+        return torch.stack(sums).sum()
+
+    def _read(self, scores: ActionScores) -> list[Tensor]:
+        """The scores that the loss or the metrics read."""
+        read = [
+            scores.log_probs,
+            scores.entropy,
+            scores.kl if self._setup.config.objective.kl_estimator == "exact" else None,
+            scores.values if self._rows.returns is not None else None,
+        ]
+        return [values for values in read if values is not None]
+
+    def sum_of_scores(self) -> Float[Tensor, ""]:
+        """The sum of all scores (log-probs, exact entropy and KL, values). It is finite only if all of them are."""
+        sums = self._sums
+        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
+
+    def _check(self, scores: ActionScores, mask: Bool[Tensor, "n T"]) -> None:
+        name, config = self._setup.policy_name, self._setup.config
+        needs_entropy = config.entropy_control is not None and config.objective.entropy_estimator == "exact"
+        if needs_entropy and scores.entropy is None and not self._setup.has_own_loss:
+            raise ConfigError(
+                f"config.entropy_control needs an exact entropy, and {name} gives none. Return it in ActionScores.entropy "
+                "(some policies do on request: exact_entropy=True), or set objective.entropy_estimator='score_function'."
+            )
+        if self._rows.returns is not None and scores.values is None:
+            raise ContractError(
+                f"{name} returned values when its rows were collected, but none in an update, so the critic would not "
+                "be trained. Return ActionScores.values whenever rows are scored."
+            )
+        width, found = mask.shape[1], scores.mask
+        if found.shape[1] > width:
+            raise ContractError(f"{name} scored {found.shape[1]} steps in rows of {width} steps. {_SAME_STEPS}")
+        if not torch.equal(pad_steps(found, width, False), mask.to(found.device)):
+            raise ContractError(
+                f"{name} must return the mask of the batch in an update; the masks differ. {_SAME_STEPS}"
+            )
+        if self._setup.traits.for_probabilities:
+            require_probabilities(config.objective.surrogate, scores.log_probs, scores.mask)
+
+    def _compare_modes(self, inputs: ObjectiveInputs) -> None:
+        """Warn once if log-probs differ between train() and eval(), because the first ratio is then not 1."""
+        if inputs.old_log_probs is None or not inputs.log_probs.requires_grad:
+            return
+        self._setup.has_compared_modes = True  # all micro-batches of this update are compared, but no later update
+        self._compares_modes = not warns_of_ratio(self._setup.collector.policy, self._setup.config, inputs)
+
+    def forget_scores(self) -> None:
+        """Forget the scores of a failed attempt."""
+        self._sums.clear()
+
+
+def _weigh(rows: TrainingRows, selected: RowIndex, setup: UpdateSetup) -> Any:
+    """`step_weights` for the rows of an update."""
+    batch, fixed_length = rows.batch, setup.config.objective.fixed_length
+    return partial(step_weights, batch.mask[selected], fixed_length=fixed_length, group_ids=batch.group_ids[selected])

@@ -1,0 +1,200 @@
+"""The port to the processes of a run: what the algorithm asks of them, and the engine of a single process."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Joins the processes (ranks) of a run. Every rank makes the same calls in the same order."""
+
+    rank: int
+    """The number of this process, from 0."""
+    num_ranks: int
+    """The number of processes."""
+    divides_weights: bool
+    """Whether each rank holds a part of the weights. Forward passes are then meetings of all ranks."""
+
+    # Values
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, returned on every rank. All ranks pass tensors of the same shape."""
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
+        """The rows of all ranks in rank order, padded to the widest, and the index of this rank's first row."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Gather one small object from each rank, in rank order."""
+
+    # Errors
+
+    def agree(self, error: BaseException | None = None) -> None:
+        """Raise the same error on every rank if any rank passes an error. Ranks in another operation raise it there."""
+
+    def together(self, doing: str = "") -> AbstractContextManager[None]:
+        """If an error leaves the block on one rank, every rank raises the same error.
+
+        Args:
+            doing: what the block does, in words. It must be the same on all ranks.
+        """
+
+    def waiting(self, seconds: float, reason: str) -> AbstractContextManager[None]:
+        """Inside the block, at most for so many seconds, the other ranks know that this rank is late, and wait for it.
+
+        Args:
+            seconds: the longest time that this rank waits for something else.
+            reason: what it waits for, as a sentence without a full stop. The other ranks log it.
+        """
+
+    def require_same(self, owner: str, values: Mapping[str, Any]) -> None:
+        """Raise a `ConfigError` that names each value that is not the same on all ranks. Values are compared by `repr`."""
+
+    def require_equal_weights(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raise a `ConfigError` if the ranks have different parameters, because training would never make them equal."""
+
+    # Weights and gradients
+
+    def divide(self, policy: Any) -> None:
+        """Divide the weights of a policy among the ranks, in place, if the engine does that. All ranks have equal weights."""
+
+    def whole(self, policy: Any) -> AbstractContextManager[None]:
+        """Inside the block, this rank has all weights of a policy. All ranks enter and leave it together."""
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """The values of a tensor that this rank holds, in the same memory."""
+
+    def copy_into(self, target: Tensor, value: Tensor) -> None:
+        """Copy a value into a tensor, in place. Into a divided tensor, a whole value is copied by its rows of this rank."""
+
+    def divided(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
+        """A divided tensor of this shape, of which this rank has these rows."""
+
+    def equal_count(self, count: int) -> int:
+        """The number of forward passes that this rank has to make if it needs `count`."""
+
+    def accompany(self, policy: Any, loss: Callable[[], Tensor]) -> None:
+        """Make a forward and a backward pass only because other ranks make one. The gradient is 0, and does not count."""
+
+    def sum_gradients(self, tensors: Sequence[Tensor], value: Tensor) -> Tensor:
+        """Add up the gradients of these tensors over all ranks, in place, and return the sum of `value` over all ranks.
+
+        A rank without a gradient for a tensor adds zeros. A tensor without a gradient on any rank keeps none.
+        """
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm of all gradients together, as a scalar on their device."""
+
+    def clip_gradients(self, tensors: Sequence[Tensor], max_norm: float, total_norm: Tensor) -> None:
+        """Scale the gradients of these tensors, in place, so that their norm is at most `max_norm`."""
+
+
+class OneProcess:
+    """The engine of a single process: every operation returns its argument, or does nothing."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    divides_weights: bool = False
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return `values` unchanged: there is one process."""
+        return values
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
+        """Return `rows` unchanged, and 0 as the index of the first row."""
+        return rows, 0
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return `[value]`: there is one process."""
+        return [value]
+
+    def agree(self, error: BaseException | None = None) -> None:
+        """Raise `error`, if there is one."""
+        if error is not None:
+            raise error
+
+    def together(self, doing: str = "") -> AbstractContextManager[None]:
+        """Do nothing: an error is raised anyway."""
+        return nullcontext()
+
+    def waiting(self, seconds: float, reason: str) -> AbstractContextManager[None]:
+        """Do nothing: nobody waits for this process."""
+        return nullcontext()
+
+    def require_same(self, owner: str, values: Mapping[str, Any]) -> None:
+        """Do nothing: there is nothing to compare with."""
+
+    def require_equal_weights(self, parameters: Mapping[str, Tensor]) -> None:
+        """Do nothing: there is nothing to compare with."""
+
+    def divide(self, policy: Any) -> None:
+        """Do nothing: one process holds all weights."""
+
+    def whole(self, policy: Any) -> AbstractContextManager[None]:
+        """Do nothing: one process holds all weights."""
+        return nullcontext()
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` unchanged: one process holds all values."""
+        return tensor
+
+    def copy_into(self, target: Tensor, value: Tensor) -> None:
+        """Copy a value into a tensor, in place."""
+        target.copy_(value)
+
+    def divided(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return `rows`: one process holds all of them."""
+        return rows
+
+    def equal_count(self, count: int) -> int:
+        """Return `count`: each rank makes its own number of passes."""
+        return count
+
+    def accompany(self, policy: Any, loss: Callable[[], Tensor]) -> None:
+        """Do nothing: no pass needs another rank."""
+
+    def sum_gradients(self, tensors: Sequence[Tensor], value: Tensor) -> Tensor:
+        """Return `value` unchanged: there is one process."""
+        return value
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm of all gradients together, as a scalar on their device."""
+        return get_total_norm(gradients)
+
+    def clip_gradients(self, tensors: Sequence[Tensor], max_norm: float, total_norm: Tensor) -> None:
+        """Scale the gradients of these tensors, in place, so that their norm is at most `max_norm`."""
+        clip_grads_with_norm_(tensors, max_norm, total_norm)
+
+
+@runtime_checkable
+class HasEngine(Protocol):
+    """An object whose methods all ranks call together."""
+
+    engine: Engine
+
+    @property
+    def iteration(self) -> int:
+        """Number of finished iterations."""
+
+
+Owner = TypeVar("Owner", bound=HasEngine)
+
+
+def on_all_ranks(
+    method: Callable[Concatenate[Owner, Args], Result],
+) -> Callable[Concatenate[Owner, Args], Result]:
+    """Make a method raise the same error on every rank, if it raises an error on any rank."""
+
+    @wraps(method)
+    def shared(owner: Owner, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        with owner.engine.together(f"{method.__name__} in iteration {owner.iteration + 1}"):
+            return method(owner, *args, **kwargs)
+
+    return shared

@@ -1,0 +1,183 @@
+"""The learner alone: one iteration, without anything of a run."""
+
+import copy
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from grpo import ConfigError, ExperienceBatch, GRPOConfig, GRPOTrainer
+from grpo._ranks.processes import SeveralProcesses
+from grpo.errors import GRPOWarning
+from grpo.learner import Learner
+from tests.support.policies import ExactSampling, TablePolicy, digest, weights_of
+
+SCRIPT = """
+import json, sys
+import torch, numpy  # what these import on their own is not the learner's
+before = {*sys.modules}
+import grpo.learner
+print(json.dumps(sorted({*sys.modules} - before)))
+"""
+
+OF_A_RUN = ("_storage", "_running", "_ranks", "_sharding", "trainer", "checkpoint", "callbacks", "sinks", "distributed")
+
+
+def test_a_learner_imports_nothing_of_a_run() -> None:
+    """No storage, signals, ranks or progress bar, directly or through others."""
+    printed = subprocess.run([sys.executable, "-c", SCRIPT], check=True, capture_output=True, text=True).stdout
+    imported = json.loads(printed)
+    assert "grpo.learner" in imported
+    rooms = {name.split(".")[1] for name in imported if name.startswith("grpo.")}
+    assert rooms & {*OF_A_RUN} == set()
+    assert {name.split(".")[0] for name in imported} & {"tqdm", "safetensors"} == set()
+
+
+def learner_of(kind: type[Learner] = Learner, **settings: Any) -> Learner:
+    torch.manual_seed(settings.get("seed", 0))
+    return kind(
+        config=GRPOConfig(**{"group_size": 4, "seed": 0, "learning_rate": 0.1, **settings}),
+        policy=ExactSampling(),
+        reward_model=lambda states, actions: [float(sum(action)) for action in actions],
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_epochs_per_update": 2, "batch_size": 5}, {"replay_iterations": 1}])
+def test_a_learner_makes_the_iterations_of_a_trainer(settings: dict[str, Any]) -> None:
+    ends = []
+    for kind in (Learner, GRPOTrainer):
+        learner = learner_of(kind, **settings)
+        metrics = [learner.step([0, 1, 2, 3]) for _ in range(3)]
+        assert learner.iteration == 3
+        sound = [{name: value for name, value in one.items() if not name.startswith("time/")} for one in metrics]
+        assert learner.optimizer is not None
+        ends.append(digest(weights_of(learner.policy), learner.optimizer.state_dict(), sound, torch.get_rng_state()))
+    assert ends[0] == ends[1]
+
+
+def test_step_is_collect_and_update() -> None:
+    one, other = learner_of(), learner_of()
+    torch.manual_seed(1)
+    one.step([0, 1])
+    torch.manual_seed(1)
+    batch = other.collect([0, 1])
+    assert isinstance(batch, ExperienceBatch)
+    other.update(batch)
+    assert digest(weights_of(one.policy)) == digest(weights_of(other.policy))
+
+
+def test_the_state_of_a_learner_continues_in_another_one() -> None:
+    first = learner_of(num_epochs_per_update=2)
+    first.step([0, 1])
+    state = copy.deepcopy(first.state_dict())
+    ends = []
+    second = learner_of(num_epochs_per_update=2, seed=7)
+    second.load_state_dict(state)
+    assert second.iteration == 1
+    for learner in (second, first):
+        torch.manual_seed(3)
+        learner.step([0, 1])
+        ends.append(digest(weights_of(learner.policy), learner.parts.by_name["updates"].state_dict()))
+    assert ends[0] == ends[1]
+
+
+# Settings that need a run
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"lr_schedule": "cosine"}, "lr_schedule='cosine'"),
+        ({"warmup_ratio": 0.1}, "warmup_ratio=0.1"),
+        ({"iterations_ahead": 1}, "iterations_ahead=1"),
+    ],
+)
+def test_a_setting_that_needs_a_run_is_refused_by_a_learner_alone(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.{name}: only GRPOTrainer\.train honours this, because a Learner"):
+        learner_of(**settings)
+
+
+def test_dynamic_sampling_needs_more_states_in_a_learner_alone() -> None:
+    learner = learner_of(dynamic_sampling_rounds=2)
+    with pytest.raises(ConfigError, match=r"dynamic_sampling_rounds=2 draws further states: only GRPOTrainer\.train"):
+        learner.step([0, 1])
+    assert learner.step([0, 1], more_states=lambda: [2, 3])["group_stats/num_drawn"] >= 2
+
+
+def test_a_trainer_says_once_what_step_does_not_honour() -> None:
+    trainer = learner_of(GRPOTrainer, lr_schedule="linear", dynamic_sampling_rounds=1)
+    with pytest.warns(GRPOWarning, match=r"step\(\) does not honour config\.lr_schedule='linear', .*dynamic_sampling"):
+        trainer.step([0, 1])
+    trainer.step([0, 1])  # a second warning would be an error
+    told = learner_of(GRPOTrainer, dynamic_sampling_rounds=1)
+    told.step([0, 1], more_states=lambda: [2, 3])
+    assert isinstance(told, GRPOTrainer)
+    told.train([0, 1], num_iterations=2, progress=False)
+
+
+# Meetings of all ranks
+
+
+class Counted(SeveralProcesses):
+    """Two ranks that do the same. Counts how often they meet."""
+
+    num_ranks = 2
+
+    def __init__(self) -> None:
+        self.num_meetings = 0
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self.num_meetings += 1
+        return [value, value]
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        self.num_meetings += 1
+        return 2 * values
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        return 2 * values  # after a meeting, which has told all ranks what comes
+
+    def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+        self.num_meetings += 1
+        return torch.cat([rows, rows]), 0
+
+    def agree(self, error: BaseException | None = None) -> None:
+        self.num_meetings += 1
+        super().agree(error)
+
+
+@pytest.mark.parametrize("num_updates", [1, 4])
+def test_ranks_meet_at_most_five_times_per_iteration_and_twice_per_update(num_updates: int) -> None:
+    """Once for rewards, once for the plan, once for the report, and once before the next iteration."""
+    engine, seen = Counted(), []
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=4, seed=0, num_epochs_per_update=num_updates),
+        policy=TablePolicy(),
+        reward_model=lambda states, actions: [float(n) for n in range(len(actions))],
+        engine=engine,
+    )
+
+    class Watch:
+        def on_iteration(self, trainer: Any, metrics: Any) -> None:
+            seen.append(engine.num_meetings)
+
+    trainer.train(["a", "b"], num_iterations=3, callbacks=[Watch()], progress=False)
+    per_iteration = {after - before for before, after in pairwise(seen)}
+    assert per_iteration == {5 + 2 * num_updates}, "four meetings of the trainer, and one that asks the callbacks"
+
+
+def test_a_batch_is_completed_once_per_step() -> None:
+    learner = learner_of(num_epochs_per_update=2)
+    completed = []
+    complete = learner.collector.complete
+    learner.collector.complete = lambda batch, **options: completed.append(batch) or complete(batch, **options)  # type: ignore[method-assign]
+    learner.step([0, 1])
+    assert len(completed) == 1
+    learner.update(
+        ExperienceBatch.from_rows([0, 0], [(1, 0), (2,)], [1.0, 0.0], [0, 0], mask=[[True, True], [True, False]])
+    )
+    assert len(completed) == 2
