@@ -15,18 +15,18 @@ from torch import Tensor
 from ._collecting.batches import add_metrics
 from ._collecting.contract import fit_state_keys, require_finite, require_same_steps
 from ._collecting.out_of_memory import PassSizes
-from ._collecting.reward_calls import RewardCalls, Rewards, Waiting
 from ._collecting.sampled_rows import SampledRows, sampled_with
 from ._collecting.sampling import SampleCalls
 from ._collecting.scoring import Autocast, ReferenceScorer, Scorer, batch_fields, score_in_parts
 from ._collecting.update_plan import cut_parts, num_selected, parts_in_order, planned_parts
 from ._common.conversion import describe, pad_steps
-from ._processes.gate import Turns
+from ._rewarding.calls import KeptRewards, RewardCalls, Waiting
+from ._rewarding.gate import Turns
 from .config import RewardConfig
 from .distributed import Engine
 from .errors import ConfigError
+from .metrics import add_counts_and_sums
 from .policy_base import POLICY_METHODS, BeginsSampling, KeysStates, PlansMicroBatches, require_methods
-from .reward_model_base import add_call_metrics
 from .sinks import Samples
 from .types import ActionScores, ExperienceBatch, RowIndex, Rows, SampledActions, row_totals, select_rows
 
@@ -145,7 +145,7 @@ class ExperienceCollector:
             return None
         return partial(sampled_with, self._name, work, states, self.groups_of(states), self.group_size)
 
-    def rewards_of(self, rows: SampledRows, ask: RewardCalls) -> Rewards:
+    def rewards_of(self, rows: SampledRows, ask: RewardCalls) -> KeptRewards:
         """Ask for the rewards of rows. Two threads never ask at the same time."""
         with self._turns.taken(), torch.no_grad():
             return ask(rows.states, rows.actions, rows.mask, group_ids=rows.group_ids, keep_counts=True)
@@ -237,7 +237,7 @@ class ExperienceCollector:
     def add_counts(self, counts: Mapping[str, float], measured: Mapping[str, tuple[float, float]]) -> None:
         """Count failures and own metrics of a reward model that `rewards_of` asked elsewhere. The next report has them."""
         own = self._ask_for_rewards
-        own.counts, own.measured = add_metrics([own.counts, counts]), add_call_metrics([own.measured, measured])
+        own.counts, own.measured = add_metrics([own.counts, counts]), add_counts_and_sums([own.measured, measured])
 
     def take_counts(self, engine: Engine) -> dict[str, float]:
         """Failures and own metrics of the reward model on all ranks, by metric name, since the last call. The next iteration
@@ -245,7 +245,9 @@ class ExperienceCollector:
         own = (self._ask_for_rewards.counts, self._ask_for_rewards.measured)
         counts, measured = zip(*engine.gather_objects(own), strict=True)
         self._ask_for_rewards.forget_counts()
-        means = {name: total / count if count else total for name, (count, total) in add_call_metrics(measured).items()}
+        means = {
+            name: total / count if count else total for name, (count, total) in add_counts_and_sums(measured).items()
+        }
         return add_metrics(counts) | means
 
     def agree_on_sizes(self, engine: Engine) -> int:

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo._collecting.reward_calls import RewardCalls
 from grpo._collecting.sampled_rows import SampledRows
 from grpo._common.conversion import reward_name
 from grpo._common.global_state import (
@@ -29,13 +28,14 @@ from grpo._common.global_state import (
     restore_random_state,
     seed_everything,
 )
-from grpo._processes.gate import fork_gate
+from grpo._rewarding.calls import RewardCalls
+from grpo._rewarding.gate import fork_gate
 from grpo.errors import ConfigError
 from grpo.reward_model_base import kept_state
 from grpo.types import ExperienceBatch
 
 from .background import Background, Task
-from .pending import Answer, Pending, asked
+from .pending import CollectedRewards, Pending, asked
 
 LOGGER = logging.getLogger("grpo")
 
@@ -151,7 +151,7 @@ class Ahead:
         for pending in self._pending:
             pending.rows.result()  # raises what sampling raised
 
-    def _answer(self, rows: SampledRows) -> Answer:
+    def _answer(self, rows: SampledRows) -> CollectedRewards:
         return asked(self._calls, lambda calls: self._trainer.collector.rewards_of(rows, calls))
 
     def _ask(self, pending: Pending) -> None:
@@ -171,7 +171,7 @@ class Ahead:
                 fork_gate.wait_for_fork(FORK_SECONDS)
         pending.waited += time.perf_counter() - start
 
-    def _ask_first(self, answer: Task[Answer]) -> None:
+    def _ask_first(self, answer: Task[CollectedRewards]) -> None:
         """Ask in this thread, and find out whether the reward model has to be asked in this thread."""
         reward_model, before = self._trainer.reward_model, capture_random_state()
         num_forks, has_state = fork_gate.num_forks, _has_entries(kept_state(reward_model))

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from signal import SIGINT, SIGTERM, Signals
 from typing import Any
 
-from grpo._processes.gate import fork_gate
+from grpo._rewarding.gate import fork_gate
 from grpo.checkpoint import CheckpointFolder, require_encodable
 from grpo.distributed import same_error
 from grpo.errors import CheckpointError, NonFiniteGradientError, RankError, TrainingInterrupted
