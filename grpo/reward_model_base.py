@@ -71,7 +71,7 @@ class Rewards(TensorFields):
         *,
         components: Mapping[str, Any] | None = None,
         weights: Mapping[str, float] | None = None,
-        lost: Mapping[str, Tensor] | None = None,
+        lost: Mapping[str, Any] | None = None,
         metrics: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
         """Convert numbers to tensors, and check every field.
@@ -83,6 +83,8 @@ class Rewards(TensorFields):
         values = as_reward_values("Rewards.values must be numbers, [N] or [N, T]", values)
         if isinstance(components, Mapping):  # anything else is refused below
             components = {name: self._part(name, part, values.shape) for name, part in components.items()}
+        if isinstance(lost, Mapping):
+            lost = {name: rows.cpu() if isinstance(rows, Tensor) else rows for name, rows in lost.items()}
         given = {"components": components, "weights": weights, "lost": lost, "metrics": metrics}
         object.__setattr__(self, "values", values)
         for name, value in given.items():
@@ -108,11 +110,6 @@ class ComparesActions(Protocol):
 
     def in_groups(self, group_ids: Int[Tensor, " N"]) -> Any:
         """Return a reward model with the same parts and the same state, for N rows of these groups. Change nothing."""
-
-
-def compares_actions(reward_model: Any) -> bool:
-    """Whether a reward model has `in_groups`. `WeightedRewards` has it exactly if one of its parts has it."""
-    return hasattr(reward_model, "in_groups")  # isinstance() finds properties that raise, from Python 3.12 on
 
 
 class RewardFunction:

@@ -18,14 +18,13 @@ from ._common.signatures import takes
 from ._rewarding.answers import ask_for_rewards, checked
 from ._rewarding.deadlines import await_all, is_async
 from ._rewarding.in_process import Call, call_in_process
-from ._rewarding.parts import PlannedCalls, PlansCalls, ask, planned, require_killable
+from ._rewarding.parts import PlannedCalls, PlansCalls, ask, compares_actions, planned, require_killable
 from .errors import ConfigError, RewardError
 from .metrics import add_counts_and_sums
 from .reward_model_base import (
     RewardFunction,
     Rewards,
     as_reward_model,
-    compares_actions,
     is_function,
     kept_state,
     restore_state,
@@ -42,6 +41,7 @@ __all__ = [
     "await_all",
     "call_in_process",
     "checked",
+    "compares_actions",
     "is_async",
     "pairs_within_groups",
     "planned",

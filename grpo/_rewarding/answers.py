@@ -11,10 +11,10 @@ from torch import Tensor
 from grpo._common.conversion import as_rewards, describe, join_steps, reward_name
 from grpo.config import MAX_CONCURRENT
 from grpo.errors import CallError, DeadlineError, GRPOError, RewardError
-from grpo.reward_model_base import Rewards, as_reward_model, compares_actions
+from grpo.reward_model_base import Rewards, as_reward_model
 from grpo.types import Rows, select_rows
 
-from .parts import ask, require_killable
+from .parts import ask, compares_actions, require_killable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -282,7 +282,7 @@ class RewardCalls:
         lost = torch.zeros(len(rewards.values), dtype=torch.bool)
         for name, rows in rewards.lost.items():
             self.counts[name] = self.counts.get(name, 0.0) + int(rows.sum())
-            lost |= rows.cpu()
+            lost |= rows
         return lost
 
 

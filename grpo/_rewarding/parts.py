@@ -47,6 +47,11 @@ class PlansCalls(Protocol):
         """The calls for these rows, and how their answers become the rewards."""
 
 
+def compares_actions(reward_model: Any) -> bool:
+    """Whether a reward model has `in_groups`. `WeightedRewards` has it exactly if one of its parts has it."""
+    return hasattr(reward_model, "in_groups")  # isinstance() finds properties that raise, from Python 3.12 on
+
+
 def planned(reward_model: Any, states: Any, actions: Any) -> PlannedCalls:
     """The calls of a reward model for these rows."""
     if isinstance(reward_model, PlansCalls):

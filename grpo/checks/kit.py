@@ -14,8 +14,8 @@ from grpo._common.conversion import describe, require_lengths, reward_name
 from grpo._common.global_state import preserved_random_state
 from grpo.errors import ConfigError, ContractError, RewardError
 from grpo.policy_base import POLICY_METHODS
-from grpo.reward_model_base import Rewards, as_reward_model, compares_actions
-from grpo.rewards import ask_for_rewards
+from grpo.reward_model_base import Rewards, as_reward_model
+from grpo.rewards import ask_for_rewards, compares_actions
 from grpo.types import Rows, select_rows
 
 from . import capabilities as capability
