@@ -23,6 +23,7 @@ from adapters.tools.catalogue.tools import ABSENT, ParameterChoices, Tool
 from adapters.tools.learning.rewards import RIGHT_TOOL, RunsCalls, call_key
 from adapters.tools.policy.menu import Menu
 from adapters.tools.text.encoders import CachedEncoder
+from grpo.rewards import ask_for_rewards
 
 BASELINE_STEP = 0.1
 """Step size of REINFORCE's running mean and mean square, per update."""
@@ -240,7 +241,7 @@ class LinUCB:
             contexts = self._contexts([task.text for task in states])
             steps = self.choose(contexts, explore=True)
             calls = [self.menu.call(taken, task.slots) for task, taken in zip(states, steps, strict=True)]
-            parts = rewards.compute_components(states, calls)
+            parts = ask_for_rewards(rewards, states, calls).components
             of_tool, of_parameters = (
                 torch.as_tensor(parts[name], dtype=torch.float32) for name in ("tool", "parameters")
             )

@@ -2,7 +2,8 @@
 
 Start with `GRPOTrainer`, `GRPOConfig`, and the protocols `PolicyModel` and `RewardModel`. `grpo/README.md` lists all modules.
 Surrogates, KL estimators and `Steps` are imported from `grpo.surrogates` and `grpo.divergence`, helpers for adapters from
-`grpo.arguments`, buffers from `grpo.buffers`, engines for several processes from `grpo.distributed`.
+`grpo.arguments`, calls with deadlines from `grpo.rewards`, buffers from `grpo.buffers`, engines for several processes from
+`grpo.distributed`.
 """
 
 from importlib import import_module
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from .checkpoint import load_weights
     from .evaluation import compare_policies, measure_policy
     from .learner import Learner
-    from .reward_model_base import ComparesActions, RewardModel
+    from .reward_model_base import ComparesActions, RewardModel, Rewards
     from .rewards import PairwiseRewards, WeightedRewards
     from .sinks import JSONLSink, MetricSink, Samples
     from .trainer import GRPOTrainer
@@ -64,6 +65,7 @@ else:  # these modules take half of the time of all imports, and a program may u
         "measure_policy": "evaluation",
         "Learner": "learner",
         "RewardModel": "reward_model_base",
+        "Rewards": "reward_model_base",
         "ComparesActions": "reward_model_base",
         "PairwiseRewards": "rewards",
         "WeightedRewards": "rewards",
@@ -105,6 +107,7 @@ __all__ = [  # noqa: RUF022 - in groups, not in alphabetical order
     # write a domain
     "ActionScores",
     "SampledActions",
+    "Rewards",
     "ExperienceBatch",
     "ScoresActions",
     "ScoresGroups",

@@ -9,7 +9,6 @@ from ._common.conversion import describe
 from ._common.settings import Settings, setting
 from ._objective.sampler import Mask, SamplerCorrection, Truncate, require_order
 from ._objective.weights import Aggregation
-from .deadlines import MAX_CONCURRENT
 from .divergence import EntropyEstimator, KLEstimator
 from .errors import ConfigError
 from .surrogates import SURROGATES, Clip, Surrogate, traits_of
@@ -22,6 +21,9 @@ CORRECTIONS: dict[str, type[Settings]] = {"truncate": Truncate, "mask": Mask}
 
 NO_CORRECTION = "none"
 """The name that switches the sampler correction off."""
+
+MAX_CONCURRENT = 64
+"""Default for the largest number of calls of reward functions that are awaited at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +160,8 @@ class ObjectiveConfig(Settings):
     def __post_init__(self) -> None:
         """Check every value, and replace names by objects."""
         object.__setattr__(self, "surrogate", _as_object("surrogate", self.surrogate, SURROGATES))
-        if self.sampler_correction not in (None, NO_CORRECTION):
+        is_none = isinstance(self.sampler_correction, str) and self.sampler_correction == NO_CORRECTION
+        if self.sampler_correction is not None and not is_none:  # an array has no truth value
             correction = _as_object("sampler_correction", self.sampler_correction, CORRECTIONS, NO_CORRECTION)
             object.__setattr__(self, "sampler_correction", correction)
         Settings.__post_init__(self)

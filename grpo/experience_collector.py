@@ -16,18 +16,18 @@ from ._collecting.batches import add_metrics
 from ._collecting.contract import fit_state_keys, require_finite, require_same_steps
 from ._collecting.costs import Costs
 from ._collecting.out_of_memory import PassSizes
-from ._collecting.reward_calls import RewardCalls, Rewards
 from ._collecting.sampled_rows import SampledRows, sampled_with
 from ._collecting.sampling import SampleCalls
 from ._collecting.scoring import Autocast, ReferenceScorer, Scorer, batch_fields, score_in_parts
 from ._collecting.update_plan import cut_parts, num_selected, parts_in_order, planned_parts
 from ._common.conversion import describe, pad_steps
-from ._processes.gate import Turns
+from ._rewarding.calls import KeptRewards, RewardCalls
+from ._rewarding.gate import Turns
 from .config import RewardConfig
 from .engine import Engine, OneProcess
 from .errors import ConfigError
+from .metrics import add_counts_and_sums
 from .policy_base import POLICY_METHODS, BeginsSampling, KeysStates, PlansMicroBatches, require_methods
-from .reward_model_base import add_call_metrics
 from .types import ActionScores, ExperienceBatch, RowIndex, Rows, SampledActions, select_rows
 
 
@@ -145,7 +145,7 @@ class ExperienceCollector:
             return None
         return partial(sampled_with, self._name, work, states, self.groups_of(states), self.group_size)
 
-    def rewards_of(self, rows: SampledRows, ask: RewardCalls) -> Rewards:
+    def rewards_of(self, rows: SampledRows, ask: RewardCalls) -> KeptRewards:
         """Ask for the rewards of rows. Two threads never ask at the same time."""
         with self._turns.taken(), torch.no_grad():
             return ask(rows.states, rows.actions, rows.mask, group_ids=rows.group_ids, keep_counts=True)
@@ -199,7 +199,7 @@ class ExperienceCollector:
 
     def sample_with_rewards(
         self, states: Rows, num_actions_per_state: int
-    ) -> tuple[Rows, Rows, Int[Tensor, " N"], Bool[Tensor, "N T"] | None, Rewards]:
+    ) -> tuple[Rows, Rows, Int[Tensor, " N"], Bool[Tensor, "N T"] | None, KeptRewards]:
         """Sample actions and ask for their rewards, without scoring. The next iteration reports the failures of calls.
 
         Returns:
@@ -233,7 +233,7 @@ class ExperienceCollector:
     def add_counts(self, counts: Mapping[str, float], measured: Mapping[str, tuple[float, float]]) -> None:
         """Count failures and own metrics of a reward model that `rewards_of` asked elsewhere. The next report has them."""
         own = self._ask_for_rewards
-        own.counts, own.measured = add_metrics([own.counts, counts]), add_call_metrics([own.measured, measured])
+        own.counts, own.measured = add_metrics([own.counts, counts]), add_counts_and_sums([own.measured, measured])
 
     def costs(self) -> Costs:
         """What this rank's calls have cost since the last `agree`. An iteration that fails leaves it to the next one."""
@@ -254,7 +254,7 @@ class ExperienceCollector:
         sizes = [costs.rows_per_call for costs in of_ranks if costs.rows_per_call is not None]
         self.sample.rows_per_call = min(sizes, default=None)
         self.scoring.num_halvings = max(costs.num_halvings for costs in of_ranks)  # updates agree in every attempt
-        measured = add_call_metrics(costs.measured for costs in of_ranks)
+        measured = add_counts_and_sums(costs.measured for costs in of_ranks)
         means = {name: total / count if count else total for name, (count, total) in measured.items()}
         num_repeated = sum(costs.num_repeated for costs in of_ranks)
         return {"train/out_of_memory": float(num_repeated)} | add_metrics([costs.counts for costs in of_ranks]) | means

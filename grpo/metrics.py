@@ -133,6 +133,21 @@ QUANTILES = {"max": 1.0, "min": 0.0, "median": 0.5, "q25": 0.25, "q75": 0.75}
 """Maps the name of a statistic of rewards to its quantile: 0.25 for the first quartile."""
 
 
+def add_counts_and_sums(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Add up the (count, sum) of each name, as in `Rewards.metrics`.
+
+    Example:
+        >>> add_counts_and_sums([{"a": (1, 2.0)}, {"a": (3, 0.5), "b": (0, 1.0)}])
+        {'a': (4.0, 2.5), 'b': (0.0, 1.0)}
+    """
+    total: dict[str, tuple[float, float]] = {}
+    for part in parts:
+        for name, (count, value) in part.items():
+            known_count, known_value = total.get(name, (0.0, 0.0))
+            total[name] = (known_count + count, known_value + value)
+    return total
+
+
 def reward_statistics(rewards: Float[Tensor, " N"]) -> dict[str, float]:
     """Mean, standard deviation (n - 1), extremes and quartiles of the rewards, under their metric names."""
     mean, std = mean_and_std(rewards.double().numpy(), ddof=1)

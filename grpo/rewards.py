@@ -1,9 +1,11 @@
-"""Reward models that are made of functions: weighted sums of rewards, and win rates from preferences."""
+"""Reward models that are made of functions: weighted sums of rewards, and win rates from preferences.
+
+Also the door for code that calls rewards itself, or makes a reward of several calls.
+"""
 
 import copy
-import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,22 +13,40 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from ._common.conversion import as_rewards, as_tensor, describe, require_lengths, reward_name
-from .deadlines import MAX_CONCURRENT, Call, await_all
+from ._common.conversion import as_tensor, describe, require_lengths, reward_name
+from ._common.signatures import takes
+from ._rewarding.answers import ask_for_rewards, checked
+from ._rewarding.deadlines import await_all, is_async
+from ._rewarding.in_process import Call, call_in_process
+from ._rewarding.parts import PlannedCalls, PlansCalls, ask, compares_actions, planned, require_killable
 from .errors import ConfigError, RewardError
+from .metrics import add_counts_and_sums
 from .reward_model_base import (
-    LosesRewards,
-    MeasuresCalls,
     RewardFunction,
-    add_call_metrics,
+    Rewards,
     as_reward_model,
-    compares_actions,
     is_function,
     kept_state,
     restore_state,
-    with_limits,
 )
 from .types import select_rows
+
+__all__ = [
+    "Call",
+    "PairwiseRewards",
+    "PlannedCalls",
+    "PlansCalls",
+    "WeightedRewards",
+    "ask_for_rewards",
+    "await_all",
+    "call_in_process",
+    "checked",
+    "compares_actions",
+    "is_async",
+    "pairs_within_groups",
+    "planned",
+    "require_killable",
+]
 
 
 class WeightedRewards:
@@ -49,11 +69,6 @@ class WeightedRewards:
         [2.0, 2.0]
     """
 
-    timeout: float | None = None
-    """Seconds per call of a part. `limit_calls` returns a copy with another value."""
-    max_concurrent: int = MAX_CONCURRENT
-    """Largest number of parts that are awaited at the same time. `limit_calls` returns a copy with another value."""
-
     def __init__(self, rewards: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> None:
         for argument, value in (("rewards", rewards), ("weights", {} if weights is None else weights)):
             if not isinstance(value, Mapping):
@@ -73,82 +88,64 @@ class WeightedRewards:
                     f"WeightedRewards: the weight of {name!r} must be a finite number; got {describe(weight)}."
                 )
 
-    def compute_components(self, states: Any, actions: Any) -> dict[str, Float[Tensor, "N *T"]]:
-        """Map the name of each part to its rewards, before weighting. NaN: the part does not apply there, and adds nothing."""
-        awaited = {
-            name: Call(name=part.__name__, function=part.function, arguments=(states, actions))
-            for name, part in self.rewards.items()
-            if isinstance(part, RewardFunction) and part.is_async
-        }
-        answers = {
-            name: part.compute_rewards(states, actions) for name, part in self.rewards.items() if name not in awaited
-        }
-        if awaited:  # together
-            several = await_all([*awaited.values()], timeout=self.timeout, max_concurrent=self.max_concurrent)
-            answers |= dict(zip(awaited, several, strict=True))
-        is_one_row = len(states) == 1  # the rewards of a single row may have the shape [1, 1], which the caller checks
-        return {
-            name: as_rewards(reward_name(part), answers[name], len(states), one_step_is_a_step=is_one_row)
-            for name, part in self.rewards.items()
-        }
+    def compute_rewards(self, states: Any, actions: Any) -> Float[Tensor, "N *T"]:
+        """Call every part without a deadline, and return the weighted sum of all rewards, sum_k weight_k R_k.
 
-    def combine(self, components: Mapping[str, Float[Tensor, "N *T"]]) -> Float[Tensor, "N *T"]:
-        """Return sum_k weight_k R_k over the parts that apply. It is NaN where no part applies.
+        `ask_for_rewards` returns the parts, too.
+        """
+        rewards: Rewards = ask(self, states, actions)
+        return rewards.values
+
+    def parts(self) -> Iterable[Any]:
+        """The reward models of the sum."""
+        return self.rewards.values()
+
+    def plan_calls(self, states: Any, actions: Any) -> PlannedCalls:
+        """The calls of all parts, whose answers become `Rewards` with these parts."""
+        parts = {name: planned(part, states, actions) for name, part in self.rewards.items()}
+        return self.summed(parts, len(states))
+
+    def summed(self, parts: Mapping[str, PlannedCalls], num_rows: int) -> PlannedCalls:
+        """The calls of several parts, and R = sum_k weight_k R_k over the parts that apply. R is NaN where no part applies.
 
         The sum is added in float64, and the result has the dtype of the least precise part.
         """
-        absent = {name: part.isnan() for name, part in components.items()}
-        weighted = [
-            self.weights[name] * part.double().masked_fill(absent[name], 0.0) for name, part in components.items()
-        ]
-        total = torch.stack(weighted).sum(0).masked_fill(torch.stack([*absent.values()]).all(0), torch.nan)
-        return total.to(min((part.dtype for part in components.values()), key=lambda dtype: dtype.itemsize))
 
-    def compute_rewards(self, states: Any, actions: Any) -> Float[Tensor, "N *T"]:
-        """Return the weighted sum of all rewards, sum_k weight_k R_k."""
-        return self.combine(self.compute_components(states, actions))
+        def total(answers: list[Any]) -> Rewards:
+            in_order = iter(answers)
+            of_parts = {name: part.combine([next(in_order) for _ in part.calls]) for name, part in parts.items()}
+            # the rewards of a single row may have the shape [1, 1], which the caller checks
+            found = {
+                name: checked(reward_name(self.rewards[name]), answer, num_rows, one_step_is_a_step=num_rows == 1)
+                for name, answer in of_parts.items()
+            }
+            return Rewards(
+                values=_weighted_sum({name: part.values for name, part in found.items()}, self.weights),
+                components={name: part.values for name, part in found.items()},
+                weights=self.weights,
+                lost=_joined_masks(part.lost for part in found.values()),
+                metrics=add_counts_and_sums(part.metrics for part in found.values()),
+            )
 
-    def lost_rewards(self) -> dict[str, Tensor]:
-        """Map the name of a metric to the rows [N] whose reward the last call lost for that reason, over all parts."""
-        found: dict[str, Tensor] = {}
-        for part in self.rewards.values():
-            if isinstance(part, LosesRewards):
-                for name, rows in part.lost_rewards().items():
-                    found[name] = rows | found[name] if name in found else rows
-        return found
-
-    def call_metrics(self) -> dict[str, tuple[float, float]]:
-        """Map each metric of the parts to (count, sum) over the last call."""
-        return add_call_metrics(
-            part.call_metrics() for part in self.rewards.values() if isinstance(part, MeasuresCalls)
-        )
+        return PlannedCalls(calls=[call for part in parts.values() for call in part.calls], combine=total)
 
     @property
-    def compares_actions(self) -> bool:
-        """Whether any part depends on the other actions of the group."""
-        return any(compares_actions(part) for part in self.rewards.values())
+    def in_groups(self) -> Callable[[Int[Tensor, " N"]], "WeightedRewards"]:
+        """`in_groups(group_ids)` returns a copy that holds the same parts, for N rows of these groups.
 
-    def in_groups(self, group_ids: Int[Tensor, " N"]) -> "WeightedRewards":
-        """Return a copy that holds the same parts, for N rows of these groups."""
+        Raises:
+            AttributeError: no part has `in_groups`, so a row's reward does not depend on the other rows.
+        """
+        if not any(map(compares_actions, self.rewards.values())):
+            raise AttributeError("WeightedRewards has in_groups only if one of its parts has it.")
+        return self._in_groups
+
+    def _in_groups(self, group_ids: Int[Tensor, " N"]) -> "WeightedRewards":
         grouped = copy.copy(self)
         grouped.rewards = {
             name: part.in_groups(group_ids) if compares_actions(part) else part for name, part in self.rewards.items()
         }
         return grouped
-
-    def limit_calls(self, *, timeout: float | None, max_concurrent: int) -> "WeightedRewards":
-        """Return a copy that holds the same parts within these limits. `async def` parts are awaited together.
-
-        Raises:
-            ConfigError: a part is not async, and cannot run in another process.
-        """
-        limited = copy.copy(self)
-        limited.timeout, limited.max_concurrent = timeout, max_concurrent
-        limited.rewards = {
-            name: with_limits(part, timeout=timeout, max_concurrent=max_concurrent)
-            for name, part in self.rewards.items()
-        }
-        return limited
 
     def train(self) -> "WeightedRewards":
         """Switch every part to training mode."""
@@ -211,10 +208,8 @@ class PairwiseRewards:
         Swamy et al. 2024 (SPO), arXiv:2401.04056, algorithm 2.
     """
 
-    compares_actions = True
-
     def __init__(self, compare: Callable[[Any, Any, Any], Any], *, num_opponents: int | None = None) -> None:
-        if not is_function(compare) or not _takes_three(compare):
+        if not is_function(compare) or not takes(compare, 3):
             raise ConfigError(
                 "PairwiseRewards: compare must be a function of (states, first_actions, second_actions); got "
                 f"{describe(compare)}. It returns one preference per pair, from 0 to 1."
@@ -237,12 +232,21 @@ class PairwiseRewards:
         return grouped
 
     def compute_rewards(self, states: Any, actions: Any) -> Float64[Tensor, " N"]:
-        """The win rate of each row. Call `in_groups` first; the trainer does so.
+        """Call `compare` without a deadline, and return the win rate of each row. Call `in_groups` first; the trainer does so.
 
         Raises:
             ConfigError: the groups are not known.
             RewardError: `compare` did not return one number from 0 to 1, or NaN, per pair.
         """
+        win_rates: Tensor = ask(self, states, actions)
+        return win_rates
+
+    def parts(self) -> Iterable[Any]:
+        """The function that compares."""
+        return (self._function,)
+
+    def plan_calls(self, states: Any, actions: Any) -> PlannedCalls:
+        """One call of `compare` with all pairs. Raises a ConfigError if the groups are not known."""
         if self._group_ids is None:
             raise ConfigError(
                 f"PairwiseRewards({self.__name__}) must know which rows are a group. Call in_groups(group_ids) and use its "
@@ -251,18 +255,19 @@ class PairwiseRewards:
         num_rows = len(self._group_ids)
         require_lengths("PairwiseRewards.in_groups(group_ids)", num_rows, states=states, actions=actions)
         first, second, has_opponent = pairs_within_groups(self._group_ids, self.num_opponents)
-        if not len(first):
-            return torch.full((num_rows,), 0.5, dtype=torch.float64)
-        answer = self._function.call(
-            *(select_rows(rows, i) for rows, i in ((states, first), (actions, first), (actions, second)))
-        )
-        preferences = self._checked(answer, first, second)
-        is_known = ~preferences.isnan()
-        first, second, preferences = first[is_known], second[is_known], preferences[is_known]
-        wins, num_met = torch.zeros(2, num_rows, dtype=torch.float64)
-        wins.index_add_(0, first, preferences).index_add_(0, second, 1 - preferences)
-        num_met += torch.cat([first, second]).bincount(minlength=num_rows)
-        return torch.where(has_opponent, wins / num_met, 0.5)
+        pairs = tuple(select_rows(rows, i) for rows, i in ((states, first), (actions, first), (actions, second)))
+        call = Call(name=self.__name__, function=self._function.function, arguments=pairs)
+
+        def win_rates(answers: list[Any]) -> Float64[Tensor, " N"]:
+            preferences = self._checked(answers[0], first, second) if answers else torch.zeros(0, dtype=torch.float64)
+            is_known = ~preferences.isnan()
+            winners, losers, known = first[is_known], second[is_known], preferences[is_known]
+            wins, num_met = torch.zeros(2, num_rows, dtype=torch.float64)
+            wins.index_add_(0, winners, known).index_add_(0, losers, 1 - known)
+            num_met += torch.cat([winners, losers]).bincount(minlength=num_rows)
+            return torch.where(has_opponent, wins / num_met, 0.5)
+
+        return PlannedCalls(calls=[call] if len(first) else [], combine=win_rates)
 
     def _checked(self, answer: Any, first: Tensor, second: Tensor) -> Float64[Tensor, " P"]:
         """The preferences as a tensor of one number from 0 to 1, or NaN, per pair."""
@@ -279,16 +284,6 @@ class PairwiseRewards:
             rows = [(int(first[pair]), int(second[pair])) for pair in wrong[:4]]
             raise RewardError(f"{required}; got {shown} for the rows {rows}. Return probabilities, not scores.")
         return preferences
-
-    def limit_calls(self, *, timeout: float | None, max_concurrent: int) -> "PairwiseRewards":
-        """Return a copy whose calls of `compare` have a deadline. There is one call at a time.
-
-        Raises:
-            ConfigError: `compare` is not async, and cannot run in another process.
-        """
-        limited = copy.copy(self)
-        limited._function = self._function.limit_calls(timeout=timeout, max_concurrent=max_concurrent)
-        return limited
 
     def train(self, *_: Any) -> "PairwiseRewards":
         """Do nothing. `train`, `eval` and `to` do nothing, because a function has no mode and no device."""
@@ -343,11 +338,16 @@ def pairs_within_groups(
     return by_group[first[order]], by_group[second[order]], has_opponent
 
 
-def _takes_three(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind(None, None, None)
-    except TypeError:
-        return False
-    except ValueError:  # recovery: a function without a readable signature is called as it is
-        return True
-    return True
+def _weighted_sum(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    absent = {name: part.isnan() for name, part in parts.items()}
+    weighted = [weights[name] * part.double().masked_fill(absent[name], 0.0) for name, part in parts.items()]
+    total = torch.stack(weighted).sum(0).masked_fill(torch.stack([*absent.values()]).all(0), torch.nan)
+    return total.to(min((part.dtype for part in parts.values()), key=lambda dtype: dtype.itemsize))
+
+
+def _joined_masks(several: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for masks in several:
+        for name, rows in masks.items():
+            found[name] = rows | found[name] if name in found else rows
+    return found

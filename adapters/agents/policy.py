@@ -10,8 +10,8 @@ from torch import Tensor
 from adapters.llm import HFPolicy
 from grpo import ActionScores, SampledActions
 from grpo.arguments import describe, require_lengths
-from grpo.deadlines import is_async
 from grpo.errors import ConfigError, ContractError
+from grpo.rewards import is_async
 from grpo.types import CONTINUES
 
 from .branching import Branch, Branching

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo._common.conversion import pad_steps
+from grpo._common.conversion import join_steps
 from grpo.engine import Engine
 from grpo.errors import ContractError
 from grpo.types import ExperienceBatch, Rows, select_rows
@@ -76,11 +76,6 @@ def join_field(name: str, parts: Sequence[Tensor | None], masks: Sequence[Tensor
         torch.full(shape, FILLS[name]) if part is None else part for part, shape in zip(parts, shapes, strict=True)
     ]
     return join_steps([part.to(masks[0].device) for part in present], max(mask.shape[1] for mask in masks))
-
-
-def join_steps(parts: Sequence[Tensor], width: int) -> Tensor:
-    """Concatenate [N] or [N, t] tensors along the rows. [N, t] is padded to `width` steps with 0 or False."""
-    return torch.cat([pad_steps(part, width, 0) if part.dim() == 2 else part for part in parts])
 
 
 def add_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

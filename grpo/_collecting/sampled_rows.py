@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from grpo._rewarding.calls import KeptRewards
 from grpo.errors import ContractError
 from grpo.types import ExperienceBatch, Rows, SampledActions, repeat_rows, select_rows
 
 from .contract import check_sampled, flatten_actions, require_finite
-from .reward_calls import Rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class SampledRows:
     metrics: Mapping[str, float]
     """Costs and counts of the sampling, by metric name."""
 
-    def with_rewards(self, rewards: Rewards, metrics: Mapping[str, float]) -> ExperienceBatch:
+    def with_rewards(self, rewards: KeptRewards, metrics: Mapping[str, float]) -> ExperienceBatch:
         """The rows that have a reward, as a batch.
 
         Args:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from grpo._common.conversion import require_rows
+from grpo._common.conversion import join_steps, require_rows
 from grpo._common.global_state import capture_random_state, restore_random_state
 from grpo.engine import Engine, OneProcess
 from grpo.errors import ContractError
 from grpo.policy_base import SamplesWithScores
 from grpo.types import ActionScores, Rows, SampledActions, repeat_rows, select_rows
 
-from .batches import add_metrics, join_field, join_rows, join_steps
+from .batches import add_metrics, join_field, join_rows
 from .contract import check_sampled, flatten_actions
 from .out_of_memory import one_row_too_many, release_cached_memory, warn_of_new_size
 from .scoring import Autocast, join_scores

@@ -1,7 +1,7 @@
 """Conversion of what users return and pass, and how errors describe it."""
 
 import math
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -135,13 +135,23 @@ def as_rewards(
             [N, 1] - [N] would broadcast to [N, N].
     """
     expected = f"{owner} must return one number per row, [N] = [{num_rows}], or one per step, [N, T] with T > 1"
-    rewards = as_tensor(expected, value, RewardError).detach()
-    if rewards.is_complex():
-        raise RewardError(f"{expected}; got {describe(value)}. Return real numbers.")
+    rewards = as_reward_values(expected, value)
     is_column = rewards.dim() == 2 and rewards.shape[1] == 1 and not one_step_is_a_step
     if rewards.dim() not in (1, 2) or len(rewards) != num_rows or is_column:
         hint = " Squeeze the last axis." if rewards.shape[1:] == (1,) else ""
         raise RewardError(f"{expected}; got {describe(value)}.{hint}")
+    return rewards
+
+
+def as_reward_values(required: str, value: Any) -> Float[Tensor, "..."]:
+    """Copy real numbers of any shape to a CPU tensor, as `as_rewards` does. `required` begins the message of an error.
+
+    Raises:
+        RewardError: `value` is anything else.
+    """
+    rewards = as_tensor(required, value, RewardError).detach()
+    if rewards.is_complex():
+        raise RewardError(f"{required}; got {describe(value)}. Return real numbers.")
     if not rewards.is_floating_point():
         return rewards.cpu().double()
     return as_float32(rewards).to("cpu", copy=True)
@@ -212,6 +222,11 @@ def pad_steps(values: Tensor, width: int, fill: float | bool) -> Tensor:
     """Pad [N, t] on the right to [N, width] with `fill`. Return the tensor itself if t = width."""
     missing = width - values.shape[1]
     return torch.nn.functional.pad(values, (0, missing), value=fill) if missing else values
+
+
+def join_steps(parts: Sequence[Tensor], width: int) -> Tensor:
+    """Concatenate [N] or [N, t] tensors along the rows. [N, t] is padded to `width` steps with 0 or False."""
+    return torch.cat([pad_steps(part, width, 0) if part.dim() == 2 else part for part in parts])
 
 
 def widest_float(device: torch.device) -> torch.dtype:

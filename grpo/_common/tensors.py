@@ -138,7 +138,10 @@ def _rule(kind: Any) -> _Rule:
             if entries is float
             else _alternatives(entries)
         )
-        return _Rule(spelled="a mapping", holds=partial(_is_mapping, rules))
+        return _Rule(spelled="a mapping of names", holds=partial(_is_mapping, rules))
+    if get_origin(kind) is tuple and {*get_args(kind)} == {float}:
+        count = len(get_args(kind))
+        return _Rule(spelled=f"{count} numbers", holds=partial(_are_numbers, count))
     if get_origin(kind) is Literal:
         return _Rule(
             spelled=f"one of {', '.join(map(repr, get_args(kind)))}", holds=partial(_is_one_of, get_args(kind))
@@ -203,13 +206,18 @@ def _is_number(_: str, value: Any, __: Sizes) -> bool:
     return is_real and abs(number) <= sys.float_info.max
 
 
+def _are_numbers(count: int, _: str, value: Any, __: Sizes) -> bool:
+    is_sequence = isinstance(value, tuple | list) and len(value) == count
+    return is_sequence and all(isinstance(number, numbers.Real) for number in value)
+
+
 def _are_rows(name: str, value: Any, _: Sizes) -> bool:
     require_rows(name, value)
     return True
 
 
 def _is_mapping(rules: tuple[_Rule, ...], name: str, value: Any, sizes: Sizes) -> bool:
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         return False
     for key, entry in value.items():
         _require(name, f"[{key!r}]", entry, rules, sizes)

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo._collecting.reward_calls import RewardCalls
 from grpo._collecting.sampled_rows import SampledRows
 from grpo._common.conversion import reward_name
 from grpo._common.global_state import (
@@ -29,7 +28,8 @@ from grpo._common.global_state import (
     restore_random_state,
     seed_everything,
 )
-from grpo._processes.gate import fork_gate
+from grpo._rewarding.calls import RewardCalls
+from grpo._rewarding.gate import fork_gate
 from grpo._updating.parts import Counters
 from grpo._updating.sampler import SamplerSync
 from grpo.config import GRPOConfig
@@ -41,7 +41,7 @@ from grpo.types import ExperienceBatch, Rows
 
 from .background import Background, Task
 from .interrupts import Interrupts
-from .pending import Answer, Pending, asked
+from .pending import CollectedRewards, Pending, asked
 from .state import Snapshot
 
 LOGGER = logging.getLogger("grpo")
@@ -183,7 +183,7 @@ class Ahead:
         for pending in self.pending:
             pending.rows.result()  # raises what sampling raised
 
-    def _answer(self, rows: SampledRows) -> Answer:
+    def _answer(self, rows: SampledRows) -> CollectedRewards:
         return asked(self._calls, lambda calls: self._collector.rewards_of(rows, calls))
 
     def _ask(self, pending: Pending) -> None:
@@ -203,7 +203,7 @@ class Ahead:
                 fork_gate.wait_for_fork(FORK_SECONDS)
         pending.waited += time.perf_counter() - start
 
-    def _ask_first(self, answer: Task[Answer]) -> None:
+    def _ask_first(self, answer: Task[CollectedRewards]) -> None:
         """Ask in this thread, and find out whether the reward model has to be asked in this thread."""
         reward_model, before = self._collector.reward_model, capture_random_state()
         num_forks, has_state = fork_gate.num_forks, _has_entries(kept_state(reward_model))

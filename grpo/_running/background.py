@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
-from grpo._processes.gate import keeps_generators
+from grpo._rewarding.gate import keeps_generators
 
 Result = TypeVar("Result")
 

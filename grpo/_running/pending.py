@@ -5,18 +5,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from grpo._collecting.reward_calls import RewardCalls, Rewards
 from grpo._collecting.sampled_rows import SampledRows
+from grpo._rewarding.calls import KeptRewards, RewardCalls
 from grpo.errors import CheckpointError
 
 from .background import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class CollectedRewards:
     """The rewards of an iteration, and what asking for them cost."""
 
-    rewards: Rewards
+    rewards: KeptRewards
     """The rewards."""
     counts: Mapping[str, float]
     """Failures of the calls, by metric name."""
@@ -30,10 +30,10 @@ class Answer:
         return _fields(self) | {"rewards": _fields(self.rewards)}
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> "Answer":
-        """Return the answer that `state_dict` described."""
+    def from_state_dict(cls, state: Mapping[str, Any]) -> "CollectedRewards":
+        """Return the rewards that `state_dict` described."""
         measured = {name: (count, total) for name, (count, total) in state["measured"].items()}
-        return cls(**{**state, "rewards": Rewards(**state["rewards"]), "measured": measured})
+        return cls(**{**state, "rewards": KeptRewards(**state["rewards"]), "measured": measured})
 
 
 class Pending:
@@ -44,7 +44,7 @@ class Pending:
         ask: returns the rewards of rows.
     """
 
-    def __init__(self, rows: Task[SampledRows], ask: Callable[[SampledRows], Answer]) -> None:
+    def __init__(self, rows: Task[SampledRows], ask: Callable[[SampledRows], CollectedRewards]) -> None:
         self.rows = rows
         """The rows."""
         self.answer = Task(lambda: ask(rows.result()))
@@ -67,21 +67,21 @@ class Pending:
         return {"rows": self.rows.result().state_dict(), "answer": answer}
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], ask: Callable[[SampledRows], Answer]) -> "Pending":
+    def from_state_dict(cls, state: Mapping[str, Any], ask: Callable[[SampledRows], CollectedRewards]) -> "Pending":
         """Return the iteration that `state_dict` described. Rewards that were not there have to be asked for again."""
         pending = cls(Task.of(SampledRows(**state["rows"])), ask)
         if state["answer"] is not None:
-            pending.answer = Task.of(Answer.from_state_dict(state["answer"]))
+            pending.answer = Task.of(CollectedRewards.from_state_dict(state["answer"]))
         return pending
 
 
-def asked(calls: RewardCalls, ask: Callable[[RewardCalls], Rewards]) -> Answer:
+def asked(calls: RewardCalls, ask: Callable[[RewardCalls], KeptRewards]) -> CollectedRewards:
     """Ask for rewards, and take the counts of the calls with the answer. After an error, the next answer has them."""
     start = time.perf_counter()
     rewards = ask(calls)
     counts, measured = dict(calls.counts), dict(calls.measured)
     calls.forget_counts()
-    return Answer(rewards=rewards, counts=counts, measured=measured, seconds=time.perf_counter() - start)
+    return CollectedRewards(rewards=rewards, counts=counts, measured=measured, seconds=time.perf_counter() - start)
 
 
 def _fields(value: Any) -> dict[str, Any]:

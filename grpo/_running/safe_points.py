@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from signal import SIGINT, SIGTERM, Signals
 from typing import Any
 
-from grpo._processes.gate import fork_gate
+from grpo._rewarding.gate import fork_gate
 from grpo._updating.optimizer_step import OptimizerStep
 from grpo._updating.parts import Counters
 from grpo.checkpoint import CheckpointFolder, require_encodable

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo._collecting.batches import gather_rewards, join_batches, join_steps, without_content
-from grpo._common.conversion import as_advantages, describe, require_rows
+from grpo._collecting.batches import gather_rewards, join_batches, without_content
+from grpo._common.conversion import as_advantages, describe, join_steps, require_rows
 from grpo.advantage_estimator import AdvantageEstimator
 from grpo.engine import Engine
 from grpo.errors import ContractError

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Collection
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,18 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo._common.conversion import as_rewards, describe, require_lengths, reward_name
+from grpo._common.conversion import describe, require_lengths, reward_name
 from grpo._common.global_state import preserved_random_state
-from grpo.errors import ConfigError, ContractError
+from grpo.errors import ConfigError, ContractError, RewardError
 from grpo.policy_base import POLICY_METHODS
-from grpo.reward_model_base import ReportsComponents, as_reward_model, compares_actions
+from grpo.reward_model_base import Rewards, as_reward_model
+from grpo.rewards import ask_for_rewards, compares_actions
 from grpo.types import Rows, select_rows
 
 from . import capabilities as capability
 from . import extras as extra
 from . import rules as rule
 from .probe import FULL_PRECISION, PolicyProbe, difference, left_as_found
-from .report import CheckReport, CheckResult, Rule, Verdict, absent, failed, note, passed, run_rules, skipped
+from .report import CheckReport, CheckResult, Rule, Verdict, failed, note, passed, run_rules, skipped
 
 POLICY_RULES: tuple[Rule, ...] = (
     Rule("methods", rule.check_methods),
@@ -138,17 +139,18 @@ class RewardProbe:
     actions: Rows
     """N actions."""
 
-    def ask(self, states: Rows, actions: Rows) -> Tensor:
-        """Return the rewards of the given rows, converted as in training."""
-        model = self.model_for(states)
-        model.eval()
-        with torch.no_grad():
-            return as_rewards(reward_name(model), model.compute_rewards(states, actions), len(states))
-
-    def model_for(self, states: Rows) -> Any:
-        """The reward model. If it compares actions, rows of equal states are a group."""
+    def ask(self, states: Rows, actions: Rows) -> Rewards:
+        """Ask for the rewards of the given rows, as in training. If actions are compared, rows of equal states are a group."""
         model = as_reward_model(self.given)
-        return model.in_groups(_groups_of(states)) if compares_actions(model) else model
+        model.eval()
+        group_ids = _groups_of(states) if compares_actions(model) else None
+        with torch.no_grad():
+            return ask_for_rewards(model, states, actions, group_ids=group_ids)
+
+    @property
+    def name(self) -> str:
+        """The name of the reward model in messages."""
+        return reward_name(as_reward_model(self.given))
 
 
 def _groups_of(states: Rows) -> Tensor:
@@ -165,22 +167,22 @@ def _check_reward_methods(probe: RewardProbe) -> Verdict:
 
 
 def _check_reward_shape(probe: RewardProbe) -> Verdict:
-    return passed(f"{describe(probe.ask(probe.states, probe.actions))}.")
+    return passed(f"{describe(probe.ask(probe.states, probe.actions).values)}.")
 
 
 def _check_reward_finite(probe: RewardProbe) -> Verdict:
-    rewards = probe.ask(probe.states, probe.actions)
+    rewards = probe.ask(probe.states, probe.actions).values
     bad = (~rewards.isfinite()).nonzero()[:, 0].unique().tolist()
     if bad:
         return failed(
-            f"{reward_name(as_reward_model(probe.given))} must return finite numbers; rows {bad[:16]} are not. Fix it, or "
+            f"{probe.name} must return finite numbers; rows {bad[:16]} are not. Fix it, or "
             "train with reward.non_finite='drop' or 'zero'."
         )
     return passed(f"From {float(rewards.min()):.4g} to {float(rewards.max()):.4g}.")
 
 
 def _check_reward_repeatable(probe: RewardProbe) -> Verdict:
-    first, second = probe.ask(probe.states, probe.actions), probe.ask(probe.states, probe.actions)
+    first, second = (probe.ask(probe.states, probe.actions).values for _ in range(2))
     gap = difference(second, first) if second.shape == first.shape else float("inf")
     if gap > 0:
         return note(
@@ -193,10 +195,10 @@ def _check_reward_repeatable(probe: RewardProbe) -> Verdict:
 def _check_reward_order(probe: RewardProbe) -> Verdict:
     count = len(probe.states)
     order = torch.arange(count).flip(0)
-    first, again = (probe.ask(probe.states, probe.actions) for _ in range(2))
+    first, again = (probe.ask(probe.states, probe.actions).values for _ in range(2))
     if count < 2 or first.shape != again.shape or difference(again, first) > FULL_PRECISION:
         return skipped("This needs at least two rows, and equal rewards from two calls.")
-    turned = probe.ask(select_rows(probe.states, order), select_rows(probe.actions, order))
+    turned = probe.ask(select_rows(probe.states, order), select_rows(probe.actions, order)).values
     gap = difference(turned[order], first) if turned.shape == first.shape else float("inf")
     if gap > FULL_PRECISION:
         return note(
@@ -214,39 +216,30 @@ def _check_reward_inputs(probe: RewardProbe) -> Verdict:
             f"States and actions cannot be copied ({type(error).__name__}: {error}), so they cannot be compared."
         )
     given = copy.deepcopy(before)
-    model = probe.model_for(given[0])
-    model.eval()
-    with torch.no_grad():
-        model.compute_rewards(*given)
+    with suppress(RewardError):  # "reward shape" fails with it
+        probe.ask(*given)
     changed = [
         name for name, now, then in zip(("states", "actions"), given, before, strict=True) if not _same(now, then)
     ]
     if changed:
         return failed(
-            f"{reward_name(model)} must not change its arguments; it changed "
+            f"{probe.name} must not change its arguments; it changed "
             f"{' and '.join(changed)}, which the policy is trained on afterwards. Work on a copy."
         )
     return passed("States and actions are not changed.")
 
 
 def _check_reward_components(probe: RewardProbe) -> Verdict:
-    model: Any = probe.model_for(probe.states)
-    model.eval()
-    if not isinstance(model, ReportsComponents):
-        return absent("compute_components")
-    name = reward_name(model)
-    parts = {
-        key: as_rewards(f"{name}[{key!r}]", part, len(probe.states))
-        for key, part in model.compute_components(probe.states, probe.actions).items()
-    }
-    total = as_rewards(f"{name}: combine(components)", model.combine(parts), len(probe.states))
-    wrong = ~total.isfinite()  # a part may be NaN where it does not apply, if combine() leaves it out
-    bad = [key for key, part in parts.items() if not bool(part[wrong].isfinite().all())]
+    found = probe.ask(probe.states, probe.actions)
+    if not found.components:
+        return Verdict("absent", "There are no Rewards(components=...), which are optional.")
+    wrong = ~found.values.isfinite()  # a part may be NaN where it does not apply, if the total leaves it out
+    bad = [key for key, part in found.components.items() if not bool(part[wrong].isfinite().all())]
     if bad:
         return failed(
-            f"{name}: components must be finite; {', '.join(bad)} is not. Fix that part: a weight of 0 does not hide NaN."
+            f"{probe.name}: components must be finite; {', '.join(bad)} is not. Fix that part: a weight of 0 does not hide NaN."
         )
-    return passed(f"{', '.join(parts)} are finite or left out of the sum.")
+    return passed(f"{', '.join(found.components)} are finite or left out of the sum.")
 
 
 REWARD_RULES: tuple[Rule, ...] = (

@@ -13,8 +13,8 @@ from jaxtyping import Float64
 from torch import Tensor
 from tqdm import tqdm
 
-from grpo._collecting.reward_calls import RewardCalls
 from grpo._common.global_state import preserved_mode, preserved_random_state, seed_everything
+from grpo._rewarding.calls import RewardCalls
 from grpo._storage.encoding import encode
 from grpo._storage.tensor_file import chunks_of
 from grpo.config import RewardConfig

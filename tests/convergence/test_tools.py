@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from adapters.tools.learning.evaluation import Accuracy
 from examples.tool_routing import CONFIG, NUM_HELD_OUT, NUM_TRAIN, learn_added_tools
 from examples.tool_workbench import ADDED_LATER, shares_words, workbench_catalogue, workbench_split
 from grpo import GRPOTrainer
+from grpo.rewards import PlannedCalls
 from tests.support.objective_inputs import as_users_run_it
 
 # Policies in training also call tools for which the request has no values.
@@ -45,8 +47,8 @@ class Answers:
 
 
 class Negated(ToolRewards):
-    def combine(self, components):
-        return -super().combine(components)
+    def plan_calls(self, states: Any, actions: Any) -> PlannedCalls:
+        return super().plan_calls(states, actions).then(lambda rewards: replace(rewards, values=-rewards.values))
 
 
 @dataclass(frozen=True)

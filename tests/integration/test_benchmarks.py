@@ -37,6 +37,7 @@ from benchmarks.objective import CASES, HAS_TRL, INSTALL, TOLERANCE, Batch, larg
 from benchmarks.overhead import check_same
 from examples import tool_routing
 from examples.tool_workbench import workbench_catalogue
+from grpo import Rewards
 from tests.support.example_runs import STRICT
 from tests.support.objective_inputs import as_users_run_it
 
@@ -352,18 +353,21 @@ def test_linucb_learns_the_tool_and_its_value_from_their_own_rewards() -> None:
     small = ToolCatalogue([catalogue["sort_items"], catalogue["unique_items"]])
     tasks = [_task("up to down", tool="sort_items", order="descending"), _task("once each", tool="unique_items")]
 
-    class Rewards:
-        def compute_components(self, states: Sequence[ToolTask], calls: Sequence[ToolCall]) -> dict[str, torch.Tensor]:
+    class Right:
+        def compute_rewards(self, states: Sequence[ToolTask], calls: Sequence[ToolCall]) -> Rewards:
             pairs = list(zip(states, calls, strict=True))
             right = [call.tool == task.tool for task, call in pairs]
             same = [all(call.arguments.get(k) == v for k, v in task.arguments.items()) for task, call in pairs]
-            return {
-                "tool": 0.5 * torch.tensor(right),
-                "parameters": 0.3 * torch.tensor([a and b for a, b in zip(right, same, strict=True)]),
-            }
+            of_tool = 0.5 * torch.tensor(right)
+            of_parameters = 0.3 * torch.tensor([a and b for a, b in zip(right, same, strict=True)])
+            return Rewards(values=of_tool + of_parameters, components={"tool": of_tool, "parameters": of_parameters})
+
+        def train(self, *_: Any) -> None: ...
+
+        eval = to = train
 
     bandit = LinUCB(small, lambda texts: torch.eye(2)[[int("once" in text) for text in texts]], alpha=1.0, seed=0)
-    bandit.train(tasks, Rewards(), num_calls=200, batch_size=4, seed=0)  # type: ignore[arg-type]
+    bandit.train(tasks, Right(), num_calls=200, batch_size=4, seed=0)  # type: ignore[arg-type]
     first, second = bandit.predict(tasks)
     assert (first.tool, first.arguments["order"], second.tool) == ("sort_items", "descending", "unique_items")
 

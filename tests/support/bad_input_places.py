@@ -24,6 +24,7 @@ from grpo import (
     ObjectiveInputs,
     ObjectiveOutput,
     RewardConfig,
+    Rewards,
     SampledActions,
     Truncate,
     WeightedRewards,
@@ -184,20 +185,20 @@ class Remembering(Plain):
 
 
 class Parts:
-    """`ReportsComponents`."""
+    """Returns `Rewards`."""
 
     def __init__(self, **wrong: Any) -> None:
         self.wrong = wrong
 
-    def compute_components(self, states: Any, actions: Any) -> Any:
-        good = {"one": self.wrong.get("component", rewards_of(states, actions))}
-        return self.wrong.get("compute_components", good)
-
-    def combine(self, components: Any) -> Any:
-        return self.wrong.get("combine", torch.arange(float(NUM_ROWS)))
-
     def compute_rewards(self, states: Any, actions: Any) -> Any:
-        return self.combine(self.compute_components(states, actions))
+        good = {"one": self.wrong.get("component", rewards_of(states, actions))}
+        return Rewards(
+            values=self.wrong.get("values", torch.arange(float(NUM_ROWS))),
+            components=self.wrong.get("components", good),
+            weights=self.wrong.get("weights", {}),
+            lost=self.wrong.get("lost", {}),
+            metrics=self.wrong.get("metrics", {}),
+        )
 
     def train(self) -> None: ...
 
@@ -429,9 +430,11 @@ def of_rewards() -> Iterator[Place]:
     yield place("a function", lambda value: lambda states, actions: value)
     yield place("a function, dropped", lambda value: lambda *_: value, reward=RewardConfig(non_finite="drop"))
     yield place("a function, zeroed", lambda value: lambda *_: value, reward=RewardConfig(non_finite="zero"))
-    yield place("compute_components", lambda value: Parts(compute_components=value))
+    for field in ("values", "components", "weights", "lost", "metrics"):
+        yield place(f"Rewards.{field}", lambda value, field=field: Parts(**{field: value}))
     yield place("a component", lambda value: Parts(component=value))
-    yield place("combine", lambda value: Parts(combine=value))
+    yield place("a mask of lost rows", lambda value: Parts(lost={"gone": value}))
+    yield place("a metric of its own", lambda value: Parts(metrics={"seconds": value}))
     yield place("a weighted part", lambda value: WeightedRewards({"a": lambda *_: value, "b": rewards_of}))
     yield place("weighted rewards", lambda value: WeightedRewards(value))
     yield place("weights", lambda value: WeightedRewards({"a": rewards_of}, value))

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from grpo import RewardConfig, RewardError, reward_model_base
-from grpo._collecting.reward_calls import COUNTED, RewardCalls, Rewards
+from grpo import RewardConfig, RewardError
+from grpo._rewarding import parts
+from grpo._rewarding.calls import COUNTED, KeptRewards, RewardCalls
 from grpo.errors import DeadlineError
 from tests.support.policies import TablePolicy
 from tests.support.trainers import trainer_of
@@ -40,7 +41,9 @@ def calls_of(reward: Any, time: FakeTime | None = None, **settings: Any) -> Rewa
     return RewardCalls(reward, config, clock=time.clock, sleep=time.sleep)
 
 
-def asked(reward: Any, num_rows: int = 4, mask: Any = None, time: FakeTime | None = None, **settings: Any) -> Rewards:
+def asked(
+    reward: Any, num_rows: int = 4, mask: Any = None, time: FakeTime | None = None, **settings: Any
+) -> KeptRewards:
     """The rewards of rows whose states and actions are their numbers."""
     rows = list(range(num_rows))
     return calls_of(reward, time, **settings)(rows, rows, mask)
@@ -141,9 +144,9 @@ Outcome = tuple[str, int]
 
 @contextmanager
 def recorded(name: str) -> Iterator[list[Outcome]]:
-    """Record how each call by a function of `grpo.reward_model_base` ends. On a busy machine, a good call may end too late."""
+    """Record how each call by a function of `grpo._rewarding.parts` ends. On a busy machine, a good call may end too late."""
     outcomes: list[Outcome] = []
-    make_calls = getattr(reward_model_base, name)
+    make_calls = getattr(parts, name)
 
     def recording(calls: Any, **settings: Any) -> Any:
         num_rows = len(calls[0].arguments[1])
@@ -156,7 +159,7 @@ def recorded(name: str) -> Iterator[list[Outcome]]:
         outcomes.append(("good" if is_good else "rubbish", num_rows))
         return [answer]
 
-    with patch.object(reward_model_base, name, recording):
+    with patch.object(parts, name, recording):
         yield outcomes
 
 

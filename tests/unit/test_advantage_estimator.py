@@ -21,7 +21,7 @@ from grpo import (
     group_relative_advantages,
     group_relative_returns,
 )
-from grpo._collecting.reward_calls import RewardCalls
+from grpo._rewarding.calls import RewardCalls
 from grpo.advantage_estimator import group_statistics
 
 RELATIVE = ["group_mean", "group_median", "leave_one_out"]

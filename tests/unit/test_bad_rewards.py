@@ -1,6 +1,6 @@
 """What bad rewards do to an iteration: errors change nothing, and recoveries show in the metrics.
 
-The rules themselves are tested in `_collecting/test_reward_calls.py`.
+The rules themselves are tested in `_rewarding/test_calls.py`.
 """
 
 import math

@@ -4,12 +4,14 @@ import dataclasses
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from grpo import ConfigError, GRPOConfig, Mask, ObjectiveConfig, Truncate
 from grpo.config import CORRECTIONS, SURROGATES
 from grpo.surrogates import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, KlCov, Sapo, Steps, Vespo
+from tests.support.objective_inputs import as_users_run_it
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "clip": {"level": "step", "low": 0.2, "high": 0.2, "delta": None, "dual": None},
@@ -110,6 +112,11 @@ def test_none_in_quotes_switches_the_correction_off_and_none_leaves_it_to_the_it
         assert again == config
         assert again.objective.sampler_correction == config.objective.sampler_correction
     assert GRPOConfig(iterations_ahead=1).loss == ObjectiveConfig(sampler_correction=Truncate())
+    with (
+        as_users_run_it(),
+        pytest.raises(ConfigError, match=r"sampler_correction must be one of .*; got \[2\] float64"),
+    ):
+        ObjectiveConfig(sampler_correction=np.ones(2))
     with pytest.raises(ConfigError, match="sampler_correction must be one of 'truncate', 'mask', 'none', an object"):
         ObjectiveConfig(sampler_correction="off")
 

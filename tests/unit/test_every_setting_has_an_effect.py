@@ -170,7 +170,7 @@ def outcome(config: GRPOConfig, scene: Scene) -> str:
         rewards = WeightedRewards({"one": awaited, "two": awaited})
     error = ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo._collecting.reward_calls.time.sleep", slept.append)
+        patch.setattr("grpo._rewarding.calls.time.sleep", slept.append)
         patch.setattr(torch, "compile", compile_nothing)
         try:
             trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards, reference_policy=reference)

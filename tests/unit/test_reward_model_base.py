@@ -1,4 +1,4 @@
-"""A plain function as a reward model: what error messages call it, and the state that it keeps."""
+"""A plain function as a reward model, the returned `Rewards`, and the calls of functions and parts within limits."""
 
 import asyncio
 import functools
@@ -6,22 +6,34 @@ import os
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from grpo import ConfigError, GRPOConfig, GRPOTrainer, ProtocolError, RewardConfig, RewardError, WeightedRewards
-from grpo._collecting.reward_calls import RewardCalls
+from grpo import (
+    ConfigError,
+    ContractError,
+    GRPOConfig,
+    GRPOTrainer,
+    ProtocolError,
+    RewardConfig,
+    RewardError,
+    Rewards,
+    WeightedRewards,
+)
+from grpo._rewarding.calls import RewardCalls
 from grpo.arguments import reward_name
 from grpo.checks import check_reward_model
+from grpo.errors import DeadlineError
 from grpo.reward_model_base import (
-    ReportsComponents,
     RewardFunction,
     as_reward_model,
     kept_state,
     restore_state,
-    with_limits,
 )
+from grpo.rewards import ask_for_rewards, require_killable
 from tests.support.bad_input_places import Plain
+from tests.support.objective_inputs import as_users_run_it
 
 
 class Counting:
@@ -107,7 +119,8 @@ def test_a_state_that_cannot_be_restored_is_an_error() -> None:
 def test_weighted_rewards_have_the_least_precise_dtype_of_their_parts() -> None:
     """0.1 in float32 and 0.2 in float64 make a sum that is only as precise as float32."""
     parts = {"a": torch.tensor([0.1]), "b": torch.tensor([0.2], dtype=torch.float64)}
-    total = WeightedRewards({"a": length, "b": length}, {"a": 1.0, "b": 2.0}).combine(parts)
+    rewards = WeightedRewards({"a": lambda s, a: parts["a"], "b": lambda s, a: parts["b"]}, {"a": 1.0, "b": 2.0})
+    total = rewards.compute_rewards(["s"], ["x"])
     assert total.dtype == torch.float32
     assert total.item() == pytest.approx(0.5)
 
@@ -117,8 +130,10 @@ def test_weighted_rewards_equal_a_hand_worked_sum() -> None:
     parts = {"length": length, "one": lambda states, actions: [1.0] * len(actions)}
     weighted = WeightedRewards(parts, {"one": 0.5, "length": 2.0})
     assert weighted.compute_rewards(["s", "t"], ["ab", "abc"]).tolist() == [4.5, 6.5]
-    found = weighted.compute_components(["s", "t"], ["ab", "abc"])
-    assert {name: part.tolist() for name, part in found.items()} == {"length": [2, 3], "one": [1, 1]}
+    found = ask_for_rewards(weighted, ["s", "t"], ["ab", "abc"])
+    assert found.values.tolist() == [4.5, 6.5]
+    assert {name: part.tolist() for name, part in found.components.items()} == {"length": [2, 3], "one": [1, 1]}
+    assert found.weights == {"one": 0.5, "length": 2.0}
     assert WeightedRewards(parts).weights == {"length": 1.0, "one": 1.0}
     assert WeightedRewards(parts).compute_rewards(["s"], ["ab"]).tolist() == [3]
 
@@ -219,6 +234,104 @@ def test_functions_that_take_states_and_actions_under_any_name_are_accepted() ->
         assert isinstance(as_reward_model(function), RewardFunction)
 
 
+# What a reward model may return
+
+
+def test_a_plain_function_returns_parts_weights_lost_rows_and_metrics() -> None:
+    """Row 1 is lost. The others have 2 and 5: 1 + .5 * 2 and 3 + .5 * 4. The call took 0.6 s, and made 3 requests."""
+
+    def judge(states: Any, actions: Any) -> Rewards:
+        parts = {"right": [1.0, 0.0, 3.0], "short": torch.tensor([2, 7, 4])}
+        return Rewards(
+            values=np.array([2.0, 3.5, 5.0]),
+            components=parts,
+            weights={"short": 0.5},
+            lost={"judge/gone": torch.tensor([False, True, False]), "judge/busy": torch.zeros(3, dtype=torch.bool)},
+            metrics={"judge/seconds": (1, 0.6), "judge/requests": (0, 3)},
+        )
+
+    for timeout in (None, 60.0):
+        calls = RewardCalls(judge, RewardConfig(timeout=timeout))
+        found = calls(["s"] * 3, ["a"] * 3, keep_counts=True)
+        assert found.values.tolist() == [2.0, 5.0]
+        assert {name: part.tolist() for name, part in found.components.items()} == {"right": [1, 3], "short": [2, 4]}
+        assert found.weights == {"short": 0.5}
+        assert found.kept is not None
+        assert found.kept.tolist() == [True, False, True]
+        assert (found.metrics["rows/dropped"], found.metrics["judge/gone"], found.metrics["judge/busy"]) == (1, 1, 0)
+        assert calls.measured == {"judge/seconds": (1, 0.6), "judge/requests": (0, 3)}
+
+
+def test_a_row_may_be_lost_for_several_reasons_and_is_dropped_once() -> None:
+    """`a` and `b` lose rows 0 and 1 for one reason, and `b` loses row 1 for another one, too. NaN of lost rows is no error."""
+    gone = {"gone": torch.tensor([True, False, False])}
+    both = {"gone": torch.tensor([False, True, False]), "busy": torch.tensor([False, True, False])}
+    parts = {
+        "a": lambda s, a: Rewards(values=[float("nan"), 1.0, 1.0], lost=gone),
+        "b": lambda s, a: Rewards(values=[1.0, float("nan"), 2.0], lost=both, metrics={"seconds": (1, 2.0)}),
+        "c": lambda s, a: Rewards(values=[0.0, 0.0, 0.0], metrics={"seconds": (1, 4.0)}),
+    }
+    calls = RewardCalls(WeightedRewards(parts), RewardConfig())
+    found = calls(["s"] * 3, ["a"] * 3, keep_counts=True)
+    assert found.values.tolist() == [3.0]
+    assert {name: found.metrics[name] for name in ("gone", "busy", "rows/dropped")} == {
+        "gone": 2.0,
+        "busy": 1.0,
+        "rows/dropped": 2.0,
+    }
+    assert calls.measured == {"seconds": (2, 6.0)}
+
+
+def test_a_reward_model_that_loses_every_row_is_an_error() -> None:
+    lost = {"gone": torch.ones(2, dtype=torch.bool)}
+    with pytest.raises(RewardError, match="must give at least one row a reward; it lost those of all 2 rows"):
+        RewardCalls(lambda s, a: Rewards(values=[1.0, 1.0], lost=lost), RewardConfig())(["s"] * 2, ["a"] * 2)
+
+
+def test_wrong_fields_of_rewards_are_named(subtests: pytest.Subtests) -> None:
+    mask = torch.zeros(2, dtype=torch.bool)
+    shape, named = "must be numbers in the shape of values, [2]; got", "must be a mapping of names; got"
+    of_rows, pair = "must be a dense bool tensor [N] = [2]; got", "must be 2 numbers; got"
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"values": "good"}, RewardError, "values must be numbers, [N] or [N, T]; got str 'good'. Use a list"),
+        (
+            {"values": torch.ones(2) * 1j},
+            RewardError,
+            "values must be numbers, [N] or [N, T]; got [2] complex64. Return",
+        ),
+        ({"values": 1.0}, ContractError, "values must be a dense floating-point tensor [N, *T]; got [] float64"),
+        ({"components": [1.0]}, ContractError, f"components {named} a list of 1"),
+        ({"components": {1: [1, 2]}}, ContractError, f"components {named} dict {{1: "),
+        ({"components": {"a": [1.0]}}, RewardError, f"components['a'] {shape} a list of 1. Expand it."),
+        ({"components": {"a": torch.ones(2, 1)}}, RewardError, f"components['a'] {shape} [2, 1] float32. Expand it."),
+        ({"components": {"a": None}}, RewardError, f"components['a'] {shape} NoneType None. Use a list"),
+        ({"weights": [1.0]}, ContractError, f"weights {named} a list of 1"),
+        ({"weights": {"a": "1"}}, ContractError, "weights['a'] must be a number; got str '1'"),
+        (
+            {"weights": {"a": 1.0}, "components": {"b": [1, 2]}},
+            ContractError,
+            "weights must have names of components, ['b']; got ['a']. Remove these.",
+        ),
+        ({"lost": mask}, ContractError, f"lost {named} [2] bool"),
+        ({"lost": {"gone": mask.float()}}, ContractError, f"lost['gone'] {of_rows} [2] float32"),
+        ({"lost": {"gone": mask[:1]}}, ContractError, f"lost['gone'] {of_rows} [1] bool"),
+        ({"metrics": {"seconds": 1.0}}, ContractError, f"metrics['seconds'] {pair} float 1.0"),
+        ({"metrics": {"seconds": (1,)}}, ContractError, f"metrics['seconds'] {pair} a tuple of 1"),
+        ({"metrics": {"seconds": (1, "2")}}, ContractError, f"metrics['seconds'] {pair} a tuple of 2"),
+    ]
+    for fields, error, message in cases:
+        with subtests.test(message), as_users_run_it(), pytest.raises(error, match=re.escape(f"Rewards.{message}")):
+            Rewards(**{"values": [1.0, 2.0], **fields})
+
+
+def test_rewards_of_another_number_of_rows_name_the_function() -> None:
+    def judge(states: Any, actions: Any) -> Rewards:
+        return Rewards(values=[1.0], components={"a": [1.0]})
+
+    with pytest.raises(RewardError, match=r"^judge must return one number per row, \[N\] = \[2\].*; got \[1\] float64"):
+        RewardCalls(judge, RewardConfig())(["s"] * 2, ["a"] * 2)
+
+
 # Limits
 
 
@@ -250,78 +363,100 @@ class Model:
         self.modes.append(device)
 
 
-class Components(Model):
-    def compute_components(self, states: Any, actions: Any) -> dict[str, torch.Tensor]:
-        return {"process": torch.tensor(process_id(states, actions), dtype=torch.float64)}
-
-    def combine(self, components: Any) -> torch.Tensor:
-        return components["process"] * 0 + os.getpid()
+def asked_within(reward: Any, timeout: float | None) -> Rewards:
+    return ask_for_rewards(reward, ["s"], ["a"], timeout=timeout)
 
 
-def test_an_async_function_is_awaited() -> None:
-    assert RewardFunction(awaited).compute_rewards(["s"], ["ab"]) == [2.0]
+def test_async_functions_are_awaited() -> None:
+    assert ask_for_rewards(awaited, ["s"], ["ab"]).values.tolist() == [2.0]
     both = WeightedRewards({"awaited": awaited, "plain": length}, {"awaited": 1.0, "plain": 0.5})
     assert both.compute_rewards(["s", "t"], ["ab", "abc"]).tolist() == [3.0, 4.5]
-    assert list(both.compute_components(["s"], ["ab"])) == ["awaited", "plain"]
+    assert [*ask_for_rewards(both, ["s"], ["ab"]).components] == ["awaited", "plain"]
+
+    class Judge(Model):
+        compute_rewards = staticmethod(awaited)  # type: ignore[assignment]
+
+    assert ask_for_rewards(Judge(), ["s"], ["ab"]).values.tolist() == [2.0]
 
 
 def test_an_async_function_passes_the_checks_of_reward_models() -> None:
     check_reward_model(awaited, ["s", "t"], ["ab", "abc"], strict=True).raise_for_failures()
 
 
+def test_async_parts_are_awaited_together_also_inside_of_sums() -> None:
+    """Each part waits until all three run."""
+    running: list[str] = []
+
+    def part(name: str) -> Any:
+        async def judge(states: Any, actions: Any) -> list[float]:
+            running.append(name)
+            while len(running) < 3:
+                await asyncio.sleep(0.001)
+            return [1.0]
+
+        return judge
+
+    inner = WeightedRewards({"a": part("a"), "b": part("b")})
+    outer = WeightedRewards({"inner": inner, "plain": length, "c": part("c")}, {"inner": 1.0, "plain": 0.5, "c": 10.0})
+    assert asked_within(outer, 60.0).values.tolist() == [2.0 + 0.5 + 10.0]
+    running.clear()
+    with pytest.raises(DeadlineError, match=r"^judge did not answer within 0\.05 s"):
+        ask_for_rewards(outer, ["s"], ["a"], timeout=0.05, max_concurrent=2)
+
+
 def test_without_a_time_limit_every_call_is_made_in_this_process() -> None:
-    for reward in (
-        process_id,
-        Model(),
-        Components(),
-        WeightedRewards({"a": process_id, "b": Model()}, {"a": 1, "b": 0}),
-    ):
-        limited = with_limits(as_reward_model(reward), timeout=None, max_concurrent=1)
-        assert list(limited.compute_rewards(["s"], ["a"])) == [os.getpid()]
+    for reward in (process_id, Model(), WeightedRewards({"a": process_id, "b": Model()}, {"a": 1, "b": 0})):
+        assert asked_within(reward, None).values.tolist() == [os.getpid()]
 
 
 def test_with_a_time_limit_everything_but_async_functions_runs_in_another_process(subtests: pytest.Subtests) -> None:
-    parts = WeightedRewards({"a": process_id, "b": Model(), "c": WeightedRewards({"d": process_id})})
-    for reward in (process_id, Model(), Components(), parts):
+    class Reports(Model):
+        def compute_rewards(self, states: Any, actions: Any) -> Any:
+            own = process_id(states, actions)
+            return Rewards(values=own, components={"process": own})
+
+    inner = WeightedRewards({"d": process_id})
+    parts = WeightedRewards({"a": process_id, "b": Model(), "c": inner, "r": Reports()})
+    for reward in (process_id, Model(), Reports(), parts):
         with subtests.test(reward=str(reward)):
-            limited = with_limits(as_reward_model(reward), timeout=60.0, max_concurrent=1)
-            assert reward_name(limited) == reward_name(as_reward_model(reward))
-            assert isinstance(limited, ReportsComponents) == isinstance(reward, ReportsComponents)
-            rewards = [limited.compute_rewards(["s"], ["a"])]
-            if isinstance(limited, ReportsComponents):
-                components = limited.compute_components(["s"], ["a"])
-                rewards += [*components.values()]
-                assert reward is parts or float(limited.combine(components)[0]) != os.getpid()
-            assert all(float(value[0]) != os.getpid() for value in rewards)
+            found = asked_within(reward, 60.0)
+            assert len(found.components) == (4 if reward is parts else isinstance(reward, Reports))
+            for values in found.components.values() if found.components else [found.values]:
+                assert values.item() != os.getpid()
 
     async def own_process(states: Any, actions: Any) -> list[float]:
         return process_id(states, actions)
 
-    limited = with_limits(as_reward_model(own_process), timeout=60.0, max_concurrent=1)
-    assert limited.compute_rewards(["s"], ["a"]) == [os.getpid()]
+    both = ask_for_rewards(WeightedRewards({"own": own_process, "other": process_id}), ["s"], ["a"], timeout=60.0)
+    assert both.components["own"].tolist() == [os.getpid()]
+    assert both.components["other"].tolist() != [os.getpid()]
 
 
-def test_limits_make_a_copy_of_the_same_parts() -> None:
-    model, counting = Model(), Counting()
-    original = WeightedRewards({"model": model, "counting": counting, "inner": WeightedRewards({"x": length})})
-    limited = original.limit_calls(timeout=None, max_concurrent=3)
-    assert (limited.timeout, limited.max_concurrent) == (None, 3)
-    assert (original.timeout, original.max_concurrent) == (None, 64)
-    assert limited.rewards["inner"].max_concurrent == 3
-    limited.compute_components(["s"], ["xy"])
-    assert original.state_dict()["counting"] == {"count": 1}
-    in_process = with_limits(model, timeout=60.0, max_concurrent=1)
-    assert in_process.train() is in_process.eval() is in_process.to("cpu") is in_process
-    assert model.modes == ["train", "eval", "cpu"]
+def test_parts_of_every_kind_are_repeated_and_dropped_as_a_plain_function_is() -> None:
+    """Of a sum in a sum, a function fails for action "bad", also by itself: its row is left out, and 2 = 1 + 0.5 + 0.5."""
 
+    def picky(states: Any, actions: Any) -> list[float]:
+        if "bad" in actions:
+            raise ValueError("cannot be judged")
+        return [1.0] * len(actions)
 
-def test_a_reward_model_limits_its_calls_itself_if_it_can() -> None:
-    class Limiting(Model):
-        def limit_calls(self, *, timeout: float | None, max_concurrent: int) -> Any:
-            return timeout, max_concurrent
+    async def half(states: Any, actions: Any) -> list[float]:
+        return [0.5] * len(actions)
 
-    for timeout in (None, 2.0):
-        assert with_limits(Limiting(), timeout=timeout, max_concurrent=5) == (timeout, 5)
+    class Half(Model):
+        def compute_rewards(self, states: Any, actions: Any) -> list[float]:
+            return [0.5] * len(actions)
+
+    inner = WeightedRewards({"picky": picky, "half": half})
+    for timeout in (None, 60.0):
+        config = RewardConfig(timeout=timeout, num_retries=1, retry_delay=0.0, on_failure="drop")
+        found = RewardCalls(WeightedRewards({"inner": inner, "model": Half()}), config)(["s"] * 3, ["a", "bad", "c"])
+        assert found.values.tolist() == [2.0, 2.0]
+        assert found.components["inner"].tolist() == [1.5, 1.5]
+        assert found.kept is not None
+        assert found.kept.tolist() == [True, False, True]
+        assert found.metrics["rewards/retries"] == 1
+        assert found.metrics["rewards/failed_calls"] == 2 + 1
 
 
 def test_reward_models_that_cannot_run_in_another_process_are_refused(
@@ -360,10 +495,9 @@ def test_reward_models_that_cannot_run_in_another_process_are_refused(
     ]
     for reward, message in cases:
         with subtests.test(reward=type(reward).__name__):
-            model = as_reward_model(reward)
             with pytest.raises(ConfigError, match=re.escape(message) + ".*" + remedy):
                 RewardCalls(reward, RewardConfig(timeout=2.0))
-            with_limits(model, timeout=None, max_concurrent=1)
+            require_killable(as_reward_model(reward), None)
     monkeypatch.delattr(os, "fork")
     for reward in (length, Model()):
         with (

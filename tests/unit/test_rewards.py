@@ -19,9 +19,9 @@ from grpo import (
     WeightedRewards,
     measure_policy,
 )
-from grpo._collecting.reward_calls import RewardCalls
+from grpo._rewarding.calls import RewardCalls
 from grpo.checks import check_reward_model
-from grpo.reward_model_base import as_reward_model, compares_actions
+from grpo.reward_model_base import as_reward_model
 from grpo.rewards import pairs_within_groups
 from tests.support.bad_input_places import Plain
 from tests.support.objective_inputs import as_users_run_it
@@ -157,8 +157,13 @@ def test_a_weighted_sum_passes_the_groups_on_and_reports_the_win_rate() -> None:
     inner = WeightedRewards({"wins": PairwiseRewards(longer)})
     parts = {"inner": inner, "x": lambda states, actions: [float("x" in action) for action in actions]}
     both = WeightedRewards(parts, {"inner": 1.0, "x": 10.0})
-    assert compares_actions(both)
-    assert not compares_actions(WeightedRewards({"x": parts["x"]}))
+    assert hasattr(both, "in_groups")
+    assert not hasattr(WeightedRewards({"x": parts["x"]}), "in_groups")
+    assert both.in_groups(torch.tensor([1, 1, 1])).compute_rewards(["s"] * 3, ["x", "abc", "ab"]).tolist() == [
+        10.0,
+        1.0,
+        0.5,
+    ]
     found = RewardCalls(both, RewardConfig())(["s"] * 3, ["x", "abc", "ab"], group_ids=torch.tensor([1, 1, 1]))
     assert found.values.tolist() == [10.0, 1.0, 0.5]
     assert found.components["inner"].tolist() == [0.0, 1.0, 0.5]
@@ -183,6 +188,50 @@ def test_after_a_failure_groups_are_asked_one_by_one_because_a_row_alone_has_no_
     assert found.kept is not None
     assert found.kept.tolist() == [True, False, True, False, True, True]
     assert found.metrics["rows/dropped"] == 2
+
+
+class Rarity:
+    """A judge that has `in_groups` and no other sign that it compares: the share of the group's other rows."""
+
+    def __init__(self, group_ids: Any = None) -> None:
+        self.group_ids = group_ids
+
+    def in_groups(self, group_ids: Tensor) -> "Rarity":
+        return Rarity(group_ids)
+
+    def compute_rewards(self, states: Any, actions: Any) -> list[float]:
+        if "bad" in actions:
+            raise ValueError("cannot be judged")
+        groups = [int(group) for group in self.group_ids]
+        same = [
+            sum(row == pair for row in zip(groups, actions, strict=True)) for pair in zip(groups, actions, strict=True)
+        ]
+        return [1 / count for count in same]
+
+    def train(self, *_: Any) -> None: ...
+
+    eval = to = train
+
+
+def test_in_groups_alone_is_enough_and_a_sum_has_it_exactly_if_a_part_has_it() -> None:
+    """In group 0, two of three actions are equal. After a failure, each group is asked by itself, or each row."""
+    ids, actions = torch.tensor([0, 0, 0, 1, 1]), ["a", "a", "b", "bad", "a"]
+    inner = WeightedRewards({"rarity": Rarity()})
+    for reward in (Rarity(), inner, WeightedRewards({"inner": inner, "zero": lambda s, a: [0.0] * len(a)})):
+        found = RewardCalls(reward, RewardConfig(on_failure="drop"))(["s"] * 5, actions, group_ids=ids)
+        assert found.values.tolist() == [0.5, 0.5, 1.0]
+        assert found.kept is not None
+        assert found.kept.tolist() == [True, True, True, False, False]
+    asked: list[int] = []
+
+    def failing(states: Any, actions: Any) -> list[float]:
+        asked.append(len(actions))
+        return [1 / 0 if action == "bad" else 1.0 for action in actions]
+
+    found = RewardCalls(WeightedRewards({"x": failing}), RewardConfig(on_failure="drop"))(
+        ["s"] * 5, actions, group_ids=ids
+    )
+    assert (asked, found.values.tolist()) == ([5, 1, 1, 1, 1, 1], [1.0] * 4)
 
 
 def test_deadlines_states_and_async_functions_work_as_for_other_functions() -> None:

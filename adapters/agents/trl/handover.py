@@ -13,10 +13,10 @@ from adapters.agents.environments import require_number, require_values
 from adapters.agents.messages import Message, as_messages
 from adapters.llm import Completion
 from grpo import WeightedRewards
-from grpo.arguments import as_rewards, describe, reward_name
-from grpo.deadlines import Call, await_all, is_async
+from grpo.arguments import describe, reward_name
 from grpo.errors import ConfigError, ContractError, RewardError
 from grpo.reward_model_base import as_reward_model
+from grpo.rewards import Call, ask_for_rewards, await_all, is_async, require_killable
 
 COLUMN = "state_index"
 """Column of a data set with the place of the row's state."""
@@ -31,6 +31,8 @@ def trl_reward_functions(
     states: Sequence[Any] | None = None,
     end_token_ids: Sequence[int] = (),
     zero_non_finite: bool = False,
+    timeout: float | None = None,
+    max_concurrent: int = 64,
     record: Callable[[Tensor, Mapping[str, Tensor]], None] | None = None,
 ) -> tuple[list[Callable[..., list[float | None]]], list[float]]:
     """Functions for `GRPOTrainer(reward_funcs=...)` and weights for `GRPOConfig(reward_weights=...)`.
@@ -46,13 +48,17 @@ def trl_reward_functions(
             with the column `prompt` and all other columns.
         end_token_ids: Tokens that end a completion, in addition to the tokenizer's end-of-sequence token.
         zero_non_finite: Whether a reward that is not finite counts as 0. If not, it is an error.
+        timeout: Seconds per call of a reward, as in `RewardConfig`. None: no deadline.
+        max_concurrent: Largest number of calls that are awaited at the same time.
         record: Called once per batch with the total rewards [N] and the parts by name.
 
     Raises:
+        ConfigError: `timeout` is given, and a part of the reward cannot run in another process.
         RewardError: (The functions) A reward is NaN or infinite.
         ContractError: (The functions) There are rewards per step, or an environment cannot be run by TRL.
     """
     model = as_reward_model(reward)
+    require_killable(model, timeout)
     weights = dict(model.weights) if isinstance(model, WeightedRewards) else {reward_name(model): 1.0}
     names, ends = list(weights), {*end_token_ids, tokenizer.eos_token_id}
     latest: dict[str, list[float | None]] = {}
@@ -76,18 +82,15 @@ def trl_reward_functions(
         of_rows = rows if states is None else [states[row[COLUMN]] for row in rows]
         actions = [action(given, i) for i in range(size)]
         model.eval()
-        if isinstance(model, WeightedRewards):
-            parts = model.compute_components(of_rows, actions)
-            total = model.combine(parts)
-        else:
-            total = as_rewards(names[0], model.compute_rewards(of_rows, actions), size)
-            parts = {names[0]: total}
+        found = ask_for_rewards(model, of_rows, actions, timeout=timeout, max_concurrent=max_concurrent)
+        total = found.values
+        parts = found.components if isinstance(model, WeightedRewards) else {names[0]: total}
         if total.dim() != 1:
             raise ContractError(
                 f"{reward_name(model)} must return one reward per row, [N] = [{size}], because TRL has no rewards per step; "
                 f"got {list(total.shape)}. Return their sums, or train with grpo.GRPOTrainer."
             )
-        lost = ~total.isfinite()
+        lost = torch.stack([~total.isfinite(), *found.lost.values()]).any(0)
         if lost.any() and not zero_non_finite:
             raise RewardError(
                 f"{reward_name(model)} must return finite rewards; got {total[lost][:4].tolist()}. Return numbers."

@@ -19,10 +19,9 @@ from adapters.agents.policy import AgentPolicy
 from adapters.llm import HFPolicy
 from grpo import GRPOConfig
 from grpo.arguments import describe
-from grpo.deadlines import is_async
 from grpo.errors import ConfigError, ContractError, NonFiniteGradientError
 from grpo.metrics import reward_statistics
-from grpo.reward_model_base import as_reward_model, with_limits
+from grpo.rewards import is_async
 
 from .handover import COLUMN, trl_environment, trl_reward_functions
 from .settings import Sizes, learning_rate_factor, refuse, trl_arguments
@@ -97,13 +96,14 @@ def train_with_trl(
         raise ConfigError('train_with_trl needs TRL. Install it with pip install "trl==1.16.*".') from error
     tokenizer = copy.deepcopy(language.tokenizer)  # TRL changes it
     batches: list[tuple[Tensor, Mapping[str, Tensor]]] = []
-    limits: dict[str, Any] = {"timeout": config.reward.timeout, "max_concurrent": config.reward.max_concurrent}
     functions, weights = trl_reward_functions(
-        with_limits(as_reward_model(reward), **limits),
+        reward,
         tokenizer,
         states=states,
         end_token_ids=language.end_token_ids,
         zero_non_finite=config.reward.non_finite == "zero",
+        timeout=config.reward.timeout,
+        max_concurrent=config.reward.max_concurrent,
         record=lambda total, parts: batches.append((total, parts)),
     )
     with tempfile.TemporaryDirectory() as folder, _lent_to_trl(language.model, reference, f"{folder}/reference"):

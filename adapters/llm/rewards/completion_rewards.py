@@ -1,19 +1,18 @@
 """Rewards of completions: a weighted sum of functions, each called once with lists (as in TRL) or once per row."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from adapters.llm.completions import Completion
 from adapters.llm.prompts import PromptState
-from grpo import WeightedRewards
-from grpo.arguments import as_rewards, describe, reward_name
-from grpo.deadlines import Call, await_all, call_in_process
+from grpo import Rewards, WeightedRewards
+from grpo.arguments import describe, reward_name
 from grpo.errors import ConfigError
 from grpo.reward_model_base import RewardFunction, is_function
+from grpo.rewards import PlannedCalls, checked, planned
 
 from .reward_functions import CompletionFunction, Offer, function_name
 
@@ -78,38 +77,20 @@ class CompletionRewards(WeightedRewards):
         super().__init__({n: RewardFunction(f) if n in self._functions else f for n, f in named.items()}, weights)
         self.prompt_column = prompt_column
 
-    def compute_components(
-        self, states: Sequence[PromptState], actions: Sequence[Completion]
-    ) -> dict[str, Float[Tensor, "N *T"]]:
-        """The rewards of each function, [N], before weighting. NaN means that the function does not apply to the row.
+    def plan_calls(self, states: Sequence[PromptState], actions: Sequence[Completion]) -> PlannedCalls:
+        """The calls of all functions. NaN in a part means that the function does not apply to the row.
 
         Raises:
-            RewardError: A function needs a missing column, or does not return one number or None per row.
-            RuntimeError: A function raised. The message names the function, and the cause is chained.
-            DeadlineError: A function did not answer in time. The message names the function.
+            RewardError: A function needs a missing column.
         """
         offer = Offer.made_of(states, actions, self.prompt_column)
-        calls = {name: function.calls(offer) for name, function in self._functions.items()}
-        answers = self._answers({name: function.named(calls[name]) for name, function in self._functions.items()})
-        return {
-            name: self._functions[name].rewards(answers[name], offer.num_rows)
-            if name in answers
-            else _without_nan(as_rewards(reward_name(reward), reward.compute_rewards(states, actions), len(states)))
+        parts = {
+            name: self._functions[name].planned(offer)
+            if name in self._functions
+            else planned(reward, states, actions).then(partial(_without_nan, reward_name(reward), offer.num_rows))
             for name, reward in self.rewards.items()
         }
-
-    def _answers(self, calls: Mapping[str, Sequence[Call]]) -> dict[str, list[Any]]:
-        """Make all calls. Calls of async functions are awaited together, and a failing call cancels the others."""
-        answers = {name: self._ask(several) for name, several in calls.items() if not self._functions[name].is_async}
-        awaited = {name: several for name, several in calls.items() if name not in answers}
-        if awaited:
-            together = [call for several in awaited.values() for call in several]
-            in_order = iter(await_all(together, timeout=self.timeout, max_concurrent=self.max_concurrent))
-            answers |= {name: [next(in_order) for _ in several] for name, several in awaited.items()}
-        return answers
-
-    def _ask(self, calls: Sequence[Call]) -> list[Any]:
-        return [call() for call in calls] if self.timeout is None else call_in_process(calls, timeout=self.timeout)
+        return self.summed(parts, offer.num_rows)
 
 
 def _by_name(functions: Any) -> dict[str, Any]:
@@ -124,6 +105,9 @@ def _by_name(functions: Any) -> dict[str, Any]:
     return dict(zip(names, several, strict=True))
 
 
-def _without_nan(rewards: Tensor) -> Tensor:
+def _without_nan(name: str, num_rows: int, answer: Any) -> Rewards:
     """Replace NaN by infinity. NaN from a reward model is an error and must not mean "does not apply"."""
-    return rewards.masked_fill(rewards.isnan(), torch.inf)
+    rewards = checked(name, answer, num_rows)
+    return Rewards(
+        values=rewards.values.masked_fill(rewards.values.isnan(), torch.inf), lost=rewards.lost, metrics=rewards.metrics
+    )

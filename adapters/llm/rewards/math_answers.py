@@ -6,8 +6,8 @@ from typing import Any
 
 from adapters.llm.completions import Completion
 from grpo.arguments import Settings, setting
-from grpo.deadlines import Call, call_in_process
 from grpo.errors import CallError, DeadlineError
+from grpo.rewards import Call, call_in_process
 
 from .verifiers import expected_text
 

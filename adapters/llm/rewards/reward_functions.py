@@ -17,8 +17,8 @@ from torch import Tensor
 from adapters.llm.completions import Completion
 from adapters.llm.prompts import PromptState, prompt_of
 from grpo.arguments import describe
-from grpo.deadlines import Call, is_async
 from grpo.errors import ConfigError, GRPOError, RewardError
+from grpo.rewards import Call, PlannedCalls, is_async
 
 OF_ALL_ROWS = ("prompts", "completions", "completion_ids", "states", "actions")
 """Parameter names of functions that are called once with lists. Column names are allowed too."""
@@ -102,12 +102,24 @@ class CompletionFunction:
                 "Rename its parameters, and do not mix the two kinds."
             )
 
-    def calls(self, offer: Offer) -> list[dict[str, Any]]:
-        """Keyword arguments of each call: one call with lists, or one call per row. Functions may change the lists.
+    def planned(self, offer: Offer) -> PlannedCalls:
+        """The calls for these rows, whose answers become one number per row. Errors name the function, and the row if it is
+        called per row.
 
         Raises:
             RewardError: The function needs a column that the rows do not have.
         """
+        calls = self._arguments(offer)
+        function = self._await_one if self.is_async else self._ask_one
+        names = [f"{self.name} at row {row}" for row in range(len(calls))] if self.is_per_row else [self.name]
+        named = [
+            Call(name=name, function=function, arguments=(name, arguments))
+            for name, arguments in zip(names, calls, strict=True)
+        ]
+        return PlannedCalls(calls=named, combine=lambda answers: self.rewards(answers, offer.num_rows))
+
+    def _arguments(self, offer: Offer) -> list[dict[str, Any]]:
+        """Keyword arguments of each call: one call with lists, or one call per row. Functions may change the lists."""
         offered = offer.of_one_row if self.is_per_row else offer.of_all_rows
         missing = [name for name in self._required if name not in offered]
         if missing:
@@ -120,15 +132,6 @@ class CompletionFunction:
         if self.is_per_row:
             return [{name: offered[name][row] for name in wanted} for row in range(offer.num_rows)]
         return [{name: list(offered[name]) for name in wanted}]
-
-    def named(self, calls: Sequence[dict[str, Any]]) -> list[Call]:
-        """The calls with these arguments. Errors name the function, and the row if the function is called per row."""
-        function = self._await_one if self.is_async else self._ask_one
-        names = [f"{self.name} at row {row}" for row in range(len(calls))] if self.is_per_row else [self.name]
-        return [
-            Call(name=name, function=function, arguments=(name, arguments))
-            for name, arguments in zip(names, calls, strict=True)
-        ]
 
     def _ask_one(self, name: str, arguments: dict[str, Any]) -> Any:
         with self._named_in_errors(name):

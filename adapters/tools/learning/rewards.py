@@ -4,21 +4,22 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from types import NoneType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from adapters.tools.catalogue.arguments import bounded_text, json_arguments
 from adapters.tools.catalogue.calls import ToolCall, ToolResult, plain_name, same_json
 from adapters.tools.catalogue.tools import ToolCatalogue
 from adapters.tools.errors import LOST_CALLS, LostCallError
-from grpo import WeightedRewards
+from grpo import Rewards, WeightedRewards
 from grpo.arguments import is_finite, require_instances, require_integers
 from grpo.errors import ConfigError, ContractError, GRPOError
-from grpo.reward_model_base import add_call_metrics
+from grpo.metrics import add_counts_and_sums
+from grpo.rewards import PlannedCalls
 
 from .tasks import ToolTask
 
@@ -84,17 +85,12 @@ class ToolRewards(WeightedRewards):
         self.executor, self.per_tool, self.folder_of = executor, per_tool, folder_of
         self.reuse_results, self.max_lost_in_a_row = reuse_results, max_lost_in_a_row
         self._lost_in_a_row: Counter[str | None] = Counter()
-        self._ran: list[tuple[ToolCall | None, ToolResult]] = []
 
-    def compute_components(
-        self, states: Sequence[Any], actions: Sequence[ToolCall | None]
-    ) -> dict[str, Float[Tensor, " N"]]:
-        """Execute all calls, then apply each reward function. The rewards of lost calls are NaN.
+    def plan_calls(self, states: Sequence[Any], actions: Sequence[ToolCall | None]) -> PlannedCalls:
+        """Execute all calls, and plan the calls of the reward functions with the results. The rewards of lost calls are NaN.
 
         Raises:
-            RewardError: A function does not return a number for a call.
             LostCallError: The last `max_lost_in_a_row` calls of a tool were lost.
-            RuntimeError: A function raised. The message names the function and the call.
         """
         folders = [None if self.folder_of is None else self.folder_of(task) for task in states]
         keys = [
@@ -104,8 +100,8 @@ class ToolRewards(WeightedRewards):
         # Rows with equal keys share one execution.
         calls = {key: call for key, call in zip(keys, actions, strict=True) if call is not None}
         results = dict(zip(calls, self._run([*calls.values()], [folder for _, folder in calls]), strict=True))
-        self._ran = ran = [(call, results.get(key, ToolResult())) for key, call in zip(keys, actions, strict=True)]
-        return super().compute_components(states, ran)
+        ran = [(call, results.get(key, ToolResult())) for key, call in zip(keys, actions, strict=True)]
+        return super().plan_calls(states, ran).then(partial(self._with_results, ran))
 
     def _run(self, calls: Sequence[ToolCall], folders: Sequence[str | None]) -> list[ToolResult]:
         """Execute calls until not all of them are lost, and count for each tool how many calls were lost in a row."""
@@ -123,23 +119,20 @@ class ToolRewards(WeightedRewards):
             if not calls or not all(isinstance(result.error, LostCallError) for result in results):
                 return results
 
-    def lost_rewards(self) -> dict[str, Tensor]:
-        """Map each metric `tools/errors/KIND` to the rows [N] of the last call that were lost for this reason."""
-        return {
-            f"tools/errors/{name}": torch.tensor([isinstance(result.error, kind) for _, result in self._ran]).bool()
+    def _with_results(self, ran: Sequence[tuple[ToolCall | None, ToolResult]], rewards: Rewards) -> Rewards:
+        """Add the rows that were lost, by `tools/errors/KIND`, and (count, sum) of each metric of a tool, see `per_tool`."""
+        lost = {
+            f"tools/errors/{name}": torch.tensor([isinstance(result.error, kind) for _, result in ran])
             for name, kind in LOST_CALLS.items()
         }
-
-    def call_metrics(self) -> dict[str, tuple[float, float]]:
-        """Map each metric of a tool to (count, sum) over the last call. A count of 0 marks a total. See `per_tool`."""
-        parts = []
-        for call, result in self._ran:
+        measured = []
+        for call, result in ran:
             tool = None if call is None or self.per_tool is None else self.per_tool.get(call.tool)
             if tool is not None and not isinstance(result.error, LostCallError):
                 values = {"errors": not result.ok, "seconds": result.seconds, "cost": tool.cost}
                 means = {f"tools/{tool.name}/{name}": (1.0, float(value)) for name, value in values.items()}
-                parts.append({f"tools/{tool.name}/calls": (0.0, 1.0)} | means)
-        return add_call_metrics(parts)
+                measured.append({f"tools/{tool.name}/calls": (0.0, 1.0)} | means)
+        return replace(rewards, lost=lost, metrics=add_counts_and_sums(measured))
 
 
 def call_key(call: ToolCall) -> str | None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from grpo import ExperienceBatch
 from grpo._collecting.costs import Costs
 from grpo._collecting.out_of_memory import PassSizes
-from grpo._collecting.reward_calls import COUNTED
 from grpo._collecting.update_plan import cut_parts, half, parts_in_order
 from grpo._ranks.processes import SeveralProcesses
+from grpo._rewarding.calls import COUNTED
 from grpo.experience_collector import ExperienceCollector
 from tests.support.out_of_memory import SmallMemory, scored_rows
 from tests.support.policies import Planning, RowScoring

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from grpo._processes.gate import keeps_generators
+from grpo._rewarding.gate import keeps_generators
 from grpo._running.background import Background, Task
 
 

@@ -17,6 +17,7 @@ from grpo import (
     ProtocolError,
     RewardConfig,
     RewardError,
+    Rewards,
     SampledActions,
     WeightedRewards,
     compare_policies,
@@ -188,18 +189,12 @@ def test_parts_are_reported_unweighted() -> None:
 class Ragged:
     """Part "odd" is reported only for batches with a state "odd", and is NaN for actions of 0."""
 
-    def compute_components(self, states: Any, actions: Any) -> dict[str, torch.Tensor]:
+    def compute_rewards(self, states: Any, actions: Any) -> Rewards:
         own = torch.tensor([float(action) for action in actions])
         parts = {"all": own}
         if "odd" in states:
             parts["odd"] = torch.where(own > 0, 10 * own, math.nan)
-        return parts
-
-    def combine(self, components: Any) -> torch.Tensor:
-        return components["all"]
-
-    def compute_rewards(self, states: Any, actions: Any) -> torch.Tensor:
-        return self.combine(self.compute_components(states, actions))
+        return Rewards(values=own, components=parts)
 
     def train(self) -> None: ...
 

@@ -18,9 +18,10 @@ from adapters.llm.completions import Completion
 from adapters.llm.rewards import completion_rewards as module
 from adapters.llm.rewards.completion_rewards import CompletionRewards
 from grpo import GRPOConfig, GRPOTrainer, RewardConfig
-from grpo._collecting.reward_calls import RewardCalls
+from grpo._rewarding.calls import RewardCalls
 from grpo.checks import check_reward_model
 from grpo.errors import ConfigError, ContractError, ProtocolError, RewardError, RewardTimeoutError
+from grpo.rewards import ask_for_rewards
 from tests.support.reward_faults import children
 
 
@@ -55,7 +56,7 @@ def test_rewards_are_weighted_by_name_or_in_order() -> None:
     assert total.tolist() == [1.5, 1.0, 2.5]
     assert rewards_of({"r": right, "l": length}, weights={"l": 0.5, "r": 1}).tolist() == [1.5, 1.0, 2.5]
     assert rewards_of(length).tolist() == [1.0, 2.0, 3.0]
-    parts = CompletionRewards([right, length]).compute_components(ROWS, [A, B, C])
+    parts = ask_for_rewards(CompletionRewards([right, length]), ROWS, [A, B, C]).components
     assert {name: part.tolist() for name, part in parts.items()} == {"right": [1, 0, 1], "length": [1, 2, 3]}
 
 
@@ -173,9 +174,10 @@ def long_or_fault(completion: str) -> float | None:
 
 def test_none_is_excluded_from_the_sum_of_a_row() -> None:
     rewards = CompletionRewards({"short": only_short, "long": long_or_fault}, {"short": 0.5, "long": 3.0})
-    parts = rewards.compute_components(["p"] * 2, [A, B])
-    assert str({name: part.tolist() for name, part in parts.items()}) == "{'short': [10.0, nan], 'long': [nan, 2.0]}"
-    assert rewards.combine(parts).tolist() == [5.0, 6.0]  # .5 * 10 and 3 * 2
+    found = ask_for_rewards(rewards, ["p"] * 2, [A, B])
+    parts = {name: part.tolist() for name, part in found.components.items()}
+    assert str(parts) == "{'short': [10.0, nan], 'long': [nan, 2.0]}"
+    assert found.values.tolist() == [5.0, 6.0]  # .5 * 10 and 3 * 2
 
 
 def test_a_row_to_which_no_function_applies_has_reward_nan() -> None:
@@ -301,10 +303,10 @@ def test_async_calls_run_together_up_to_the_limit(subtests: pytest.Subtests) -> 
         with subtests.test(limit=limit):
             judge = Judge()
             rewards = CompletionRewards({"judge": judge, "later": later, "right": right})
-            rewards = rewards.limit_calls(timeout=None, max_concurrent=limit)
-            assert rewards.compute_rewards(ROWS, [A, B, C]).tolist() == [1.0 + 1.0, 2.0 + 0.5 + 0.0, 3.0 + 0.5 + 1.0]
+            ask = functools.partial(ask_for_rewards, rewards, ROWS, [A, B, C], max_concurrent=limit)
+            assert ask().values.tolist() == [1.0 + 1.0, 2.0 + 0.5 + 0.0, 3.0 + 0.5 + 1.0]
             assert judge.most == most
-            rewards.compute_rewards(ROWS, [A, B, C])
+            ask()
             assert len(judge.loops) == 1  # one loop for all calls, so open clients stay usable
 
 
@@ -382,14 +384,6 @@ def test_an_exception_in_another_process_names_the_function_its_row_and_its_caus
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert isinstance(caught.value.__cause__.__cause__, KeyError)
     assert "in picky" in caught.value.__cause__.__notes__[0]
-
-
-def test_limits_leave_the_original_as_it_was() -> None:
-    original = CompletionRewards([right, length])
-    limited = original.limit_calls(timeout=60.0, max_concurrent=1)
-    assert (original.timeout, original.max_concurrent) == (None, 64)
-    assert (limited.timeout, limited.max_concurrent) == (60.0, 1)
-    assert limited.compute_rewards(ROWS, [A, B, C]).tolist() == [2.0, 2.0, 4.0]
 
 
 def test_a_timeout_error_of_the_function_keeps_its_message() -> None:

@@ -16,6 +16,7 @@ from adapters.llm.rewards.completion_rewards import CompletionRewards
 from adapters.llm.rewards.gsm8k import extract_answer, gsm8k_prompt, load_gsm8k
 from adapters.llm.rewards.gsm8k_rewards import correctness_first, hybrid_reward
 from grpo.errors import ConfigError, RewardError
+from grpo.rewards import ask_for_rewards
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
@@ -259,8 +260,8 @@ def test_an_error_names_what_is_wrong_with_the_source(tmp_path: Path) -> None:
 
 def parts_of(rewards: CompletionRewards, text: str, answer: str = "#### 72") -> dict[str, float]:
     action = Completion(token_ids=(1,), text=text, finish_reason="end")
-    parts = rewards.compute_components([{"prompt": "p", "answer": answer}], [action])
-    return {"total": float(rewards.combine(parts)), **{name: float(part) for name, part in parts.items()}}
+    found = ask_for_rewards(rewards, [{"prompt": "p", "answer": answer}], [action])
+    return {"total": float(found.values), **{name: float(part) for name, part in found.components.items()}}
 
 
 HYBRID_PARTS = [

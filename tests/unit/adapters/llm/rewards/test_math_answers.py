@@ -11,7 +11,7 @@ import pytest
 from adapters.llm import Completion, CompletionRewards, MathMatch
 from adapters.llm.rewards.math_answers import verdicts
 from grpo import ConfigError, RewardError
-from grpo.deadlines import Call
+from grpo.rewards import Call, ask_for_rewards
 
 
 def said(text: str) -> Completion:
@@ -50,7 +50,7 @@ def test_a_part_of_the_text_can_be_chosen() -> None:
 def test_it_is_a_reward_of_completions_with_any_column_and_weight() -> None:
     rewards = CompletionRewards({"right": MathMatch(column="gold")}, weights={"right": 2.0})
     rows: list[Any] = [{"prompt": [{"role": "user", "content": "?"}], "gold": gold} for gold in ("0.5", "1", None)]
-    found = rewards.compute_components(rows, [said("1/2")] * 3)["right"]
+    found = ask_for_rewards(rewards, rows, [said("1/2")] * 3).components["right"]
     assert found.tolist()[:2] == [1.0, 0.0]
     assert found.isnan().tolist() == [False, False, True]
     assert rewards.compute_rewards(rows[:2], [said("1/2")] * 2).tolist() == [2.0, 0.0]

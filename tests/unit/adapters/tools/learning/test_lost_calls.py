@@ -17,6 +17,7 @@ from adapters.tools.policy.policy import ToolSelectionPolicy
 from grpo import GRPOConfig, GRPOTrainer, WeightedRewards
 from grpo.config import RewardConfig
 from grpo.errors import ConfigError
+from grpo.rewards import ask_for_rewards
 from tests.support.lost_server_tool import ask_lost_server
 from tests.support.mcp_servers import by_hand, by_name, listing, process_of
 from tests.support.tool_executors import on_linux
@@ -114,10 +115,10 @@ def test_lost_calls_are_told_by_kind_and_not_given_to_the_reward_functions() -> 
     rewards = ToolRewards(
         Script([WorkerLostError, None, ToolTimeoutError, ServerLostError, ToolRaisedError]), {"one": one}
     )
-    found = rewards.compute_components([0] * 5, calls_of("a", "a", "a", "b", "a"))["one"]
-    assert found.isnan().tolist() == [True, False, False, True, False]
+    found = ask_for_rewards(rewards, [0] * 5, calls_of("a", "a", "a", "b", "a"))
+    assert found.components["one"].isnan().tolist() == [True, False, False, True, False]
     assert [type(error) for error in asked] == [type(None), ToolTimeoutError, ToolRaisedError]
-    assert {name: rows.tolist() for name, rows in rewards.lost_rewards().items()} == {
+    assert {name: rows.tolist() for name, rows in found.lost.items()} == {
         WORKER: [True, False, False, False, False],
         SERVER: [False, False, False, True, False],
         BLOCKED: [False] * 5,
@@ -148,8 +149,8 @@ def test_a_batch_of_lost_calls_is_executed_again_until_one_runs_or_the_run_ends(
 def test_a_shared_result_that_is_lost_counts_once_in_a_row_and_once_per_dropped_row() -> None:
     script = Script([WorkerLostError, None])
     rewards = ToolRewards(script, {"ok": lambda s, c, r: float(r.ok)}, reuse_results=True, max_lost_in_a_row=2)
-    assert rewards.compute_rewards([0] * 4, calls_of("a", "a", "a", "b")).isnan().tolist() == [True] * 3 + [False]
-    assert int(rewards.lost_rewards()[WORKER].sum()) == 3
+    found = ask_for_rewards(rewards, [0] * 4, calls_of("a", "a", "a", "b"))
+    assert found.values.isnan().tolist() == found.lost[WORKER].tolist() == [True] * 3 + [False]
 
 
 class Chooses:

@@ -27,6 +27,7 @@ from adapters.tools.text.encoders import HashingEncoder
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.checks import check_reward_model
 from grpo.errors import ConfigError, ContractError, RewardError
+from grpo.rewards import ask_for_rewards
 
 
 def sort(order: Literal["up", "down"], count: int = 1) -> None:
@@ -102,7 +103,7 @@ def test_the_standard_rewards_equal_hand_worked_values(subtests: pytest.Subtests
         with subtests.test(case):
             asked, made, result, tool, parameters, ran = CASES[case]
             rewards = ToolRewards(Answers(result), standard_rewards(CATALOGUE))
-            components = rewards.compute_components([asked], [made])
+            components = ask_for_rewards(rewards, [asked], [made]).components
             expected = {"tool": tool, "parameters": parameters, "executed": ran}
             assert {name: float(part) for name, part in components.items()} == pytest.approx(expected, abs=1e-7)
             assert rewards.compute_rewards([asked], [made]).tolist() == pytest.approx(
@@ -143,7 +144,7 @@ def test_the_best_comparison_counts_where_several_calls_are_right(subtests: pyte
         with subtests.test(str(made), task=asked.right_calls):
             executor = Answers(OK)
             rewards = ToolRewards(executor, standard_rewards(CATALOGUE) | {"cost": call_cost(CATALOGUE)})
-            found = {name: float(part) for name, part in rewards.compute_components([asked], [made]).items()}
+            found = {name: float(part) for name, part in ask_for_rewards(rewards, [asked], [made]).components.items()}
             cost = {"sort": -0.5, "add": -2.0}.get(made.tool, 0.0) if made else 0.0
             expected = {"tool": tool, "parameters": parameters, "executed": ran, "cost": cost}
             assert found == pytest.approx(expected, abs=1e-7)
@@ -256,7 +257,7 @@ def test_equal_calls_can_share_one_execution() -> None:
     """Each row gets the result of its own call; True is not 1."""
     executor = Answers(OK, FAILED, ToolResult(seconds=4.0))
     rewards = ToolRewards(executor, {"ran": executed, "slow": latency_cost(1.0)}, reuse_results=True)
-    components = rewards.compute_components(TASKS, CALLS)
+    components = ask_for_rewards(rewards, TASKS, CALLS).components
     assert [[one.tool, dict(one.arguments)] for one in executor.asked[0]] == [
         ["sort", {"order": "up"}], ["add", {"number": 1}], ["add", {"number": True}],
     ]  # fmt: skip
@@ -290,7 +291,7 @@ def test_calls_that_cannot_be_executed_share_no_result(subtests: pytest.Subtests
         with subtests.test(str(other.tool), arguments=type(other.arguments).__name__):
             executor = Answers(FAILED, OK, OK)
             rewards = ToolRewards(executor, standard_rewards(CATALOGUE), reuse_results=True)
-            components = rewards.compute_components([SORT] * 3, [one, other, call("shuffle")])
+            components = ask_for_rewards(rewards, [SORT] * 3, [one, other, call("shuffle")]).components
             assert components["executed"].tolist() == pytest.approx([0.0, 0.2, 0.2])
             assert [len(calls) for calls in executor.asked] == [3]
 
@@ -303,7 +304,7 @@ def test_malformed_calls_are_rewarded_for_their_tool_and_not_their_arguments(sub
                 with subtests.test(tool=tool, arguments=arguments):
                     functions = standard_rewards(CATALOGUE) | {"cost": call_cost(CATALOGUE)}
                     rewards = ToolRewards(Answers(FAILED), functions, reuse_results=True)
-                    components = rewards.compute_components([SORT], [ToolCall(tool=tool, arguments=arguments)])
+                    components = ask_for_rewards(rewards, [SORT], [ToolCall(tool=tool, arguments=arguments)]).components
                     assert components["tool"].item() == pytest.approx(0.5 if tool == "sort" else 0.0)
                     assert components["parameters"].item() == 0.0
                     assert components["cost"].item() == {"add": -2.0, "sort": -0.5}.get(str(tool), 0.0)

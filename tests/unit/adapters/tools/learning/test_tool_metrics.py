@@ -10,6 +10,7 @@ from adapters.tools.policy.policy import ToolSelectionPolicy
 from adapters.tools.text.encoders import HashingEncoder
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError
+from grpo.rewards import ask_for_rewards
 from tests.unit.adapters.tools.learning.test_rewards import CATALOGUE, FAILED, OK, SHUFFLE, SORT, Answers, call
 
 
@@ -18,8 +19,7 @@ def test_metrics_per_tool_are_counts_shares_and_means_of_the_tools_that_were_cal
     lost = ToolResult(error=WorkerLostError("gone"), seconds=9.0)
     made = [call("sort"), call("add"), None, call("sort"), call("sort"), call("fly"), ToolCall(tool=["sort"])]  # type: ignore[arg-type]
     rewards = ToolRewards(Answers(OK, OK, FAILED, lost, FAILED, FAILED), {"ran": executed}, per_tool=CATALOGUE)
-    rewards.compute_rewards([SORT] * 7, made)
-    assert rewards.call_metrics() == {
+    assert ask_for_rewards(rewards, [SORT] * 7, made).metrics == {
         "tools/sort/calls": (0, 2),
         "tools/sort/errors": (2, 1),
         "tools/sort/seconds": (2, 1.75),
@@ -33,14 +33,12 @@ def test_metrics_per_tool_are_counts_shares_and_means_of_the_tools_that_were_cal
 
 def test_metrics_per_tool_count_each_row_of_a_shared_result() -> None:
     rewards = ToolRewards(Answers(OK), {"ran": executed}, reuse_results=True, per_tool=CATALOGUE)
-    rewards.compute_rewards([SORT] * 3, [call("sort")] * 3)
-    assert rewards.call_metrics()["tools/sort/calls"] == (0, 3)
+    assert ask_for_rewards(rewards, [SORT] * 3, [call("sort")] * 3).metrics["tools/sort/calls"] == (0, 3)
 
 
 def test_metrics_per_tool_are_off_unless_a_catalogue_is_given() -> None:
     rewards = ToolRewards(Answers(OK), {"ran": executed})
-    rewards.compute_rewards([SORT], [call("sort")])
-    assert rewards.call_metrics() == {}
+    assert ask_for_rewards(rewards, [SORT], [call("sort")]).metrics == {}
     with pytest.raises(ConfigError, match=r"ToolRewards.*per_tool must be a ToolCatalogue, or None; got bool True"):
         ToolRewards(Answers(OK), {"ran": executed}, per_tool=True)  # type: ignore[arg-type]
 

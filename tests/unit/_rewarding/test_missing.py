@@ -7,13 +7,13 @@ import torch
 
 from adapters.llm import Completion, CompletionRewards
 from grpo import RewardConfig, RewardError, WeightedRewards
-from grpo._collecting.reward_calls import RewardCalls, Rewards
+from grpo._rewarding.calls import KeptRewards, RewardCalls
 
 NAN, INF = float("nan"), float("inf")
 X, Y = [1.0, NAN, NAN, 4.0], [10.0, 20.0, NAN, 40.0]
 
 
-def asked(x: Any, y: Any, **settings: Any) -> Rewards:
+def asked(x: Any, y: Any, **settings: Any) -> KeptRewards:
     parts = WeightedRewards(
         {"x": lambda states, actions: torch.tensor(x), "y": lambda states, actions: torch.tensor(y)}
     )

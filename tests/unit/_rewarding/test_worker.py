@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import sys
-from grpo.deadlines import Call, call_in_process
+from grpo.rewards import Call, call_in_process
 
 def speak():
     print("inside")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from grpo import ContractError, RewardConfig, RewardError, TrainingInterrupted
-from grpo._collecting import reward_calls
-from grpo._collecting.reward_answers import spread
-from grpo._collecting.reward_calls import RewardCalls, retry_delays
+from grpo._rewarding import calls as reward_calls
+from grpo._rewarding.answers import spread
+from grpo._rewarding.calls import RewardCalls, retry_delays
 from grpo.errors import RewardRaisedError
 from tests.support.reward_faults import FakeTime, asked, calls_of, counts
 

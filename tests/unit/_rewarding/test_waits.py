@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grpo import RewardConfig
-from grpo._collecting.reward_calls import RewardCalls
+from grpo._rewarding.calls import RewardCalls
 from grpo.errors import RewardError
 from tests.support.reward_faults import FakeTime
 

@@ -1,6 +1,6 @@
 """Rows without a finite reward: training stops, or they leave the batch, or their reward is 0, as `RewardConfig` says."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Literal, assert_never
 
 import torch
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from grpo.config import RewardConfig
 from grpo.errors import RewardError
+from grpo.reward_model_base import Rewards
 
-Kept = tuple[Tensor, dict[str, Tensor], Tensor]
-"""Total rewards of K rows, their parts, and a mask of the K rows among all N rows."""
+Kept = tuple[Rewards, Tensor]
+"""The rewards of K rows, and a mask of the K rows among all N rows."""
 
 
 def without_missing(name: str, found: Kept, config: RewardConfig, counts: MutableMapping[str, float]) -> Kept:
@@ -19,21 +20,21 @@ def without_missing(name: str, found: Kept, config: RewardConfig, counts: Mutabl
 
     Args:
         name: the name of the reward model in messages.
-        found: total rewards, parts, and which of the N rows they belong to.
+        found: the rewards, and which of the N rows they belong to.
         config: what happens to the rows.
         counts: counts of dropped rows and of rewards set to 0, which are raised.
 
     Raises:
         RewardError: a setting is "raise" and such a row exists, or no row is left.
     """
-    total, components, _ = found
-    unanswered = _unanswered(total, components)
+    rewards, kept = found
+    unanswered = _unanswered(rewards)
     rule = config.non_finite if config.not_applicable is None else config.not_applicable
     if rule == "raise" and config.not_applicable is not None and bool(unanswered.any()):
-        _raise_for_unanswered(name, components, found[2], unanswered)
+        _raise_for_unanswered(name, rewards, kept, unanswered)
     if bool(unanswered.any()) and rule != "raise":
         found = _without(name, found, unanswered, rule, counts)
-    missing = _not_finite(found[0])
+    missing = _not_finite(found[0].values)
     if not bool(missing.any()):
         return found
     if config.non_finite == "raise":
@@ -41,16 +42,22 @@ def without_missing(name: str, found: Kept, config: RewardConfig, counts: Mutabl
     return _without(name, found, missing, config.non_finite, counts)
 
 
+def with_each(rewards: Rewards, change: Callable[[Tensor], Tensor]) -> Rewards:
+    """The same rewards, after a change of the values and of each part. What was lost and measured is left out."""
+    parts = {name: change(part) for name, part in rewards.components.items()}
+    return Rewards(values=change(rewards.values), components=parts, weights=rewards.weights)
+
+
 def _not_finite(total: Tensor) -> Bool[Tensor, " K"]:
     return ~total.isfinite() if total.dim() == 1 else ~total.isfinite().all(1)
 
 
-def _unanswered(total: Tensor, components: Mapping[str, Tensor]) -> Bool[Tensor, " K"]:
+def _unanswered(rewards: Rewards) -> Bool[Tensor, " K"]:
     """The rows whose reward is missing only because every part is NaN, at every step whose reward is missing."""
-    missing = ~total.isfinite()
-    if not components:
-        return torch.zeros(len(total), dtype=torch.bool)
-    is_absent = torch.stack([part.isnan() for part in components.values()]).all(0)
+    missing = ~rewards.values.isfinite()
+    if not rewards.components:
+        return torch.zeros(len(missing), dtype=torch.bool)
+    is_absent = torch.stack([part.isnan() for part in rewards.components.values()]).all(0)
     is_explained = is_absent | ~missing
     return _any_step(missing) & ~_any_step(~is_explained)
 
@@ -67,7 +74,7 @@ def _without(
     counts: MutableMapping[str, float],
 ) -> Kept:
     """Leave out these rows, or set what is not finite in them to 0."""
-    total, components, kept = found
+    rewards, kept = found
     match rule:
         case "raise":
             raise AssertionError  # the caller raised an error that says what is missing
@@ -77,22 +84,20 @@ def _without(
                     f"{name}: no row of {len(kept)} has a reward, so there is nothing to learn from. Fix the reward."
                 )
             counts["rows/dropped"] += int(rows.sum())
-            left = {key: part[~rows] for key, part in components.items()}
-            return total[~rows], left, kept.masked_scatter(kept, ~rows)
+            return with_each(rewards, lambda values: values[~rows]), kept.masked_scatter(kept, ~rows)
         case "zero":
             counts["rewards/zeroed"] += int(rows.sum())
-            set_to_0 = {
-                key: part.index_put((rows,), part[rows].nan_to_num(0.0, 0.0, 0.0)) for key, part in components.items()
-            }
-            return total.index_put((rows,), total[rows].nan_to_num(0.0, 0.0, 0.0)), set_to_0, kept
+            return with_each(
+                rewards, lambda values: values.index_put((rows,), values[rows].nan_to_num(0.0, 0.0, 0.0))
+            ), kept
         case _:
             assert_never(rule)
 
 
 def _raise_for_missing(name: str, found: Kept, missing: Bool[Tensor, " K"], *, is_unanswered: bool) -> None:
-    total, components, kept = found
-    shown = total[missing][:4].tolist()
-    parts = [key for key, part in components.items() if not bool(part[missing].isfinite().all())]
+    rewards, kept = found
+    shown = rewards.values[missing][:4].tolist()
+    parts = [key for key, part in rewards.components.items() if not bool(part[missing].isfinite().all())]
     whose = f", from {', '.join(parts)}" if parts else ""
     raise RewardError(
         f"{name} must return finite numbers; got {shown} at {_rows(kept, missing)}{whose}. "
@@ -102,11 +107,12 @@ def _raise_for_missing(name: str, found: Kept, missing: Bool[Tensor, " K"], *, i
 
 
 def _raise_for_unanswered(
-    name: str, components: Mapping[str, Tensor], kept: Bool[Tensor, " N"], unanswered: Bool[Tensor, " K"]
+    name: str, rewards: Rewards, kept: Bool[Tensor, " N"], unanswered: Bool[Tensor, " K"]
 ) -> None:
     raise RewardError(
-        f"{name} must give each row a reward; no part applies to {_rows(kept, unanswered)}, because {', '.join(components)} "
-        "returned None or NaN there. Return a number, or set reward.not_applicable to 'drop' or 'zero'."
+        f"{name} must give each row a reward; no part applies to {_rows(kept, unanswered)}, because "
+        f"{', '.join(rewards.components)} returned None or NaN there. "
+        "Return a number, or set reward.not_applicable to 'drop' or 'zero'."
     )
 
 

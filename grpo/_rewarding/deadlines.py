@@ -1,8 +1,4 @@
-"""Calls of users' functions with a deadline that really ends.
-
-`await_all` cancels an awaited call at its deadline. `call_in_process` makes calls in another process, and kills this process at
-the deadline, because nothing else can end a function that does not await.
-"""
+"""Awaited calls with a deadline that really ends. `call_in_process` makes calls of functions that do not await."""
 
 import asyncio
 import concurrent.futures
@@ -16,14 +12,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ._processes.calls import Call, call_in_process
-from ._processes.process import WAIT_SECONDS
-from .errors import CallError, DeadlineError
+from grpo.config import MAX_CONCURRENT
+from grpo.errors import CallError, DeadlineError
 
-__all__ = ["MAX_CONCURRENT", "Call", "await_all", "call_in_process", "is_async"]
-
-MAX_CONCURRENT = 64
-"""Default for the largest number of calls that are awaited at the same time."""
+from .in_process import Call
+from .process import WAIT_SECONDS
 
 GRACE_SECONDS = 0.5
 """How long after its deadline a cancelled call may go on before its event loop is given up."""
@@ -34,9 +27,6 @@ def is_async(function: Any) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-# Awaited calls
 
 
 def await_all(

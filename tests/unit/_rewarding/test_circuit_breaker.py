@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from grpo._collecting.circuit_breaker import CircuitBreaker
+from grpo._rewarding.circuit_breaker import CircuitBreaker
 from tests.support.reward_faults import FakeTime
 
 

@@ -1,4 +1,4 @@
-"""Awaited calls: their order, their number at a time, and what ends them. Calls in processes: `_processes/test_calls.py`."""
+"""Awaited calls: their order, their number at a time, and what ends them. Calls in processes: `test_in_process.py`."""
 
 import asyncio
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from grpo.deadlines import GRACE_SECONDS, Call, await_all, is_async
+from grpo._rewarding.deadlines import GRACE_SECONDS, Call, await_all, is_async
 from grpo.errors import CallError, DeadlineError
 from tests.support.reward_faults import eventually
 

@@ -2,9 +2,9 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any, NoReturn, assert_never
@@ -13,17 +13,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo._common.conversion import describe, reward_name
+from grpo._common.conversion import reward_name
 from grpo.config import RewardConfig
 from grpo.engine import OneProcess
 from grpo.errors import ConfigError, DeadlineError, RewardError, RewardRaisedError, RewardTimeoutError
-from grpo.reward_model_base import LosesRewards, MeasuresCalls, add_call_metrics, as_reward_model, with_limits
-from grpo.rewards import WeightedRewards
+from grpo.metrics import add_counts_and_sums
+from grpo.reward_model_base import Rewards, as_reward_model
 from grpo.types import Rows, zero_outside
 
+from .answers import AskedRows, CheckedCall, is_failed_call, kind_of, spread
 from .circuit_breaker import CircuitBreaker
-from .missing_rewards import without_missing
-from .reward_answers import Answer, AskedRows, CheckedCall, is_failed_call, kind_of, spread
+from .missing import Kept, with_each, without_missing
 
 NUM_TRIALS = 3
 """Number of failed trials in a row after which training stops."""
@@ -36,14 +36,14 @@ COUNTED = ("rows/dropped", "rewards/zeroed", "rewards/retries", "rewards/failed_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rewards:
+class KeptRewards:
     """The rewards of K of N rows. The other rows have no reward and are removed from the batch."""
 
     values: Float[Tensor, " K"] | Float[Tensor, "K T"]
     """One reward per kept row, or one per step of a kept row."""
-    components: dict[str, Float[Tensor, "K *T"]]
+    components: Mapping[str, Float[Tensor, "K *T"]]
     """The named parts of the reward. Empty: the reward model reports no parts."""
-    weights: dict[str, float]
+    weights: Mapping[str, float]
     """The weight of each part. Empty: the weights are not known."""
     kept: Bool[Tensor, " N"] | None
     """True for the K kept rows. None: all N rows are kept."""
@@ -78,14 +78,10 @@ class RewardCalls:
         clock: Callable[[], float] | None = None,
         sleep: Callable[[float], None] | None = None,
     ) -> None:
-        reward_model = as_reward_model(reward_model)
-        self.reward_model = with_limits(reward_model, timeout=config.timeout, max_concurrent=config.max_concurrent)
+        self.reward_model = as_reward_model(reward_model)
         self.config = config
-        self._name = reward_name(reward_model)
-        self._call = CheckedCall(self.reward_model, self._name)
-        self._losses = self.reward_model if isinstance(self.reward_model, LosesRewards) else None
-        self._measures = self.reward_model if isinstance(self.reward_model, MeasuresCalls) else None
-        self._weights = reward_model.weights if isinstance(reward_model, WeightedRewards) else {}
+        self._name = reward_name(self.reward_model)
+        self._call = CheckedCall(self.reward_model, timeout=config.timeout, max_concurrent=config.max_concurrent)
         self._clock, self._sleep = clock or time.monotonic, sleep or time.sleep
         self._waiting = waiting or OneProcess().waiting
         self._breaker = CircuitBreaker(
@@ -108,7 +104,7 @@ class RewardCalls:
         *,
         group_ids: Int[Tensor, " N"] | None = None,
         keep_counts: bool = False,
-    ) -> Rewards:
+    ) -> KeptRewards:
         """The rewards of N rows. Rewards per step are set to 0 outside `mask`, if the valid steps are known.
 
         Args:
@@ -129,24 +125,24 @@ class RewardCalls:
                 f"{self._name} compares the actions of a group, so the call needs group_ids=...; got None."
             )
         rows = AskedRows(states=states, actions=actions, mask=None if mask is None else mask.cpu(), group_ids=group_ids)
-        total, components, kept = self._ask_with_breaker(rows)
+        rewards, kept = self._ask_with_breaker(rows)
         if not bool(kept.any()):
             raise RewardError(
                 f"{self._name} must give at least one row a reward; it lost those of all {len(kept)} rows. Look at what it "
                 "depends on, such as a server or a worker."
             )
         self.counts["rows/dropped"] += int((~kept).sum())
-        if total.dim() == 2 and mask is not None:
-            total = zero_outside(total, mask.cpu()[kept])
-        if not bool(total.isfinite().all()):
-            total, components, kept = without_missing(self._name, (total, components, kept), self.config, self.counts)
+        if rewards.values.dim() == 2 and mask is not None:
+            rewards = replace(rewards, values=zero_outside(rewards.values, mask.cpu()[kept]))
+        if not bool(rewards.values.isfinite().all()):
+            rewards, kept = without_missing(self._name, (rewards, kept), self.config, self.counts)
         metrics = dict(self.counts)
         if not keep_counts:
             self.forget_counts()
-        return Rewards(
-            values=total,
-            components=components,
-            weights=self._weights,
+        return KeptRewards(
+            values=rewards.values,
+            components=rewards.components,
+            weights=rewards.weights,
             kept=None if bool(kept.all()) else kept,
             metrics=metrics,
         )
@@ -156,8 +152,8 @@ class RewardCalls:
         self.counts = dict.fromkeys(COUNTED, 0.0)
         self.measured = {}
 
-    def _ask_with_breaker(self, rows: AskedRows) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Get the total rewards, their parts, and the rows that have them. Wait while the breaker is open."""
+    def _ask_with_breaker(self, rows: AskedRows) -> Kept:
+        """Get the rewards, and the rows that have them. Wait while the breaker is open."""
         num_trials = 0
         while True:
             is_trial = self._breaker.is_open
@@ -174,11 +170,12 @@ class RewardCalls:
                         f"{NUM_TRIALS} trials {self.config.breaker_seconds:g} s apart (reward.breaker_seconds)."
                     ) from error.__cause__ or error
 
-    def _ask(self, rows: AskedRows, delays: Iterable[float]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def _ask(self, rows: AskedRows, delays: Iterable[float]) -> Kept:
         """Get the rewards with a call for all rows, or else as `on_failure` says."""
         try:
-            total, components = self._ask_all_rows(rows, delays)
-            return _without(self._lost_rows(len(rows)), total, components)
+            rewards = self._ask_all_rows(rows, delays)
+            kept = ~self._lost_rows(rewards)
+            return with_each(rewards, lambda values: values[kept]), kept
         except _OutageError:
             raise
         except RewardError as failure:
@@ -190,7 +187,7 @@ class RewardCalls:
                 case _:
                     assert_never(self.config.on_failure)
 
-    def _ask_all_rows(self, rows: AskedRows, delays: Iterable[float]) -> Answer:
+    def _ask_all_rows(self, rows: AskedRows, delays: Iterable[float]) -> Rewards:
         """Get the rewards with one call for all rows, with a retry after each delay."""
         left = iter(delays)
         for num_calls in count(1):
@@ -208,11 +205,11 @@ class RewardCalls:
             self.counts["rewards/retries"] += 1
         raise AssertionError  # count() never ends
 
-    def _attempt(self, rows: AskedRows, *, is_part: bool = False) -> Answer:
+    def _attempt(self, rows: AskedRows, *, is_part: bool = False) -> Rewards:
         """Make one call, and count it if it fails."""
         try:
             with self._limited(len(rows)):
-                answer = self._call(rows, is_part=is_part)
+                rewards = self._call(rows, is_part=is_part)
         except Exception as error:
             if is_failed_call(error):
                 self.counts["rewards/failed_calls"] += 1
@@ -220,9 +217,8 @@ class RewardCalls:
                 self._breaker.fail(error)
             raise
         self._breaker.succeed()
-        if self._measures is not None:
-            self.measured = add_call_metrics([self.measured, self._measures.call_metrics()])
-        return answer
+        self.measured = add_counts_and_sums([self.measured, rewards.metrics])
+        return rewards
 
     def _limited(self, num_rows: int) -> AbstractContextManager[object]:
         """A block for a call that ends by its deadline. At worst, the rows are awaited one after another."""
@@ -247,20 +243,17 @@ class RewardCalls:
             "reward.on_failure='drop'."
         ) from error
 
-    def _ask_part_by_part(self, rows: AskedRows, failure: RewardError) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Get the total rewards and their parts with one call per row, or per group if the reward compares actions.
-
-        Also returns which rows have a reward: those whose call did not fail.
-        """
+    def _ask_part_by_part(self, rows: AskedRows, failure: RewardError) -> Kept:
+        """Get the rewards with one call per row, or per group if the reward compares actions. A failed call gives none."""
         parts = self._call.smallest_parts(rows)
-        answers: dict[int, Answer] = {}
+        answers: dict[int, Rewards] = {}
         lost = torch.zeros(len(rows), dtype=torch.bool)
         last: Exception = failure
         start = self._clock()
         for place in spread(len(parts)):
             try:
                 answers[place] = self._attempt(rows.part(parts[place]), is_part=True)
-                lost[parts[place]] = self._lost_rows(len(parts[place]))
+                lost[parts[place]] = self._lost_rows(answers[place])
             except Exception as error:  # on_failure="drop" leaves the rows out; the caller counts them as dropped
                 if not is_failed_call(error):
                     raise
@@ -278,30 +271,19 @@ class RewardCalls:
         answers = {place: answer for place, answer in answers.items() if kind_of(answer) == kinds.most_common(1)[0][0]}
         self.counts["rewards/failed_calls"] += kinds.total() - len(answers)  # parts unlike the others
         answered = torch.cat([parts[place] for place in sorted(answers)])
-        total, components = self._call.join([answers[place] for place in sorted(answers)], rows.mask)
+        joined = self._call.join([answers[place] for place in sorted(answers)], rows.mask)
         answered, order = answered.sort()
-        total, components, kept = _without(
-            lost[answered], total[order], {name: part[order] for name, part in components.items()}
-        )
-        return total, components, torch.zeros(len(rows), dtype=torch.bool).index_fill_(0, answered[kept], True)
+        is_left = ~lost[answered]
+        kept = torch.zeros(len(rows), dtype=torch.bool).index_fill_(0, answered[is_left], True)
+        return with_each(joined, lambda values: values[order[is_left]]), kept
 
-    def _lost_rows(self, num_rows: int) -> Bool[Tensor, " N"]:
-        """Mark the rows whose reward the last call lost, and count them by reason."""
-        lost = torch.zeros(num_rows, dtype=torch.bool)
-        for name, rows in {} if self._losses is None else self._losses.lost_rewards().items():
-            if rows.dtype != torch.bool or len(rows) != num_rows:
-                raise RewardError(
-                    f"{self._name}.lost_rewards()[{name!r}] must be a bool mask [{num_rows}]; got {describe(rows)}. "
-                    "Return one mask over the rows of the last call for each reason."
-                )
+    def _lost_rows(self, rewards: Rewards) -> Bool[Tensor, " N"]:
+        """Mark the rows whose reward was lost, and count them by reason."""
+        lost = torch.zeros(len(rewards.values), dtype=torch.bool)
+        for name, rows in rewards.lost.items():
             self.counts[name] = self.counts.get(name, 0.0) + int(rows.sum())
             lost |= rows
         return lost
-
-
-def _without(lost: Tensor, total: Tensor, components: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Leave out the lost rows. Also returns which rows are left."""
-    return total[~lost], {name: part[~lost] for name, part in components.items()}, ~lost
 
 
 def retry_delays(config: RewardConfig) -> Iterator[float]:

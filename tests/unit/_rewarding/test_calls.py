@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import RewardConfig, RewardError, WeightedRewards
-from grpo._collecting.reward_calls import RewardCalls
+from grpo import RewardConfig, RewardError, Rewards, WeightedRewards
+from grpo._rewarding.calls import RewardCalls
 from tests.support.reward_faults import FakeTime, asked, calls_of, counts
 
 NAN, INF = math.nan, math.inf
@@ -201,7 +201,7 @@ def raising_for(row: int, reward: Any) -> Any:
 
 def test_a_reward_that_raises_is_named_with_its_rows_and_the_error_is_chained() -> None:
     class Judge(WeightedRewards):
-        def compute_components(self, states: Any, actions: Any) -> Any:
+        def plan_calls(self, states: Any, actions: Any) -> Any:
             raise KeyError("lost")
 
     message = r"^Judge\.compute_rewards raised KeyError: 'lost' for rows 0 to 7, in 1 call"
@@ -343,15 +343,12 @@ def test_rows_that_are_rewarded_unlike_most_rows_are_dropped(subtests: pytest.Su
             assert found.values.dim() == other.dim()
             assert found.metrics == counts(dropped=1, failed_calls=1 + 1)
 
-    class Renamed(WeightedRewards):
-        def compute_components(self, states: Any, actions: Any) -> dict[str, Tensor]:
-            (row,) = actions
-            return {"odd" if row == 2 else "x": torch.tensor([float(row)])}
+    def renamed(states: Any, actions: Any) -> Rewards:
+        (row,) = actions
+        own = torch.tensor([float(row)])
+        return Rewards(values=own, components={"odd" if row == 2 else "x": own})
 
-        def combine(self, components: Any) -> Tensor:
-            return sum(components.values())
-
-    found = asked(Renamed({"x": giving(0)}), on_failure="drop")
+    found = asked(renamed, on_failure="drop")
     assert found.values.tolist() == found.components["x"].tolist() == [0, 1, 3]
     assert found.metrics == counts(dropped=1, failed_calls=1 + 1)
 

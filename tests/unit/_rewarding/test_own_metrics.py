@@ -6,23 +6,22 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import GRPOConfig, GRPOTrainer, RewardConfig, WeightedRewards
+from grpo import GRPOConfig, GRPOTrainer, RewardConfig, Rewards, WeightedRewards
 from grpo._collecting.costs import Costs
 from grpo.experience_collector import ExperienceCollector
-from grpo.reward_model_base import add_call_metrics
+from grpo.metrics import add_counts_and_sums
 
 
 class Measuring:
     """Each action is a number of seconds. Negative actions fail."""
 
-    def compute_rewards(self, states: Any, actions: Sequence[int]) -> list[float]:
-        self.seconds = list(actions)
+    def compute_rewards(self, states: Any, actions: Sequence[int]) -> Rewards:
         if min(actions) < 0:
             raise ValueError("negative")
-        return [float(action) for action in actions]
-
-    def call_metrics(self) -> dict[str, tuple[float, float]]:
-        return {"judge/calls": (0, len(self.seconds)), "judge/seconds": (len(self.seconds), sum(self.seconds))}
+        return Rewards(
+            values=torch.tensor(actions).double(),
+            metrics={"judge/calls": (0, len(actions)), "judge/seconds": (len(actions), sum(actions))},
+        )
 
     def train(self, *_: Any) -> Any:
         return self
@@ -134,16 +133,16 @@ def test_a_trainer_reports_the_metrics_of_each_iteration() -> None:
 
 
 def test_counts_and_sums_are_added_by_name() -> None:
-    assert add_call_metrics([]) == {}
-    found = add_call_metrics([{"a": (1, 2.0), "b": (0, 1.0)}, {"a": (3, 0.5)}])
+    assert add_counts_and_sums([]) == {}
+    found = add_counts_and_sums([{"a": (1, 2.0), "b": (0, 1.0)}, {"a": (3, 0.5)}])
     assert found == {"a": (4, 2.5), "b": (0, 1.0)}
 
 
 @pytest.mark.parametrize("metrics", [{}, {"judge/seconds": (0, 0.0)}])
 def test_a_model_without_measurements_reports_what_it_gives(metrics: dict[str, Any]) -> None:
     class Idle(Measuring):
-        def call_metrics(self) -> dict[str, tuple[float, float]]:
-            return metrics
+        def compute_rewards(self, states: Any, actions: Sequence[int]) -> Rewards:
+            return Rewards(values=torch.zeros(len(actions)), metrics=metrics)
 
     found = collector(Idle(), 1)
     found.collect(["state"])

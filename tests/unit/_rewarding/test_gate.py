@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from grpo._common.global_state import capture_random_state
-from grpo._processes.gate import ForkGate, Turns, fork_gate, keeps_generators
-from grpo.deadlines import Call, call_in_process
+from grpo._rewarding.gate import ForkGate, Turns, fork_gate, keeps_generators
 from grpo.errors import DeadlineError
+from grpo.rewards import Call, call_in_process
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import digest
 

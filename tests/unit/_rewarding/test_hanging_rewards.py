@@ -15,7 +15,7 @@ import torch
 from adapters.llm.completions import Completion
 from adapters.llm.rewards.completion_rewards import CompletionRewards
 from grpo import RewardConfig, WeightedRewards
-from grpo._collecting.reward_calls import RewardCalls
+from grpo._rewarding.calls import RewardCalls
 from grpo.errors import DeadlineError, RewardRaisedError, RewardTimeoutError
 from tests.support.reward_faults import asked, children, counts, eventually, is_alive, write_process, written
 
@@ -53,20 +53,11 @@ class Judge(torch.nn.Linear):
         time.sleep(3600)
 
 
-class Parts(Judge):
-    def compute_components(self, states: Any, actions: Any) -> dict[str, torch.Tensor]:
-        return {"ones": torch.ones(len(actions))}
-
-    def combine(self, components: Any) -> None:
-        time.sleep(3600)
-
-
 HANGING: dict[str, tuple[Callable[[], Any], str]] = {
     "async": (lambda: awaits, "awaits"),
     "async that blocks": (lambda: blocks, "blocks"),
     "plain": (lambda: sleeps, "sleeps"),
     "reward model": (lambda: Judge(1, 1), "Judge.compute_rewards"),
-    "reward model with parts": (lambda: Parts(1, 1), "Parts.compute_rewards"),
     "part of a sum": (lambda: WeightedRewards({"ones": ones, "slow": sleeps}), "sleeps"),
     "async part of a sum": (lambda: WeightedRewards({"ones": ones, "slow": awaits}), "awaits"),
     "part of a part": (

@@ -1,0 +1,41 @@
+"""Whether a user's function can be called with the arguments that it will get."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from grpo.errors import ProtocolError
+
+
+def takes(function: Callable[..., Any], num_arguments: int) -> bool:
+    """Whether a function can be called with so many positional arguments."""
+    try:
+        inspect.signature(function).bind(*[None] * num_arguments)
+    except TypeError:
+        return False
+    except ValueError:  # recovery: a function without a readable signature is called as it is
+        return True
+    return True
+
+
+def require_states_and_actions(name: str, function: Callable[..., Any]) -> None:
+    """Refuse a function that cannot be called as `function(states, actions)`, and one that takes TRL's arguments by name.
+
+    Raises:
+        ProtocolError: the function has other arguments.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # recovery: a function without a readable signature is called as it is
+        return
+    names = list(signature.parameters)
+    takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    # The second argument may be called `completions`: these are our actions. TRL also gives columns by name.
+    is_of_trl = "completions" in names and (takes_any_name or names[1:2] != ["completions"])
+    if takes(function, 2) and not is_of_trl:
+        return
+    raise ProtocolError(
+        f"reward_model must be a function of (states, actions); got {name}{signature}. "
+        "A function of prompts, completions and columns by name, as in TRL, belongs in "
+        "adapters.llm.CompletionRewards(function). Give any other function these two arguments."
+    )

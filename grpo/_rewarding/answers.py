@@ -1,0 +1,173 @@
+"""The answer of a reward model is checked, and answers for parts of the rows are joined."""
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo._common.conversion import as_rewards, describe, join_steps, reward_name
+from grpo.config import MAX_CONCURRENT
+from grpo.errors import CallError, DeadlineError, GRPOError, RewardError
+from grpo.reward_model_base import Rewards, as_reward_model
+from grpo.types import Rows, select_rows
+
+from .parts import ask, compares_actions, require_killable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedRows:
+    """The rows of a call of a reward model."""
+
+    states: Rows
+    """N states."""
+    actions: Rows
+    """N actions."""
+    mask: Tensor | None
+    """The valid steps, [N, T]. None: they are not known."""
+    group_ids: Tensor | None
+    """The group of each row. None: it is not known."""
+
+    def part(self, rows: Tensor) -> "AskedRows":
+        """Some of the rows."""
+        return AskedRows(
+            states=select_rows(self.states, rows),
+            actions=select_rows(self.actions, rows),
+            mask=None if self.mask is None else self.mask[rows],
+            group_ids=None if self.group_ids is None else self.group_ids[rows],
+        )
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+
+def checked(owner: str, answer: Any, num_rows: int, *, one_step_is_a_step: bool = False) -> Rewards:
+    """What a reward model returned, as the `Rewards` of N rows.
+
+    Raises:
+        RewardError: the answer, or a part of it, is not one number per row or per step.
+    """
+    if not isinstance(answer, Rewards):
+        return Rewards(values=as_rewards(owner, answer, num_rows, one_step_is_a_step=one_step_is_a_step))
+    values = as_rewards(owner, answer.values, num_rows, one_step_is_a_step=one_step_is_a_step)
+    return replace(answer, values=values)  # the parts have the shape of the values
+
+
+def ask_for_rewards(
+    reward_model: Any,
+    states: Rows,
+    actions: Rows,
+    *,
+    group_ids: Tensor | None = None,
+    timeout: float | None = None,
+    max_concurrent: int = MAX_CONCURRENT,
+) -> Rewards:
+    """Ask a reward model once for the rewards of N rows, outside of training.
+
+    Args:
+        reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`.
+        states: N states.
+        actions: N actions.
+        group_ids: the group of each row, [N], for a reward model that compares the actions of a group. None: not known.
+        timeout: seconds per call, as `RewardConfig.timeout`. None: no deadline.
+        max_concurrent: largest number of calls that are awaited at the same time.
+
+    Raises:
+        RewardError: the reward model did not return one number per row or per step. What it raises is not caught.
+        ConfigError: `timeout` is given, and a part cannot run in another process.
+
+    Example:
+        >>> ask_for_rewards(lambda states, actions: [len(action) for action in actions], ["s", "s"], ["a", "ab"]).values
+        tensor([1., 2.], dtype=torch.float64)
+    """
+    model = as_reward_model(reward_model)
+    require_killable(model, timeout)
+    if group_ids is not None and compares_actions(model):
+        model = model.in_groups(group_ids)
+    answer = ask(model, states, actions, timeout=timeout, max_concurrent=max_concurrent)
+    return checked(reward_name(model), answer, len(states))
+
+
+class CheckedCall:
+    """Asks a reward model once, within limits, and checks what it returns.
+
+    Args:
+        reward_model: a `RewardModel`.
+        timeout: seconds per call of each part. None: no deadline.
+        max_concurrent: largest number of calls that are awaited at the same time.
+
+    Raises:
+        ConfigError: `timeout` is given, and a part cannot run in another process.
+    """
+
+    def __init__(self, reward_model: Any, *, timeout: float | None, max_concurrent: int) -> None:
+        require_killable(reward_model, timeout)
+        self._reward_model, self._name = reward_model, reward_name(reward_model)
+        self._timeout, self._max_concurrent = timeout, max_concurrent
+        self.compares_actions = compares_actions(reward_model)
+        """Whether a row's reward depends on the other rows of its group."""
+
+    def __call__(self, rows: AskedRows, *, is_part: bool = False) -> Rewards:
+        """Get the rewards of rows. The rewards of a part of one row and one step may be [1, 1]."""
+        model = self._reward_model.in_groups(rows.group_ids) if self.compares_actions else self._reward_model
+        answer = ask(model, rows.states, rows.actions, timeout=self._timeout, max_concurrent=self._max_concurrent)
+        found = checked(self._name, answer, len(rows), one_step_is_a_step=is_part)
+        if rows.mask is not None and found.values.dim() == 2:
+            self._require_steps(found.values, rows.mask, is_part=is_part)
+        return found
+
+    def _require_steps(self, total: Tensor, mask: Tensor, *, is_part: bool) -> None:
+        """Check that rewards per step have the policy's steps. A part of the rows may leave out what is masked at its end."""
+        if not is_part and total.shape != mask.shape:
+            raise RewardError(
+                f"Rewards per step must be {list(mask.shape)}, like the policy's steps; from {self._name} got "
+                f"{describe(total)}. Return one reward per step, or one per row."
+            )
+        needed, width = int(mask.any(0).nonzero().max()) + 1 if bool(mask.any()) else 0, total.shape[1]
+        if not needed <= width <= mask.shape[1]:
+            raise RewardError(
+                f"{self._name} must return {needed} rewards for a row of {needed} steps, or up to {mask.shape[1]}; "
+                f"got {width}. Return one reward per step."
+            )
+
+    def join(self, answers: Sequence[Rewards], mask: Tensor | None) -> Rewards:
+        """Join the answers for parts of the rows, which are of one kind. Rewards per step are padded to the steps of the mask.
+
+        Raises:
+            RewardError: every row has one reward per step, and one step.
+        """
+        width = max(answer.values.shape[-1] for answer in answers) if mask is None else mask.shape[1]
+        total = join_steps([answer.values for answer in answers], width)
+        return Rewards(
+            values=as_rewards(self._name, total, len(total)),
+            components={
+                name: join_steps([answer.components[name] for answer in answers], width)
+                for name in answers[0].components
+            },
+            weights=answers[0].weights,
+        )
+
+    def smallest_parts(self, rows: AskedRows) -> list[Tensor]:
+        """The rows of each smallest part that can be rewarded by itself: a group if actions are compared, else one row."""
+        if not self.compares_actions or rows.group_ids is None:
+            return [*torch.arange(len(rows)).split(1)]
+        counts = rows.group_ids.unique(return_counts=True)[1]
+        return [*rows.group_ids.argsort(stable=True).split(counts.tolist())]
+
+
+def is_failed_call(error: Exception) -> bool:
+    """Whether an error is a failure of the reward model. Any other error of this package has another reason."""
+    return isinstance(error, RewardError | DeadlineError | CallError) or not isinstance(error, GRPOError)
+
+
+def spread(num_parts: int) -> list[int]:
+    """All parts, in an order in which neighbours are far apart, so that a few parts in a row are a sample of all groups."""
+    golden_ratio = (math.sqrt(5) - 1) / 2
+    return sorted(range(num_parts), key=lambda part: part * golden_ratio % 1)
+
+
+def kind_of(answer: Rewards) -> Hashable:
+    """The names of the parts, and whether there is one reward per row or one per step. Only equal kinds can be joined."""
+    return answer.values.dim(), *sorted(answer.components)
