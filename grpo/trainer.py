@@ -42,8 +42,8 @@ from .distributed import Engine, OneProcess, require_equal_weights
 from .experience_collector import ExperienceCollector
 from .grpo_objective import Objective
 from .metrics import Meter
-from .policy_base import POLICY_METHODS, require_methods
-from .reward_model_base import as_reward_model
+from .policy_base import POLICY_METHODS, HasState, refuse_near_misses, require_methods
+from .reward_model_base import ComparesActions, as_reward_model
 from .sinks import MetricSink, Samples
 from .types import ExperienceBatch, Rows
 
@@ -91,6 +91,9 @@ class GRPOTrainer:
         engine: Engine | None = None,
     ) -> None:
         require_methods(policy, POLICY_METHODS, "policy", "PolicyModel")
+        refuse_near_misses(policy, "policy")
+        refuse_near_misses(reference_policy, "reference_policy")
+        refuse_near_misses(reward_model, "reward_model", (ComparesActions, HasState))
         given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "objective": objective, "advantages": advantages}
         require_consistent(config, policy, **given, group_by=group_by)
         self.config, self.policy, self.reference_policy = config, policy, reference_policy

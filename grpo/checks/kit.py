@@ -13,8 +13,8 @@ from torch import Tensor
 from grpo._common.conversion import as_rewards, describe, require_lengths, reward_name
 from grpo._common.global_state import preserved_random_state
 from grpo.errors import ConfigError, ContractError
-from grpo.policy_base import POLICY_METHODS
-from grpo.reward_model_base import ReportsComponents, as_reward_model, compares_actions
+from grpo.policy_base import POLICY_METHODS, HasState, refuse_near_misses
+from grpo.reward_model_base import ComparesActions, ReportsComponents, as_reward_model, compares_actions
 from grpo.types import Rows, select_rows
 
 from . import capabilities as capability
@@ -159,6 +159,7 @@ def _groups_of(states: Rows) -> Tensor:
 
 def _check_reward_methods(probe: RewardProbe) -> Verdict:
     model = as_reward_model(probe.given)
+    refuse_near_misses(probe.given, "reward_model", (ComparesActions, HasState))
     model.train()
     model.eval()
     return passed(f"{reward_name(model)} can be called.")
