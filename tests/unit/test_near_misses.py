@@ -1,12 +1,14 @@
 """A method that is one letter off an optional method is named at construction, because nothing would ever call it."""
 
 import importlib
+from pathlib import Path
 from typing import Any, Protocol
 
 import gymnasium
 import pytest
 from torch import nn
 
+import grpo
 from grpo import ComparesActions, HasState, PolicyModel, ProtocolError, policy_base
 from grpo.policy_base import CAPABILITIES, POLICY_METHODS, refuse_near_misses
 from tests.support.policies import DuckPolicy, RowScoring, TablePolicy
@@ -120,6 +122,14 @@ def test_a_policy_that_is_no_module_is_told_of_a_misspelt_state() -> None:
 def test_every_optional_protocol_is_looked_for() -> None:
     protocols = {value for value in vars(policy_base).values() if getattr(value, "_is_protocol", False)}
     assert set(CAPABILITIES) == protocols - {PolicyModel, policy_base.Protocol}
+
+
+def test_every_optional_protocol_is_public_and_its_methods_are_in_the_readme() -> None:
+    readme = (Path(policy_base.__file__).parent / "README.md").read_text(encoding="utf-8")
+    for capability in CAPABILITIES:
+        assert capability.__name__ in grpo.__all__
+        for name in vars(capability):
+            assert name.startswith("_") or f"`{name}(" in readme, f"{capability.__name__}.{name}"
 
 
 @pytest.mark.parametrize("package", ["agents", "bandits", "control", "llm", "tools"])
