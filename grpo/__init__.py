@@ -2,8 +2,7 @@
 
 Start with `GRPOTrainer`, `GRPOConfig`, and the protocols `PolicyModel` and `RewardModel`. `grpo/README.md` lists all modules.
 Surrogates, KL estimators and `Steps` are imported from `grpo.surrogates` and `grpo.divergence`, helpers for adapters from
-`grpo.arguments`, calls with deadlines from `grpo.rewards`, buffers from `grpo.buffers`, engines for several processes from
-`grpo.distributed`.
+`grpo.arguments`, calls with deadlines from `grpo.rewards`, engines for several processes from `grpo.distributed`.
 """
 
 from importlib import import_module

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from ._common.checks import is_one_letter_off
 from ._common.conversion import describe
 from .errors import ContractError, ProtocolError
 from .types import ActionScores, SampledActions
@@ -155,6 +156,10 @@ class HasShardUnits(Protocol):
 
 
 POLICY_METHODS = ("generate_actions", "get_log_probabilities", "get_parameters", "train", "eval", "to")
+CAPABILITIES: tuple[type, ...] = (
+    *(ScoresActions, ScoresGroups, SamplesWithScores, ScoresReference, SyncsSampler, BeginsSampling),
+    *(PlansMicroBatches, SplitsSteps, KeysStates, HasState, HasShardUnits),
+)
 
 
 def require_methods(value: Any, methods: Sequence[str], role: str, protocol: str) -> None:
@@ -172,6 +177,24 @@ def require_methods(value: Any, methods: Sequence[str], role: str, protocol: str
             f"{role} must implement {protocol}; {type(value).__name__} lacks {listed}. "
             f"Add the missing methods. There is no base class to inherit from."
         )
+
+
+def refuse_near_misses(value: Any, role: str, capabilities: Sequence[type] = CAPABILITIES) -> None:
+    """Refuse a method that is one letter off an optional method of eight letters or more, because nothing would call it.
+
+    Raises:
+        ProtocolError: `value` has such a method, and lacks the optional method.
+    """
+    names = sorted(name for name in {*dir(type(value)), *getattr(value, "__dict__", {})} if name[0] != "_")
+    wanted = [(name, capability) for capability in capabilities for name in vars(capability) if len(name) >= 8]
+    for right, capability in wanted:
+        for name in names:
+            if is_one_letter_off(name, right) and callable(getattr(value, name, None)) and not hasattr(value, right):
+                owner = next((each for each in type(value).__mro__ if name in vars(each)), type(value)).__name__
+                raise ProtocolError(
+                    f"{role}: {owner} has {name}(), which nothing calls, and lacks {right}() of {capability.__name__}: "
+                    f"{capability.__doc__} Rename {name} to {right}, or to a name that differs by more than one letter."
+                )
 
 
 def parameters_of(policy: Any) -> Mapping[str, Tensor]:

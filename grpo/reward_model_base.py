@@ -16,7 +16,7 @@ from ._common.conversion import as_reward_values, describe
 from ._common.signatures import require_states_and_actions
 from ._common.tensors import TensorFields
 from .errors import ConfigError, ContractError, ProtocolError, RewardError
-from .policy_base import HasState, require_methods
+from .policy_base import HasState, refuse_near_misses, require_methods
 
 StateT = TypeVar("StateT", contravariant=True)
 ActionT = TypeVar("ActionT", contravariant=True)
@@ -182,6 +182,7 @@ def as_reward_model(value: Any) -> Any:
             f"reward_model must be one reward; got {describe(value)}. Pass the sum of several, WeightedRewards({{'name': "
             "function, ...}, weights), or for language models adapters.llm.CompletionRewards(functions, weights)."
         )
+    refuse_near_misses(value, "reward_model", (ComparesActions, HasState))
     if is_function(value):
         model = RewardFunction(value)
         require_states_and_actions(model.__name__, value)

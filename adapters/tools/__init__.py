@@ -53,6 +53,7 @@ from .errors import (
     WorkerDiedError,
     WorkerLostError,
 )
+from .learning.buffers import ExperienceBuffer, GroupBuffer, mini_batches
 from .learning.evaluation import Abstention, Accuracy, ToolReport, classify_error, evaluate_tools
 from .learning.records import SampleError, ToolGroup, ToolSample
 from .learning.reward_regression import RewardRegression
@@ -104,7 +105,9 @@ __all__ = [
     "Accuracy",
     "Command",
     "CommandFailedError",
+    "ExperienceBuffer",
     "FittedEncoder",
+    "GroupBuffer",
     "HashingEncoder",
     "InvalidArgumentsError",
     "InvalidOutputError",
@@ -147,6 +150,7 @@ __all__ = [
     "groups_from_batch",
     "latency_cost",
     "load_tasks",
+    "mini_batches",
     "right_parameters",
     "right_tool",
     "save_tasks",

@@ -54,6 +54,21 @@ def require_each(what: str, kind: type[_T], values: Any) -> list[_T]:
     return listed
 
 
+def is_one_letter_off(name: str, right: str) -> bool:
+    """Whether `name` is `right` with one letter more, less or replaced, or with two neighbours swapped.
+
+    Example:
+        >>> [is_one_letter_off(name, "state_keys") for name in ("state_key", "state_kyes", "state_keys", "states")]
+        [True, True, False, False]
+    """
+    short, long = sorted((name, right), key=len)
+    start = next((i for i, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), len(short))
+    if len(short) < len(long):
+        return short[start:] == long[start + 1 :]
+    is_swapped = short[start : start + 2] == long[start : start + 2][::-1] and short[start + 2 :] == long[start + 2 :]
+    return name != right and (is_swapped or short[start + 1 :] == long[start + 1 :])
+
+
 def require_count(name: str, value: Any) -> int:
     """Return an integer of at least 1.
 

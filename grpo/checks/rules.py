@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from grpo._collecting.scoring import Scorer
 from grpo._common.conversion import describe
 from grpo.errors import ContractError
-from grpo.policy_base import POLICY_METHODS, ScoresActions, ScoresReference, SyncsSampler, require_methods
+from grpo.policy_base import (
+    POLICY_METHODS,
+    ScoresActions,
+    ScoresReference,
+    SyncsSampler,
+    refuse_near_misses,
+    require_methods,
+)
 from grpo.types import ActionScores, Rows, select_rows
 
 from .probe import Draws, PolicyProbe, difference, perturbed, scores_difference, some_rows
@@ -18,12 +25,13 @@ from .steps import judge_draws
 
 
 def check_methods(probe: PolicyProbe) -> Verdict:
-    """The policy is an instance with all six required methods."""
+    """The policy is an instance with all six required methods, and no method is one letter off an optional one."""
     if isinstance(probe.policy, type):
         return failed(
             f"policy must be an instance; got the class {probe.policy.__name__}. Pass {probe.policy.__name__}(...)."
         )
     require_methods(probe.policy, POLICY_METHODS, "policy", "PolicyModel")
+    refuse_near_misses(probe.policy, "policy")
     return passed(f"{probe.name} has {', '.join(POLICY_METHODS)}.")
 
 

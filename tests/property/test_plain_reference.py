@@ -18,14 +18,13 @@ from grpo import Mask, ObjectiveConfig, ObjectiveInputs, Truncate, grpo_objectiv
 from grpo._objective.ratios import RatioLevel
 from grpo.divergence import KLEstimator
 from grpo.surrogates import SURROGATES, Clip, Dppo, Surrogate
-from tests.support.objective_inputs import as_users_run_it
+from tests.support.objective_inputs import WITHOUT_LEVEL, as_users_run_it
 
 LEAVES = ("log_probs", "entropy", "kl", "values")
 NAN = math.nan
 MASK = torch.tensor(
     [[1, 1, 1, 1], [1, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0], [1, 1, 1, 0]], dtype=torch.bool
 )
-WITHOUT_LEVEL = ("reinforce", "gmpo", "vespo")
 COMBINATIONS = [
     (name, level) for name in SURROGATES for level in (["step"] if name in WITHOUT_LEVEL else get_args(RatioLevel))
 ]

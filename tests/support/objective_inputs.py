@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 from grpo import ObjectiveConfig, ObjectiveInputs, grpo_objective
+from grpo.surrogates import SURROGATES
+
+WITHOUT_LEVEL = [name for name, kind in SURROGATES.items() if "level" not in kind().to_dict()]
+"""Names of the surrogates that have no setting `level`."""
 
 
 def objective_inputs(log_probs: Tensor, advantages: Tensor, **others: Any) -> ObjectiveInputs:

@@ -5,6 +5,7 @@ import json
 import math
 from fractions import Fraction
 from statistics import median
+from typing import get_args
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from grpo import (
     group_relative_returns,
 )
 from grpo._rewarding.calls import RewardCalls
-from grpo.advantage_estimator import group_statistics
+from grpo.advantage_estimator import Baseline, Scale, group_statistics
 
 RELATIVE = ["group_mean", "group_median", "leave_one_out"]
 BASELINES = [*RELATIVE, "global_mean", "none"]
@@ -56,11 +57,16 @@ def test_advantages_of_a_pair_and_a_triple_equal_hand_worked_values():
 #   group  9: row 3            reward  7
 GROUP_IDS = [5, -3, 5, 9, -3, 5, -3, -3]
 REWARDS = [1.0, 2.0, 4.0, 7.0, 6.0, 10.0, 4.0, 12.0]
+NEEDS = {"length_weighted": {"lengths": torch.tensor([1, 1, 2, 3, 1, 1, 1, 2])}, "max_at_k": {"k": 2}}
 CENTRED = {
     "group_mean": [-4, -4, -1, 0, 0, 5, -2, 6],
     "group_median": [-3, -3, 0, 0, 1, 6, -1, 7],
     # others' means: 1 -> 7, 4 -> 5.5, 10 -> 2.5;   2 -> 22/3, 6 -> 6, 4 -> 20/3, 12 -> 4;   7 has no others
     "leave_one_out": [-6, -16 / 3, -1.5, 0, 0, 7.5, -8 / 3, 8],
+    # (1 + 2 4 + 10)/4 = 4.75;   (2 + 6 + 4 + 2 12)/5 = 7.2
+    "length_weighted": [-3.75, -5.2, -0.75, 0, -1.2, 5.25, -3.2, 4.8],
+    # what a row adds to pairs, times n / C(n, 2).   4: 3; 10: 9 + 6; times 1.   4: 2; 6: 4 + 2; 12: 10 + 8 + 6; times 4/6
+    "max_at_k": [0, 0, 3, 0, 4, 15, 4 / 3, 16],
     # mean of all: 46/8 = 5.75
     "global_mean": [-4.75, -3.75, -1.75, 1.25, 0.25, 4.25, -1.75, 6.25],
     "none": REWARDS,
@@ -76,9 +82,11 @@ VARIANCES = {
 
 
 def test_every_baseline_is_exact_on_ragged_interleaved_groups(subtests):
-    for baseline in BASELINES:
+    assert set(CENTRED) == {*get_args(Baseline)}, "work a baseline out by hand in CENTRED"
+    for baseline in CENTRED:
         with subtests.test(baseline=baseline):
-            advantages = group_relative_advantages(double(REWARDS), ids(*GROUP_IDS), baseline=baseline)
+            needs = NEEDS.get(baseline, {})
+            advantages = group_relative_advantages(double(REWARDS), ids(*GROUP_IDS), baseline=baseline, **needs)
             assert advantages.tolist() == pytest.approx(CENTRED[baseline], abs=1e-14)
 
 
@@ -96,6 +104,29 @@ def test_every_baseline_is_exact_under_every_scale(subtests):
                 double(REWARDS), ids(*GROUP_IDS), baseline=baseline, scale=scale, std_ddof=ddof, std_eps=std_eps
             )
             assert advantages.tolist() == pytest.approx(expected, rel=1e-13, abs=1e-14)
+
+
+# Group 0: 0 1 1 1, mean 3/4, variance 3/16.   Group 1: 0 1/2, mean 1/4, variance 1/16.   Centred: -3/4 1/4 1/4 1/4, -1/4 1/4
+# batch: mean 7/12, squares 3.25: 3.25/6 - 49/144 = 29/144.   whiten: mean 0, squares (9 + 3 + 2)/16, over 6: 7/48
+# beta: means have mean 1/2, variance 1/16: c = 4 - 1 = 3, a = b = 3/2: Beta(3/2, 3/2), sqrt(m (1 - m)) 8/pi = 2 sqrt 3/pi
+SCALED_BY = {
+    "none": (1, 1),
+    "group": (math.sqrt(3) / 4, 1 / 4),
+    "batch": (math.sqrt(29) / 12, math.sqrt(29) / 12),
+    "whiten": (math.sqrt(7 / 48), math.sqrt(7 / 48)),
+    "beta": (2 * math.sqrt(3) / math.pi, 2 * math.sqrt(3) / math.pi),
+    "mean": (3 / 4, 1 / 4),
+}
+
+
+def test_every_scale_is_exact(subtests):
+    assert set(SCALED_BY) == {*get_args(Scale)}, "work a scale out by hand in SCALED_BY"
+    for scale, (first, second) in SCALED_BY.items():
+        with subtests.test(scale=scale):
+            rewards, group_ids = double([0, 1, 1, 1, 0, 0.5]), ids(0, 0, 0, 0, 1, 1)
+            advantages = group_relative_advantages(rewards, group_ids, scale=scale, std_ddof=0)
+            expected = [-0.75 / first, *[0.25 / first] * 3, -0.25 / second, 0.25 / second]
+            assert advantages.tolist() == pytest.approx(expected, rel=1e-13)
 
 
 def test_global_mean_uses_the_running_mean_if_there_is_one():

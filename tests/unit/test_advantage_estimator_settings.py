@@ -3,12 +3,14 @@
 import itertools
 import json
 import math
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from grpo import AdvantageConfig, AdvantageEstimator, ConfigError, ExperienceBatch
+from grpo._advantages.groups import Credit
 
 NAN = math.nan
 
@@ -61,6 +63,7 @@ CREDITS = {
 
 
 def test_advantages_under_every_credit_equal_hand_worked_values(subtests):
+    assert set(CREDITS) == {*get_args(Credit)}, "work a credit out by hand in CREDITS"
     for credit in [None, *CREDITS]:
         with subtests.test(credit=credit):
             estimate = AdvantageEstimator(

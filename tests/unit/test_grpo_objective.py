@@ -12,7 +12,7 @@ from grpo import ConfigError, ObjectiveConfig, grpo_objective, step_weights
 from grpo._objective.ratios import RatioLevel
 from grpo.metrics import Meter
 from grpo.surrogates import SURROGATES, Clip, Dppo, Gmpo, Vespo
-from tests.support.objective_inputs import loss_and_gradient, objective_inputs
+from tests.support.objective_inputs import WITHOUT_LEVEL, loss_and_gradient, objective_inputs
 
 KL_ESTIMATORS = ["k1", "k2", "k3", "k3_weighted"]
 LOG2 = math.log(2)
@@ -331,7 +331,7 @@ def test_reading_all_metrics_waits_for_the_device_once():
     assert counted.num_transfers == 1  # and none one by one
 
 
-WITH_LEVEL = [SURROGATES[name](level="row") for name in SURROGATES if name not in ("reinforce", "gmpo", "vespo")]
+WITH_LEVEL = [SURROGATES[name](level="row") for name in SURROGATES if name not in WITHOUT_LEVEL]
 
 
 def refuse(*args, **kwargs):

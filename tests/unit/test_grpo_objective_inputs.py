@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo import ObjectiveConfig, ObjectiveInputs, grpo_objective
 from grpo.surrogates import SURROGATES, KlCov
-from tests.support.objective_inputs import objective_inputs
+from tests.support.objective_inputs import WITHOUT_LEVEL, objective_inputs
 
 LEAVES = ("log_probs", "entropy", "kl", "values")
 PER_STEP = (
@@ -112,11 +112,7 @@ def test_no_surrogate_uses_what_is_outside_the_mask(subtests):
     for name, (poison, flag) in product(SURROGATES, [(math.nan, False), (math.inf, True)]):
         with subtests.test(name=name, poison=poison, flag=flag):
             kind = SURROGATES[name]
-            surrogates = (
-                [kind()]
-                if name in ("reinforce", "gmpo", "vespo")
-                else [kind(), kind(level="row"), kind(level="row_step")]
-            )
+            surrogates = [kind()] if name in WITHOUT_LEVEL else [kind(), kind(level="row"), kind(level="row_step")]
             for surrogate in surrogates:
                 config = ObjectiveConfig(surrogate=surrogate, **EVERYTHING)
                 clean = tensors()

@@ -97,6 +97,7 @@ TRAITS = {
 
 
 def test_every_surrogate_has_its_tabulated_traits(subtests):
+    assert set(TRAITS) == set(SURROGATES), "give a surrogate its line in TRAITS"
     for name in SURROGATES:
         with subtests.test(name=name):
             surrogate = SURROGATES[name]()
@@ -251,6 +252,7 @@ BEYOND = {
 
 
 def test_gradients_and_clip_counts_beyond_the_bounds_equal_the_table(subtests):
+    assert set(BEYOND) == set(SURROGATES), "work a surrogate's gradient out by hand in BEYOND"
     for name in SURROGATES:
         with subtests.test(name=name):
             for (ratio, advantage), expected in BEYOND[name].items():

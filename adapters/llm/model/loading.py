@@ -9,6 +9,8 @@ import torch
 
 from grpo.errors import ConfigError
 
+from .merged_weights import merged_weights
+
 ADAPTER_CONFIG = "adapter_config.json"
 """Name of the file with the configuration of a saved adapter. PEFT writes it."""
 
@@ -126,8 +128,6 @@ def save_model(model: Any, tokenizer: Any, folder: str | Path, *, merge: bool = 
         merge: Whether to save the whole model with the adapter merged into its weights.
     """
     if merge and hasattr(model, "get_base_model"):
-        from .merged_weights import merged_weights
-
         plain = model.get_base_model()
         plain.save_pretrained(folder, state_dict={name: weight.contiguous() for name, weight in merged_weights(model)})
     else:

@@ -29,7 +29,7 @@ from grpo.types import ActionScores, SampledActions
 
 from .distribution import CallDistribution, Prediction, ToolNetwork, best_threshold, offset_of_added
 from .menu import Fill, Menu
-from .saved import load_policy, save_policy
+from .saved import SavedPolicy, save_policy
 
 
 def state_text(state: Any) -> Any:
@@ -291,7 +291,8 @@ class ToolSelectionPolicy(nn.Module):
         What a `FittedEncoder` has fitted is saved too. Functions and other encoders are not saved. A saved policy in the folder
         is replaced. If the replacement is interrupted, the previous policy remains.
         """
-        save_policy(self, Path(folder))
+        sizes = {"num_features": self.num_features, "hidden": self.hidden}
+        save_policy(Path(folder), self.state_dict(), sizes, self.catalogue, self.encoder)
 
     @classmethod
     def load(cls, folder: str | Path, catalogue: ToolCatalogue, **options: Any) -> "ToolSelectionPolicy":
@@ -305,7 +306,12 @@ class ToolSelectionPolicy(nn.Module):
         Raises:
             ConfigError: The folder holds no complete policy, or the encoder differs.
         """
-        return load_policy(cls, Path(folder), catalogue, options)
+        saved = SavedPolicy.read(Path(folder))
+        policy = cls(catalogue, **saved.sizes, **saved.with_fitted(options))
+        saved.require_same_encoder(policy.encoder, Path(folder))
+        policy.load_state_dict(saved.state)
+        policy.menu.set_offsets(dict.fromkeys(set(catalogue) - set(saved.tools), 0.0) | policy.menu.offset_of)
+        return policy
 
     def get_extra_state(self) -> dict[str, Any]:
         """The calibration, which is part of `state_dict`."""

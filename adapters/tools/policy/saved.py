@@ -2,18 +2,19 @@
 
 import json
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 
 from adapters.tools.catalogue.tools import ToolCatalogue
+from adapters.tools.text.encoders import CachedEncoder
 from adapters.tools.text.fitted import FittedEncoder, JoinedEncoder
 from grpo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from .policy import ToolSelectionPolicy
 
 FILE = "policy.safetensors"
 NUM_PROBES = 50
@@ -21,22 +22,28 @@ NUM_PROBES = 50
 _FITTED = "encoder."
 
 
-def save_policy(policy: "ToolSelectionPolicy", folder: Path) -> None:
-    """Carry out `ToolSelectionPolicy.save`. The file is written under a temporary name, then renamed."""
-    tensors = policy.state_dict()
+def save_policy(
+    folder: Path, state: Mapping[str, Any], sizes: Mapping[str, Any], catalogue: ToolCatalogue, encoder: CachedEncoder
+) -> None:
+    """Carry out `ToolSelectionPolicy.save`. The file is written under a temporary name, then renamed.
+
+    Args:
+        folder: Folder to write to.
+        state: The policy's `state_dict`.
+        sizes: Arguments of the policy's constructor that decide the shapes of the weights.
+        catalogue: The policy's tools.
+        encoder: The policy's encoder.
+    """
+    tensors = dict(state)
     description = {
-        "num_features": policy.num_features,
-        "hidden": policy.hidden,
+        "sizes": dict(sizes),
         "calibration": tensors.pop("_extra_state"),
-        "tools": list(policy.catalogue),
-        "probes": [tool.text for tool in policy.catalogue.values()][:NUM_PROBES],
+        "tools": list(catalogue),
+        "probes": [tool.text for tool in catalogue.values()][:NUM_PROBES],
     }
-    encoder = policy.encoder.encoder
-    if isinstance(encoder, FittedEncoder | JoinedEncoder):
-        tensors |= {_FITTED + name: value for name, value in encoder.fitted().items()}
-    tensors = {name: value.contiguous() for name, value in tensors.items()} | {
-        "probe": policy.encoder(description["probes"])
-    }
+    if isinstance(encoder.encoder, FittedEncoder | JoinedEncoder):
+        tensors |= {_FITTED + name: value for name, value in encoder.encoder.fitted().items()}
+    tensors = {name: value.contiguous() for name, value in tensors.items()} | {"probe": encoder(description["probes"])}
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{FILE}.unfinished"
     try:
@@ -49,30 +56,67 @@ def save_policy(policy: "ToolSelectionPolicy", folder: Path) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def load_policy(
-    kind: "type[ToolSelectionPolicy]", folder: Path, catalogue: ToolCatalogue, options: dict[str, Any]
-) -> "ToolSelectionPolicy":
-    """Carry out `ToolSelectionPolicy.load`."""
-    try:
-        with safe_open(folder / FILE, framework="pt") as file:
-            about = json.loads(file.metadata()["description"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-    except (OSError, SafetensorError, TypeError, KeyError, ValueError) as error:
-        raise ConfigError(
-            f"{folder / FILE} must be a file that ToolSelectionPolicy.save wrote, and not be truncated or altered; got "
-            f"{error!r}. Save the policy again, or copy the file again."
-        ) from error
-    fitted = {name.removeprefix(_FITTED): tensors.pop(name) for name in list(tensors) if name.startswith(_FITTED)}
-    if fitted and isinstance(options.get("encoder"), FittedEncoder | JoinedEncoder):
-        options = options | {"encoder": options["encoder"].restored(fitted)}
-    policy = kind(catalogue, num_features=about["num_features"], hidden=about["hidden"], **options)
-    probe, found = tensors.pop("probe"), policy.encoder(about["probes"])
-    # Vectors have length 1, and a change of precision alone makes a smaller difference.
-    if probe.shape != found.shape or float((found - probe).norm(dim=1).amax()) > 0.05:
-        raise ConfigError(
-            f"{folder}: the policy was trained with another encoder, of {probe.shape[1]} features; this encoder has "
-            f"{found.shape[1]}. Pass the encoder of the training as encoder=..."
-        )
-    policy.load_state_dict(tensors | {"_extra_state": about["calibration"]})
-    policy.menu.set_offsets(dict.fromkeys(set(catalogue) - set(about["tools"]), 0.0) | policy.menu.offset_of)
-    return policy
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPolicy:
+    """What the file of a saved policy contains."""
+
+    state: Mapping[str, Any]
+    """The policy's `state_dict`."""
+    sizes: Mapping[str, Any]
+    """Arguments of the constructor that decide the shapes of the weights."""
+    tools: Sequence[str]
+    """Names of the tools that the policy chose from."""
+    probes: Sequence[str]
+    """Texts that were encoded when the policy was saved."""
+    probe: Tensor
+    """Their vectors."""
+    fitted: Mapping[str, Tensor]
+    """What the encoder had fitted. Empty for an encoder without fitted numbers."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "SavedPolicy":
+        """Read the file that `save_policy` wrote.
+
+        Raises:
+            ConfigError: The folder holds no complete file of a policy.
+        """
+        try:
+            with safe_open(folder / FILE, framework="pt") as file:
+                about = json.loads(file.metadata()["description"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+            return cls(
+                probe=tensors.pop("probe"),
+                probes=about["probes"],
+                tools=about["tools"],
+                sizes=about["sizes"],
+                fitted={
+                    name.removeprefix(_FITTED): tensors.pop(name) for name in [*tensors] if name.startswith(_FITTED)
+                },
+                state=tensors | {"_extra_state": about["calibration"]},
+            )
+        except (OSError, SafetensorError, TypeError, KeyError, ValueError) as error:
+            raise ConfigError(
+                f"{folder / FILE} must be a file that ToolSelectionPolicy.save wrote, and not be truncated or altered; got "
+                f"{error!r}. Save the policy again, or copy the file again."
+            ) from error
+
+    def with_fitted(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of the constructor, where an encoder that can be fitted has the numbers of the saved encoder."""
+        encoder = options.get("encoder")
+        if self.fitted and isinstance(encoder, FittedEncoder | JoinedEncoder):
+            return {**options, "encoder": encoder.restored(self.fitted)}
+        return dict(options)
+
+    def require_same_encoder(self, encoder: CachedEncoder, folder: Path) -> None:
+        """Check that an encoder gives the vectors of the saved policy's encoder.
+
+        Raises:
+            ConfigError: The encoders differ.
+        """
+        found = encoder(self.probes)
+        # Vectors have length 1, and a change of precision alone makes a smaller difference.
+        if self.probe.shape != found.shape or float((found - self.probe).norm(dim=1).amax()) > 0.05:
+            raise ConfigError(
+                f"{folder}: the policy was trained with another encoder, of {self.probe.shape[1]} features; this encoder has "
+                f"{found.shape[1]}. Pass the encoder of the training as encoder=..."
+            )

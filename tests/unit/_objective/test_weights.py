@@ -68,17 +68,19 @@ def test_step_weights_of_no_rows_are_empty_and_still_reduced_over_ranks(subtests
             assert reduce.call_count == 1
 
 
+# what the other of two ranks adds: rows, steps or groups
+OF_OTHER_RANK = {
+    "row_mean": (2, 3), "fixed_length": (2, 3), "row_sum": (2, 3), "step_mean": (3, 3), "group_mean": (2, 1)
+}  # fmt: skip
+
+
 def test_step_weights_of_two_ranks_equal_those_of_one_process(subtests):
     for aggregation in WEIGHTS:
         with subtests.test(aggregation=aggregation):
             mask = torch.tensor([[True, True], [True, False], [False, False], [True, True], [False, True]])
             groups = torch.tensor([4, 4, 4, 1, 0])
             whole = step_weights(mask, aggregation, **options(aggregation, groups))
-            # what the other rank would add: rows, steps or groups
-            others = {
-                "row_mean": (2, 3), "fixed_length": (2, 3), "row_sum": (2, 3), "step_mean": (3, 3), "group_mean": (2, 1)
-            }  # fmt: skip
-            for rows, other in zip((slice(0, 3), slice(3, 5)), others[aggregation], strict=True):
+            for rows, other in zip((slice(0, 3), slice(3, 5)), OF_OTHER_RANK[aggregation], strict=True):
                 part = step_weights(
                     mask[rows],
                     aggregation,

@@ -65,6 +65,7 @@ def popping(states, actions):
 BROKEN_REWARDS = [
     (object(), "methods", "failed", "lacks compute_rewards(), train(), eval(), to()"),
     (reward(eval=raising), "methods", "failed", "not today"),
+    (reward(in_group=raising), "methods", "failed", "Rename in_group to in_groups"),
     (reward(compute_rewards=raising), "inputs unchanged", "failed", "not today"),
     (forgetting_copies, "inputs unchanged", "failed", "it changed states"),
     (popping, "inputs unchanged", "failed", "it changed actions"),

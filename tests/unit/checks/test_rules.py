@@ -166,6 +166,7 @@ BROKEN = [
     (object(), "methods", "failed", "lacks generate_actions(), get_log_probabilities()"),
     (Table, "methods", "failed", "Pass Table(...)"),
     (table(train=None), "methods", "failed", "lacks train()"),
+    (table(score_actons=raising), "methods", "failed", "Rename score_actons to score_actions"),
     (table(eval=raising), "modes", "failed", "RuntimeError: not today"),
     (table(get_parameters=lambda self: [self.logits]), "parameters", "failed", "dict of tensors"),
     (table(get_parameters=lambda self: {"logits": self.logits.clone()}), "parameters", "failed", "no clones"),

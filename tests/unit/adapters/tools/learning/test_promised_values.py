@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters.tools.catalogue.calls import ToolCall
+from adapters.tools.learning.buffers import GroupBuffer
 from adapters.tools.learning.records import ToolSample
 from adapters.tools.learning.sample_batches import batch_from_groups
 from grpo import (
@@ -19,7 +20,6 @@ from grpo import (
     GRPOTrainer,
     presets,
 )
-from grpo.buffers import GroupBuffer
 
 TOOLS = ("first", "second", "third")
 REWARDS = [0.8, 0.6, 0.9, 0.5]

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from adapters.tools.catalogue.calls import ToolCall
+from adapters.tools.learning.buffers import ExperienceBuffer, GroupBuffer
 from adapters.tools.learning.records import SampleError, ToolGroup, ToolSample
 from adapters.tools.learning.sample_batches import batch_from_groups, groups_from_batch
 from adapters.tools.learning.tasks import ToolTask
 from grpo import ActionScores, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig, SampledActions
-from grpo.buffers import ExperienceBuffer, GroupBuffer
 from tests.support.plain_states import assert_same, through_checkpoint
 
 TASK = ToolTask(

@@ -96,7 +96,7 @@ def test_a_truncated_file_is_refused_by_name(tmp_path, subtests: pytest.Subtests
 
 
 def test_weights_that_are_no_policy_are_refused(tmp_path, subtests: pytest.Subtests) -> None:
-    for metadata in (None, {"format": "pt"}, {"description": "{"}):
+    for metadata in (None, {"format": "pt"}, {"description": "{"}, {"description": "{}"}):
         with subtests.test(str(metadata)):
             save_file({"weight": torch.zeros(2)}, tmp_path / "policy.safetensors", metadata)
             with pytest.raises(ConfigError, match=r"must be a file that ToolSelectionPolicy\.save wrote"):

@@ -1,5 +1,6 @@
 """Buffers by hand, and under eight threads; mini-batches."""
 
+import doctest
 import json
 import sys
 import threading
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from adapters.tools.learning import buffers
+from adapters.tools.learning.buffers import ExperienceBuffer, GroupBuffer, mini_batches
 from grpo import ConfigError, HasState
-from grpo.buffers import ExperienceBuffer, GroupBuffer, mini_batches
 
 NUM_THREADS = 8
 PER_THREAD = 2_000
@@ -59,6 +61,10 @@ def run_together(*works: Callable[[], None]) -> None:
     for thread in threads:
         thread.join()
     assert errors == []
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    assert doctest.testmod(buffers) == (0, 8)
 
 
 # ExperienceBuffer
@@ -303,8 +309,8 @@ def test_mini_batches_keep_the_order_and_the_remainder() -> None:
 
 def test_invalid_settings_are_refused(subtests: pytest.Subtests) -> None:
     cases = [
-        (lambda: ExperienceBuffer(0), "ExperienceBuffer.capacity must be >= 1; got 0"),
-        (lambda: GroupBuffer().drain(min_size=0), "GroupBuffer.drain: min_size must be >= 1; got 0"),
+        (lambda: ExperienceBuffer(0), "ExperienceBuffer: capacity must be an integer >= 1; got int 0"),
+        (lambda: GroupBuffer().drain(min_size=0), "GroupBuffer.drain: min_size must be an integer >= 1; got int 0"),
         (
             lambda: ExperienceBuffer(item_type=int),
             r"ExperienceBuffer\.item_type must have to_dict and from_dict; got int",
@@ -313,7 +319,7 @@ def test_invalid_settings_are_refused(subtests: pytest.Subtests) -> None:
             lambda: GroupBuffer(item_type=Counter),
             r"GroupBuffer\.item_type must have to_dict and from_dict; got Counter",
         ),
-        (lambda: mini_batches([1], 0), "mini_batches: batch_size must be >= 1; got 0"),
+        (lambda: mini_batches([1], 0), "mini_batches: batch_size must be an integer >= 1; got int 0"),
     ]
     for make, text in cases:
         with subtests.test(text=text), pytest.raises(ConfigError, match=text):

@@ -1,6 +1,6 @@
 """Thread-safe buffers that collect experience for training, and a function that splits items into mini-batches.
 
-The trainer does not read these buffers: make a batch with `ExperienceBatch.from_rows` and pass it to `trainer.update`.
+The trainer does not read these buffers: pass `batch_from_groups(buffer.drain())` to `trainer.update`.
 The trainer's own replay (`replay_iterations`) uses another class and keeps whole iterations.
 """
 
@@ -9,7 +9,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
-from .errors import ConfigError
+from grpo.arguments import require_integers
+from grpo.errors import ConfigError
 
 ItemT = TypeVar("ItemT")
 IdT = TypeVar("IdT", bound=Hashable)
@@ -23,7 +24,7 @@ class ExperienceBuffer(Generic[ItemT]):
         item_type: a class with `to_dict` and `from_dict`: `state_dict` stores dicts. None: it stores the items themselves.
 
     Raises:
-        ConfigError: `capacity` is below 1, or `item_type` lacks `to_dict` or `from_dict`.
+        ConfigError: `capacity` is no integer >= 1, or `item_type` lacks `to_dict` or `from_dict`.
 
     Example:
         >>> buffer = ExperienceBuffer[int](capacity=2)
@@ -33,7 +34,7 @@ class ExperienceBuffer(Generic[ItemT]):
     """
 
     def __init__(self, capacity: int = 10_000, *, item_type: type[ItemT] | None = None) -> None:
-        _require_positive("ExperienceBuffer.capacity", capacity)
+        require_integers("ExperienceBuffer", 1, capacity=capacity)
         self._encode, self._decode = _codec("ExperienceBuffer", item_type)
         self.capacity = capacity
         self._lock = Lock()
@@ -132,7 +133,7 @@ class GroupBuffer(Generic[IdT, ItemT]):
             min_size: groups with fewer items stay in the buffer. Set it to the size of a complete group: a group that
                 is drained in two parts gets two baselines.
         """
-        _require_positive("GroupBuffer.drain: min_size", min_size)
+        require_integers("GroupBuffer.drain", 1, min_size=min_size)
         with self._lock:
             taken = {group_id: items for group_id, items in self._groups.items() if len(items) >= min_size}
             for group_id in taken:
@@ -163,19 +164,14 @@ def mini_batches(items: Sequence[ItemT], batch_size: int) -> list[Sequence[ItemT
     The trainer does not need this function: `GRPOConfig.batch_size` splits an iteration into updates.
 
     Raises:
-        ConfigError: `batch_size` is below 1.
+        ConfigError: `batch_size` is no integer >= 1.
 
     Example:
         >>> mini_batches([1, 2, 3, 4, 5], 2)
         [[1, 2], [3, 4], [5]]
     """
-    _require_positive("mini_batches: batch_size", batch_size)
+    require_integers("mini_batches", 1, batch_size=batch_size)
     return [items[start : start + batch_size] for start in range(0, len(items), batch_size)]
-
-
-def _require_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name} must be >= 1; got {value!r}.")
 
 
 def _codec(
