@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._common.protocols import parameters_of, require_methods
 from ._sharding.tensors import copy_into
 from ._storage.commit import commit, require_finite, typed_errors
 from ._storage.decoding import SavedRows, SavedTensor
@@ -26,7 +27,7 @@ from ._storage.manifest import read_manifest, without_files
 from ._storage.opening import Checkpoint, checkpoints_in, open_checkpoint
 from .engine import Engine, OneProcess
 from .errors import CheckpointError, DamagedCheckpointError
-from .policy_base import HasState, parameters_of, require_methods
+from .policy_base import HasState
 
 __all__ = [
     "Checkpoint",

@@ -8,6 +8,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_check
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ._common.protocols import require_methods
+
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
@@ -57,6 +59,9 @@ class Engine(Protocol):
     def require_same(self, owner: str, values: Mapping[str, Any]) -> None:
         """Raise a `ConfigError` that names each value that is not the same on all ranks. Values are compared by `repr`."""
 
+    def require_same_arguments(self, owner: str, arguments: Mapping[str, Any]) -> None:
+        """The same for the arguments of a learner's constructor: settings, and the kinds of other objects."""
+
     def require_equal_weights(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise a `ConfigError` if the ranks have different parameters, because training would never make them equal."""
 
@@ -96,6 +101,10 @@ class Engine(Protocol):
         """Scale the gradients of these tensors, in place, so that their norm is at most `max_norm`."""
 
 
+ENGINE_METHODS = [name for name in vars(Engine) if callable(vars(Engine)[name]) and not name.startswith("_")]
+"""The methods of an engine."""
+
+
 class OneProcess:
     """The engine of a single process: every operation returns its argument, or does nothing."""
 
@@ -129,6 +138,9 @@ class OneProcess:
         return nullcontext()
 
     def require_same(self, owner: str, values: Mapping[str, Any]) -> None:
+        """Do nothing: there is nothing to compare with."""
+
+    def require_same_arguments(self, owner: str, arguments: Mapping[str, Any]) -> None:
         """Do nothing: there is nothing to compare with."""
 
     def require_equal_weights(self, parameters: Mapping[str, Tensor]) -> None:
@@ -196,5 +208,22 @@ def on_all_ranks(
     def shared(owner: Owner, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
         with owner.engine.together(f"{method.__name__} in iteration {owner.iteration + 1}"):
             return method(owner, *args, **kwargs)
+
+    return shared
+
+
+def built_on_all_ranks(construct: Callable[Args, None]) -> Callable[Args, None]:
+    """Make a constructor raise the same error on every rank, if it raises an error on any rank. Its arguments must agree with
+    those of the other ranks."""
+
+    @wraps(construct)
+    def shared(*args: Args.args, **kwargs: Args.kwargs) -> None:
+        given: dict[str, Any] = dict(kwargs)
+        engine: Engine = OneProcess() if given.get("engine") is None else given["engine"]
+        require_methods(engine, ENGINE_METHODS, "engine", "Engine")
+        name = type(args[0]).__name__
+        with engine.together(f"{name}()"):
+            engine.require_same_arguments(name, given)
+            construct(*args, **kwargs)
 
     return shared

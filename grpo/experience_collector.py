@@ -1,33 +1,31 @@
 """Collect experience: sample a group of actions per state, check the actions, get their rewards, and score them."""
 
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from ._collecting.batches import add_metrics
 from ._collecting.contract import fit_state_keys, require_finite, require_same_steps
-from ._collecting.costs import Costs
+from ._collecting.costs import CallCosts
+from ._collecting.groups import groups_of
 from ._collecting.out_of_memory import PassSizes
 from ._collecting.sampled_rows import SampledRows, sampled_with
 from ._collecting.sampling import SampleCalls
 from ._collecting.scoring import Autocast, ReferenceScorer, Scorer, batch_fields, score_in_parts
 from ._collecting.update_plan import cut_parts, num_selected, parts_in_order, planned_parts
-from ._common.conversion import describe, pad_steps
+from ._common.conversion import pad_steps
+from ._common.protocols import require_methods
 from ._rewarding.calls import KeptRewards, RewardCalls
 from ._rewarding.gate import Turns
 from .config import RewardConfig
 from .engine import Engine, OneProcess
-from .errors import ConfigError
-from .metrics import add_counts_and_sums
-from .policy_base import POLICY_METHODS, BeginsSampling, KeysStates, PlansMicroBatches, require_methods
+from .policy_base import POLICY_METHODS, BeginsSampling, KeysStates, PlansMicroBatches
 from .types import ActionScores, ExperienceBatch, RowIndex, Rows, SampledActions, select_rows
 
 
@@ -88,6 +86,8 @@ class ExperienceCollector:
         self.reward_model = reward_model
         self._ask_for_rewards = RewardCalls(reward_model, reward or RewardConfig(), waiting=engine.waiting)
         self._turns = Turns()
+        self.costs = CallCosts(self._ask_for_rewards, self.sample, self.scoring, self.updating)
+        """What the calls of policy and reward model have cost since the last report."""
 
     def collect(self, states: Rows) -> ExperienceBatch:
         """Sample `group_size` actions per state and ask for their rewards; no gradient.
@@ -151,23 +151,8 @@ class ExperienceCollector:
             return ask(rows.states, rows.actions, rows.mask, group_ids=rows.group_ids, keep_counts=True)
 
     def groups_of(self, states: Rows) -> Int[Tensor, " B"]:
-        """The group of each state: its position, or the position of the first state with the same key of `group_by`.
-
-        Raises:
-            ConfigError: a key cannot be compared, such as a list.
-        """
-        if self._group_by is None:
-            return torch.arange(len(states))
-        first: dict[Hashable, int] = {}
-        keys = [self._group_by(states[position]) for position in range(len(states))]
-        for position, key in enumerate(keys):
-            if isinstance(key, Tensor | np.ndarray) or not isinstance(key, Hashable):
-                raise ConfigError(
-                    f"group_by must return a hashable value, such as a text or a number; got {describe(key)} for state "
-                    f"{position}. Return str(...), tuple(...) or .item()."
-                )
-            first.setdefault(key, position)
-        return torch.tensor([first[key] for key in keys])
+        """The group of each state: its position, or the position of the first state with the same key of `group_by`."""
+        return groups_of(states, self._group_by)
 
     def complete(self, batch: ExperienceBatch, *, several_updates: bool) -> ExperienceBatch:
         """Add the fields that training reads and `batch` lacks: scores before any update, reference log-probs, state keys.
@@ -229,56 +214,6 @@ class ExperienceCollector:
             return parts_in_order(count, self.micro_batch_size, num_halvings)
         plan = self._planner.plan_micro_batches(select_rows(states, selected), select_rows(actions, selected))
         return cut_parts(planned_parts(f"{self._name}.plan_micro_batches", plan, count), num_halvings)
-
-    def add_counts(self, counts: Mapping[str, float], measured: Mapping[str, tuple[float, float]]) -> None:
-        """Count failures and own metrics of a reward model that `rewards_of` asked elsewhere. The next report has them."""
-        own = self._ask_for_rewards
-        own.counts, own.measured = add_metrics([own.counts, counts]), add_counts_and_sums([own.measured, measured])
-
-    def costs(self) -> Costs:
-        """What this rank's calls have cost since the last `agree`. An iteration that fails leaves it to the next one."""
-        asked, memory = self._ask_for_rewards, (self.sample, self.scoring, self.updating)
-        return Costs(
-            counts=asked.counts,
-            measured=asked.measured,
-            rows_per_call=self.sample.rows_per_call,
-            num_halvings=self.scoring.num_halvings,
-            num_repeated=sum(part.num_repeated for part in memory),
-        )
-
-    def agree(self, of_ranks: Sequence[Costs]) -> dict[str, float]:
-        """The costs of all ranks as metrics. From here on, all ranks make calls of the fewest rows that any rank came to."""
-        self._ask_for_rewards.forget_counts()
-        for part in (self.sample, self.scoring, self.updating):
-            part.num_repeated = 0
-        sizes = [costs.rows_per_call for costs in of_ranks if costs.rows_per_call is not None]
-        self.sample.rows_per_call = min(sizes, default=None)
-        self.scoring.num_halvings = max(costs.num_halvings for costs in of_ranks)  # updates agree in every attempt
-        measured = add_counts_and_sums(costs.measured for costs in of_ranks)
-        means = {name: total / count if count else total for name, (count, total) in measured.items()}
-        num_repeated = sum(costs.num_repeated for costs in of_ranks)
-        return {"train/out_of_memory": float(num_repeated)} | add_metrics([costs.counts for costs in of_ranks]) | means
-
-    def state_dict(self) -> dict[str, Any]:
-        """The numbers of rows that fit into memory, and the counts that no iteration has reported yet."""
-        return {
-            "rows_per_sample_call": self.sample.rows_per_call,
-            "num_halvings": [self.scoring.num_halvings, self.updating.num_halvings],
-            "num_repeated": [self.sample.num_repeated, self.scoring.num_repeated, self.updating.num_repeated],
-            "decides_once_per_row": self.scorer.one_step_device is not None,
-            "reward_counts": dict(self._ask_for_rewards.counts),
-            "reward_metrics": dict(self._ask_for_rewards.measured),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, so that a resumed run makes the same forward passes."""
-        self.sample.rows_per_call = state["rows_per_sample_call"]
-        self.scoring.num_halvings, self.updating.num_halvings = state["num_halvings"]
-        self.sample.num_repeated, self.scoring.num_repeated, self.updating.num_repeated = state["num_repeated"]
-        self._ask_for_rewards.counts = dict(state["reward_counts"])
-        self._ask_for_rewards.measured = dict(state["reward_metrics"])
-        devices = (value.device for value in self.policy.get_parameters().values())
-        self.scorer.one_step_device = next(devices, torch.device("cpu")) if state["decides_once_per_row"] else None
 
     def _find_steps(self, states: Rows, actions: Rows, group_ids: Tensor) -> SampledActions:
         """Find the steps of each row by scoring the actions. A policy that returns log-probs [N] is scored only once."""

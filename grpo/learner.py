@@ -4,11 +4,9 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from ._collecting.dynamic_sampling import collect_live_groups
 from ._updating.coefficients import Coefficients
-from ._updating.comparable import built_on_all_ranks
 from ._updating.loss import MeteredObjective
 from ._updating.optimizer_step import OptimizerStep
 from ._updating.parts import Counters, Parts
@@ -19,12 +17,12 @@ from ._updating.report import IterationReport
 from ._updating.requirements import first_kl_coef, require_consistent, required_scores
 from ._updating.sampler import SamplerSync
 from ._updating.update import Update
+from ._updating.update_context import UpdateContext
 from ._updating.update_rows import UpdateRows
-from ._updating.update_setup import UpdateSetup
 from ._updating.updates import Updates
 from .advantage_estimator import AdvantageEstimator
 from .config import GRPOConfig
-from .engine import Engine, OneProcess, on_all_ranks
+from .engine import Engine, OneProcess, built_on_all_ranks, on_all_ranks
 from .experience_collector import ExperienceCollector
 from .grpo_objective import Objective
 from .metrics import Meter, timed
@@ -58,8 +56,7 @@ class Learner:
         ConfigError: settings and arguments contradict one another, or a setting needs `GRPOTrainer.train`.
     """
 
-    is_alone: ClassVar[bool] = True
-    """Whether nobody honours the settings that need a run."""
+    is_alone: ClassVar[bool] = True  # nobody honours the settings that need a run
 
     @built_on_all_ranks
     def __init__(
@@ -69,10 +66,10 @@ class Learner:
         policy: Any,
         reward_model: Any,
         reference_policy: Any = None,
-        optimizer: torch.optim.Optimizer | Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
+        optimizer: torch.optim.Optimizer | Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = None,
         lr_scheduler: Any = None,
         objective: Objective | None = None,
-        advantages: Callable[[ExperienceBatch], Tensor] | None = None,
+        advantages: Callable[[ExperienceBatch], torch.Tensor] | None = None,
         group_by: Callable[[Any], Hashable] | None = None,
         engine: Engine | None = None,
     ) -> None:
@@ -81,9 +78,9 @@ class Learner:
         require_consistent(config, policy, self.engine, is_alone=self.is_alone, **given, group_by=group_by)
         self.config, self.policy, self.reference_policy = config, policy, reference_policy
         self.reward_model = as_reward_model(reward_model)
-        kl_coef = first_kl_coef(config, policy, reference_policy, has_own_loss=objective is not None)
+        has_own_loss = objective is not None
+        kl_coef = first_kl_coef(config, policy, reference_policy, has_own_loss=has_own_loss)
         data_seed = prepare(config, self.engine, policy, self.reward_model, reference_policy)
-
         self.meter = Meter()
         self.optimizer_step = OptimizerStep(config, policy, optimizer, lr_scheduler, self.engine, self.meter)
         self.sampler = SamplerSync(policy, lambda: self.optimizer_step.num_begun)
@@ -99,19 +96,20 @@ class Learner:
             before_sampling=self.sampler.sync,
             engine=self.engine,
             group_by=group_by,
-            needs=required_scores(config, has_own_loss=objective is not None),
+            needs=required_scores(config, has_own_loss=has_own_loss),
         )
         self.advantages = AdvantageEstimator(config.advantage) if advantages is None else advantages
         self.objective = MeteredObjective(config, objective, self.meter)
         self.coefficients = Coefficients(config, kl_coef)
-        setup = UpdateSetup(config, self.collector, self.coefficients, self.engine, objective is not None, data_seed)
-        self.updates = Updates(setup, self.advantages)
-        self.report = IterationReport(config, setup, self.optimizer_step, self.meter)
+        context = UpdateContext(config, self.collector, self.coefficients, self.engine, has_own_loss, data_seed)
+        self.updates = Updates(context, self.advantages)
+        self.report = IterationReport(context, self.optimizer_step, self.meter)
         self.reference = MovingReference(config, policy, reference_policy, self.engine)
         self.counters = Counters(data_seed=data_seed)
         self.parts = Parts(policy, reference_policy, self.reward_model, self.engine)
-        self.parts.add(counters=self.counters, advantages=self.advantages, collector=self.collector, updates=setup)
-        self.parts.add(coefficients=self.coefficients, replay=self.updates.replay, optimizer_step=self.optimizer_step)
+        self.parts.add(counters=self.counters, advantages=self.advantages, coefficients=self.coefficients)
+        self.parts.add(collector=self.collector.costs, scorer=self.collector.scorer, updates=context)
+        self.parts.add(replay=self.updates.replay, optimizer_step=self.optimizer_step)
         self.parts.add(is_lasting=True, moving_reference=self.reference, **self.optimizer_step.stepped)
         self.built()
 
@@ -141,8 +139,7 @@ class Learner:
     @on_all_ranks
     def collect(self, states: Rows, *, more_states: Callable[[], Rows] | None = None) -> ExperienceBatch:
         """The first half of `step`: sample actions, get their rewards and scores, without gradient."""
-        sample = self.collector.collect
-        batch = collect_live_groups(sample, states, more_states, self.config, is_alone=self.is_alone)
+        batch = collect_live_groups(self.collector.collect, states, more_states, self.config, is_alone=self.is_alone)
         return self.updates.completed(batch)
 
     @on_all_ranks

@@ -13,10 +13,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ._common.conversion import as_reward_values, describe
+from ._common.protocols import kept_state, refuse_near_misses, require_methods, restore_state
 from ._common.signatures import require_states_and_actions
 from ._common.tensors import TensorFields
-from .errors import ConfigError, ContractError, ProtocolError, RewardError
-from .policy_base import HasState, refuse_near_misses, require_methods
+from .errors import ContractError, ProtocolError, RewardError
+from .policy_base import HasState
 
 StateT = TypeVar("StateT", contravariant=True)
 ActionT = TypeVar("ActionT", contravariant=True)
@@ -143,27 +144,6 @@ class RewardFunction:
 
     def __repr__(self) -> str:
         return self.__name__
-
-
-def kept_state(value: Any) -> dict[str, Any]:
-    """Return the state of a reward model for checkpoints. For a network, this is the state of its buffers, because training
-    never changes its weights."""
-    if isinstance(value, torch.nn.Module):
-        return dict(value.named_buffers())
-    return dict(value.state_dict()) if isinstance(value, HasState) else {}
-
-
-def restore_state(value: Any, state: dict[str, Any]) -> None:
-    """Restore what `kept_state` returned. Raise a ConfigError if `value` has no `load_state_dict`."""
-    if isinstance(value, torch.nn.Module):
-        for name, buffer in value.named_buffers():
-            buffer.copy_(state[name])
-    elif isinstance(value, HasState):
-        value.load_state_dict(state)
-    elif state:
-        raise ConfigError(
-            f"{type(value).__name__} must have load_state_dict() to restore {sorted(state)}. Add this method."
-        )
 
 
 def is_function(value: Any) -> bool:

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from ._common.conversion import as_tensor, describe, require_lengths, reward_name
+from ._common.protocols import kept_state, restore_state
 from ._common.signatures import takes
 from ._rewarding.answers import ask_for_rewards, checked
 from ._rewarding.deadlines import await_all, is_async
@@ -21,14 +22,7 @@ from ._rewarding.in_process import Call, call_in_process
 from ._rewarding.parts import PlannedCalls, PlansCalls, ask, compares_actions, planned, require_killable
 from .errors import ConfigError, RewardError
 from .metrics import add_counts_and_sums
-from .reward_model_base import (
-    RewardFunction,
-    Rewards,
-    as_reward_model,
-    is_function,
-    kept_state,
-    restore_state,
-)
+from .reward_model_base import RewardFunction, Rewards, as_reward_model, is_function
 from .types import select_rows
 
 __all__ = [

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ._common.global_state import preserved_mode, preserved_random_state
+from ._running.advisor import RunAdvisor
 from ._running.ahead import Ahead
 from ._running.evaluation import evaluated, evaluation_metrics, samples_of
 from ._running.in_progress import IterationInProgress
@@ -42,9 +43,10 @@ class GRPOTrainer(Learner):
 
     def built(self) -> None:
         """Add what a run needs."""
+        self.advisor = RunAdvisor(self.config)
         self.interrupts = Interrupts()
         self.progress = RunProgress()
-        self.in_progress = IterationInProgress(self.updates.setup, self.meter)
+        self.in_progress = IterationInProgress(self.updates.context, self.meter)
         self.ahead = Ahead(self.config, self.collector, self.sampler, self.engine, self.interrupts, self.counters)
         self.parts.add(progress=self.progress, in_progress=self.in_progress, ahead=self.ahead)
         self.run_state = RunState(self.parts, self.config, self.engine)
@@ -57,7 +59,7 @@ class GRPOTrainer(Learner):
             self.progress,
             self.counters,
         )
-        self.updates.setup.between = self.safe_points.reached
+        self.updates.context.between = self.safe_points.reached
         self.samples: list[Samples] | None = None
         """Rows of the current iteration, while a sink of `train` records them. None: no sink does."""
         self.history: list[dict[str, float]] = []
@@ -91,6 +93,7 @@ class GRPOTrainer(Learner):
         """Make the updates of an iteration, and return its metrics. A run can stop, and continue, between two of them."""
         self.in_progress.rows = rows
         metrics = super().improve(rows)
+        self.advisor.check(metrics, measured=self.report.measured, several_updates=rows.num_planned > 1)
         if self.samples is not None:
             self.samples.append(samples_of(rows.given))
         self.in_progress.rows = None

@@ -1,6 +1,6 @@
 """Scores of given actions from any policy or reference, whichever scoring methods it implements."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from itertools import pairwise
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from grpo._advantages.groups import run_bounds
 from grpo._common.conversion import as_log_probs, describe, pad_steps
+from grpo._common.protocols import require_methods
 from grpo.errors import ConfigError, ContractError
-from grpo.policy_base import POLICY_METHODS, ScoresActions, ScoresGroups, ScoresReference, require_methods
+from grpo.policy_base import POLICY_METHODS, ScoresActions, ScoresGroups, ScoresReference
 from grpo.types import ActionScores, ExperienceBatch, RowIndex, Rows, select_rows
 
 from .batches import join_field
@@ -54,6 +55,15 @@ class Scorer:
         """Score N rows, with gradient unless gradients are disabled. Check the shapes and dtypes of the scores."""
         with self._autocast():
             return self._score(states, actions, group_ids)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether a plain policy returns one log-prob per row."""
+        return {"decides_once_per_row": self.one_step_device is not None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, so that a resumed run makes the same forward passes."""
+        devices = (value.device for value in self._policy.get_parameters().values())
+        self.one_step_device = next(devices, torch.device("cpu")) if state["decides_once_per_row"] else None
 
     def _by_group(self, states: Rows, actions: Rows, group_ids: Tensor) -> ActionScores:
         scores = self._policy.score_groups(*_rows_by_group(states, actions, group_ids))

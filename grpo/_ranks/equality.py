@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo._common.settings import flattened
+from grpo.config import GRPOConfig
+
 
 def printed(values: Mapping[str, Any]) -> dict[str, str]:
     """The `repr` of each value, to be compared with the other ranks."""
@@ -40,3 +43,26 @@ def differing_weights(of_ranks: Sequence[Sequence[tuple[str, float]]]) -> str:
             differing = [a[0] for a, b in zip(found, first, strict=False) if a != b] or ["their number"]
             return f"rank {rank} differs from rank 0 in {', '.join(differing[:3])}"
     return ""
+
+
+def comparable_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be equal on all ranks among the arguments of a trainer: settings, and the kinds of the other objects.
+
+    The device may differ, and the reward model. An optimizer's settings are compared, too.
+    """
+    config, optimizer = arguments.get("config"), arguments.get("optimizer")
+    compared = {
+        name: kind_of(value) for name, value in arguments.items() if name not in ("config", "engine", "reward_model")
+    }
+    if isinstance(config, GRPOConfig):
+        compared |= {f"config.{name}": value for name, value in flattened(config.to_dict()).items() if name != "device"}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for number, group in enumerate(optimizer.param_groups):
+            settings = {name: value for name, value in group.items() if name != "params"}
+            compared |= {f"optimizer.param_groups[{number}].{name}": value for name, value in settings.items()}
+    return compared
+
+
+def kind_of(value: Any) -> str | None:
+    """The name of a function, or of the class of another object."""
+    return None if value is None else str(getattr(value, "__qualname__", type(value).__qualname__))

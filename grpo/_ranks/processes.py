@@ -12,7 +12,7 @@ from grpo.engine import OneProcess
 from grpo.errors import ConfigError, RankError
 
 from .agreement import same_error, shared_by_all
-from .equality import differing_values, differing_weights, fingerprints, printed
+from .equality import comparable_settings, differing_values, differing_weights, fingerprints, printed
 
 
 class SeveralProcesses(OneProcess):
@@ -29,6 +29,10 @@ class SeveralProcesses(OneProcess):
         if differing:
             error = f"{owner} needs the same arguments on all ranks; {differing}. Pass the same values."
             raise shared_by_all(ConfigError(error))
+
+    def require_same_arguments(self, owner: str, arguments: Mapping[str, Any]) -> None:
+        """Raise a `ConfigError` if the ranks build learners with different settings or kinds of arguments."""
+        self.require_same(owner, comparable_settings(arguments))
 
     def require_equal_weights(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise a `ConfigError` if the ranks have different parameters, because training would never make them equal."""

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from grpo._common.conversion import reward_name
+from grpo._common.protocols import kept_state
 from grpo.config import MAX_CONCURRENT
 from grpo.errors import ConfigError
-from grpo.reward_model_base import RewardFunction, kept_state
+from grpo.reward_model_base import RewardFunction
 
 from .deadlines import await_all, is_async
 from .in_process import Call, call_in_process

@@ -28,6 +28,7 @@ from grpo._common.global_state import (
     restore_random_state,
     seed_everything,
 )
+from grpo._common.protocols import kept_state
 from grpo._rewarding.calls import RewardCalls
 from grpo._rewarding.gate import fork_gate
 from grpo._updating.parts import Counters
@@ -36,7 +37,6 @@ from grpo.config import GRPOConfig
 from grpo.engine import Engine
 from grpo.errors import ConfigError
 from grpo.experience_collector import ExperienceCollector
-from grpo.reward_model_base import kept_state
 from grpo.types import ExperienceBatch, Rows
 
 from .background import Background, Task
@@ -141,7 +141,7 @@ class Ahead:
             self._wait(pending)
             rows, answer = pending.rows.result(), pending.answer.result()
         del self.pending[0]
-        self._collector.add_counts(answer.counts, answer.measured)
+        self._collector.costs.add(answer.counts, answer.measured)
         hidden = max(pending.rows.seconds + answer.seconds - pending.waited, 0.0)
         times = {"time/reward": answer.seconds, "time/waited": pending.waited, "time/hidden": hidden}
         return rows.with_rewards(answer.rewards, times)

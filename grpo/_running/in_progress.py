@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from grpo._updating.update_context import UpdateContext
 from grpo._updating.update_rows import UpdateRows
-from grpo._updating.update_setup import UpdateSetup
 from grpo.errors import warn_user
 from grpo.metrics import Meter
 
@@ -15,14 +15,14 @@ class IterationInProgress:
     """The rows of the iteration whose updates are being made, and the metrics of its updates so far.
 
     Args:
-        setup: what the updates of all iterations use.
+        context: what the updates of all iterations use.
         meter: adds up the metrics.
     """
 
-    def __init__(self, setup: UpdateSetup, meter: Meter) -> None:
+    def __init__(self, context: UpdateContext, meter: Meter) -> None:
         self.rows: UpdateRows | None = None
         """The rows. None: no updates are under way."""
-        self._setup, self._meter = setup, meter
+        self._context, self._meter = context, meter
 
     @property
     def num_planned(self) -> int | None:
@@ -54,5 +54,5 @@ class IterationInProgress:
         """Restore what `state_dict` returned."""
         self.rows = None
         if state["rows"] is not None:
-            self.rows = UpdateRows.from_state_dict(state["rows"], self._setup)
+            self.rows = UpdateRows.from_state_dict(state["rows"], self._context)
             self._meter.load_state_dict(state["meter"])

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from grpo._common.global_state import capture_random_state, restore_random_state
+from grpo._common.protocols import kept_state, restore_state
 from grpo.engine import Engine
 from grpo.policy_base import HasState
-from grpo.reward_model_base import kept_state, restore_state
 
 
 @dataclass(slots=True, kw_only=True)

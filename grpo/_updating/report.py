@@ -3,15 +3,13 @@
 import numpy as np
 
 from grpo._advantages.groups import group_statistics, mean_and_std
-from grpo.config import GRPOConfig
 from grpo.metrics import Meter, reward_statistics
 from grpo.types import row_totals
 
-from .advisor import RunAdvisor
 from .optimizer_step import OptimizerStep
 from .training_rows import TrainingRows
+from .update_context import UpdateContext
 from .update_rows import UpdateRows
-from .update_setup import UpdateSetup
 
 WITH_STD = ("ratio", "kl", "sampler_ratio")
 """Metrics of the objective that are reported as a mean and a standard deviation."""
@@ -42,20 +40,21 @@ absent."""
 
 
 class IterationReport:
-    """Reports one iteration: turns measurements into metrics, adapts the coefficients, and logs advice."""
+    """Reports one iteration: turns measurements into metrics, and adapts the coefficients."""
 
-    def __init__(self, config: GRPOConfig, setup: UpdateSetup, optimizer_step: OptimizerStep, meter: Meter) -> None:
-        self.advisor = RunAdvisor(config)
-        self._coefficients, self._engine, self._collector = setup.coefficients, setup.engine, setup.collector
+    def __init__(self, context: UpdateContext, optimizer_step: OptimizerStep, meter: Meter) -> None:
+        self.measured: dict[str, tuple[float, float]] = {}
+        """The mean and the standard deviation of what the loss reported in the latest iteration, by name."""
+        self._coefficients, self._engine, self._collector = context.coefficients, context.engine, context.collector
         self._optimizer_step, self._meter = optimizer_step, meter
-        self._defaults = ABSENT if setup.has_own_loss else {**dict.fromkeys(TERMS, 0.0), **ABSENT}
+        self._defaults = ABSENT if context.has_own_loss else {**dict.fromkeys(TERMS, 0.0), **ABSENT}
 
     def __call__(self, rows: UpdateRows) -> dict[str, float]:
         """The metrics of an iteration by name, after its updates."""
         num_applied = self._optimizer_step.num_applied
-        own = rows.num_skipped, rows.data.num_replayed, self._meter.totals(), self._collector.costs()
+        own = rows.num_skipped, rows.data.num_replayed, self._meter.totals(), self._collector.costs.of_this_rank()
         num_skipped, num_replayed, totals, costs = zip(*self._engine.gather_objects(own), strict=True)
-        measured = self._meter.report(rows.num_planned - rows.num_dead, totals)
+        self.measured = measured = self._meter.report(rows.num_planned - rows.num_dead, totals)
         metrics = {**self._defaults, "train/learning_rate": self._optimizer_step.learning_rate}
         for name, (mean, std) in measured.items():
             if name in WITH_STD:
@@ -70,12 +69,11 @@ class IterationReport:
             "rows/skipped_zero_advantage": float(sum(num_skipped)),
             "rows/replayed": float(sum(num_replayed)),
             **batch_metrics(rows.all_ranks),
-            **self._collector.agree(costs),
+            **self._collector.costs.agree(costs),
             **self._coefficients.report(""),
         }
         self._coefficients.follow(measured)
         metrics |= self._coefficients.report("_next")
-        self.advisor.check(metrics, measured=measured, several_updates=rows.num_planned > 1)
         return {**metrics, "time/update": self._meter.seconds, "time/iteration": self._meter.seconds}
 
 

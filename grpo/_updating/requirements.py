@@ -9,18 +9,12 @@ from torch import Tensor
 
 from grpo._collecting.contract import FINITE, require_finite
 from grpo._common.conversion import describe, require_lengths
+from grpo._common.protocols import parameters_of, refuse_near_misses, require_methods
 from grpo._common.tensors import require_finite_values
 from grpo.config import GRPOConfig
 from grpo.engine import Engine
 from grpo.errors import ConfigError, ContractError, RewardError, warn_user
-from grpo.policy_base import (
-    POLICY_METHODS,
-    ScoresReference,
-    SplitsSteps,
-    parameters_of,
-    refuse_near_misses,
-    require_methods,
-)
+from grpo.policy_base import CAPABILITIES, POLICY_METHODS, ScoresReference, SplitsSteps
 from grpo.surrogates import traits_of
 from grpo.types import ExperienceBatch
 
@@ -39,7 +33,7 @@ def require_consistent(
 ) -> None:
     """Raise an error if an argument of the learner contradicts the settings, or is not what it is called."""
     require_methods(policy, POLICY_METHODS, "policy", "PolicyModel")
-    refuse_near_misses(policy, "policy")
+    refuse_near_misses(policy, "policy", CAPABILITIES)
     if not isinstance(config, GRPOConfig):
         raise ConfigError(f"config must be a GRPOConfig; got {describe(config)}. Pass GRPOConfig(...), or a preset.")
     require_trainable(policy)
@@ -191,7 +185,7 @@ def require_reference(config: GRPOConfig, policy: Any, reference_policy: Any) ->
             )
         return
     require_methods(reference_policy, POLICY_METHODS, "reference_policy", "PolicyModel")
-    refuse_near_misses(reference_policy, "reference_policy")
+    refuse_near_misses(reference_policy, "reference_policy", CAPABILITIES)
     reference = parameters_of(reference_policy)
     trained = {value.data_ptr() for value in parameters.values() if value.requires_grad}
     shared = [name for name, value in reference.items() if value.numel() and value.data_ptr() in trained]

@@ -18,12 +18,12 @@ from grpo.types import ActionScores, ObjectiveInputs, RowIndex, select_rows, zer
 from .first_ratio import warns_of_ratio
 from .requirements import require_probabilities
 from .training_rows import TrainingRows
-from .update_setup import UpdateSetup
+from .update_context import UpdateContext
 
 _SAME_STEPS = "Score the same steps every time. If you made the rollouts, pass their mask to ExperienceBatch.from_rows."
 
 
-def counts_of(rows: TrainingRows, selected: RowIndex, setup: UpdateSetup) -> list[float]:
+def counts_of(rows: TrainingRows, selected: RowIndex, context: UpdateContext) -> list[float]:
     """What the weights of an update need from all ranks: the numbers of this rank's rows that may have a gradient, and of
     what the loss and the entropy term are averaged over."""
     counts = [float(num_selected(live_positions(rows, selected)))]
@@ -32,9 +32,9 @@ def counts_of(rows: TrainingRows, selected: RowIndex, setup: UpdateSetup) -> lis
         counts.append(float(count))
         return count
 
-    for aggregation in (setup.config.objective.aggregation, setup.config.objective.entropy_aggregation):
+    for aggregation in (context.config.objective.aggregation, context.config.objective.entropy_aggregation):
         if aggregation is not None:
-            _weigh(rows, selected, setup)(aggregation, reduce=note)
+            _weigh(rows, selected, context)(aggregation, reduce=note)
     return counts
 
 
@@ -51,7 +51,7 @@ class Update:
     Args:
         rows: the rows of the iteration.
         selected: the rows of the update.
-        setup: what all updates use.
+        context: what all updates use.
         counts: `counts_of` this update, summed over all ranks. None: there is one rank.
         is_first: whether no update of this iteration came before.
     """
@@ -60,17 +60,17 @@ class Update:
         self,
         rows: TrainingRows,
         selected: RowIndex,
-        setup: UpdateSetup,
+        context: UpdateContext,
         counts: list[float] | None,
         *,
         is_first: bool,
     ) -> None:
-        self._rows, self._setup = rows, setup
+        self._rows, self._context = rows, context
         self.selected = selected
         """The rows of the update."""
-        self._compares_modes = is_first and rows.num_replayed == 0 and not setup.has_compared_modes
+        self._compares_modes = is_first and rows.num_replayed == 0 and not context.has_compared_modes
         self._sums: list[Tensor] = []
-        config, batch, weigh = setup.config.objective, rows.batch, _weigh(rows, selected, setup)
+        config, batch, weigh = context.config.objective, rows.batch, _weigh(rows, selected, context)
         totals = None if counts is None else iter(counts[1:])
         reduce = None if totals is None else lambda own: own.new_tensor(next(totals))  # counts of all ranks
         self.weights: Float[Tensor, "n T"] = weigh(config.aggregation, reduce=reduce)
@@ -81,21 +81,21 @@ class Update:
             self.entropy_weights = weigh(config.entropy_aggregation, reduce=reduce)
         self.keep = self.chosen = None
         mask = batch.mask[selected]
-        if not setup.has_own_loss:  # the steps that the surrogate counts
+        if not context.has_own_loss:  # the steps that the surrogate counts
             at_collection = None if batch.entropy is None else batch.entropy[selected]
-            self.keep = kept_by_entropy(mask, at_collection, config.top_entropy_fraction, setup.engine.gather)
-        if setup.traits.select is not None:  # the steps that the surrogate's own `select` chooses
+            self.keep = kept_by_entropy(mask, at_collection, config.top_entropy_fraction, context.engine.gather)
+        if context.traits.select is not None:  # the steps that the surrogate's own `select` chooses
             assert batch.old_log_probs is not None
             old, advantages = batch.old_log_probs[selected], rows.advantages[selected]
             self.chosen = selected_by(
-                setup.traits.select, mask, old, advantages, setup.step_choice, setup.engine.gather
+                context.traits.select, mask, old, advantages, context.step_choice, context.engine.gather
             )
 
     def micro_batches(self) -> Iterator[RowIndex]:
         """Yield the rows of each forward pass, as positions within the update. The policy's `plan_micro_batches` chooses the
         rows. Without it, each forward pass has the next `micro_batch_size` rows. Both are halved if memory runs out."""
         positions = live_positions(self._rows, self.selected)
-        batch, collector = self._rows.batch, self._setup.collector
+        batch, collector = self._rows.batch, self._context.collector
         sizes = collector.updating
         chosen = compose_index(self.selected, positions)
         parts = collector.plan_parts(batch.states, batch.actions, chosen, sizes.num_halvings)
@@ -109,18 +109,18 @@ class Update:
         """Make a forward and a backward pass of the first row with weight 0, because other ranks have more passes."""
 
         def loss() -> Tensor:
-            first, batch, collector = slice(0, 1), self._rows.batch, self._setup.collector
+            first, batch, collector = slice(0, 1), self._rows.batch, self._context.collector
             states, actions = select_rows(batch.states, first), select_rows(batch.actions, first)
             scores = collector.scorer(states, actions, batch.group_ids[first])
             return torch.stack([zero_outside(values, scores.mask).sum() for values in self._read(scores)]).sum()
 
-        self._setup.engine.accompany(self._setup.collector.policy, loss)
+        self._context.engine.accompany(self._context.collector.policy, loss)
 
     def inputs(self, micro: RowIndex) -> ObjectiveInputs:
         """Score the rows of a micro-batch with gradient, and combine the scores with everything known about the rows."""
         rows, batch = self._rows, self._rows.batch
         selected = compose_index(self.selected, micro)
-        scores = self._setup.collector.scorer(
+        scores = self._context.collector.scorer(
             select_rows(batch.states, selected), select_rows(batch.actions, selected), batch.group_ids[selected]
         )
         self._check(scores, batch.mask[selected])
@@ -146,8 +146,8 @@ class Update:
             kl=scores.kl,
             keep=beside(self.keep, micro),
             selected=beside(self.chosen, micro),
-            kl_coef=self._setup.coefficients.kl_coef,
-            entropy_coef=self._setup.coefficients.entropy_coef,
+            kl_coef=self._context.coefficients.kl_coef,
+            entropy_coef=self._context.coefficients.entropy_coef,
             values=scores.values,
             old_values=beside(batch.values),
             returns=beside(rows.returns),
@@ -168,7 +168,7 @@ class Update:
         read = [
             scores.log_probs,
             scores.entropy,
-            scores.kl if self._setup.config.objective.kl_estimator == "exact" else None,
+            scores.kl if self._context.config.objective.kl_estimator == "exact" else None,
             scores.values if self._rows.returns is not None else None,
         ]
         return [values for values in read if values is not None]
@@ -179,9 +179,9 @@ class Update:
         return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
 
     def _check(self, scores: ActionScores, mask: Bool[Tensor, "n T"]) -> None:
-        name, config = self._setup.policy_name, self._setup.config
+        name, config = self._context.policy_name, self._context.config
         needs_entropy = config.entropy_control is not None and config.objective.entropy_estimator == "exact"
-        if needs_entropy and scores.entropy is None and not self._setup.has_own_loss:
+        if needs_entropy and scores.entropy is None and not self._context.has_own_loss:
             raise ConfigError(
                 f"config.entropy_control needs an exact entropy, and {name} gives none. Return it in ActionScores.entropy "
                 "(some policies do on request: exact_entropy=True), or set objective.entropy_estimator='score_function'."
@@ -198,22 +198,22 @@ class Update:
             raise ContractError(
                 f"{name} must return the mask of the batch in an update; the masks differ. {_SAME_STEPS}"
             )
-        if self._setup.traits.for_probabilities:
+        if self._context.traits.for_probabilities:
             require_probabilities(config.objective.surrogate, scores.log_probs, scores.mask)
 
     def _compare_modes(self, inputs: ObjectiveInputs) -> None:
         """Warn once if log-probs differ between train() and eval(), because the first ratio is then not 1."""
         if inputs.old_log_probs is None or not inputs.log_probs.requires_grad:
             return
-        self._setup.has_compared_modes = True  # all micro-batches of this update are compared, but no later update
-        self._compares_modes = not warns_of_ratio(self._setup.collector.policy, self._setup.config, inputs)
+        self._context.has_compared_modes = True  # all micro-batches of this update are compared, but no later update
+        self._compares_modes = not warns_of_ratio(self._context.collector.policy, self._context.config, inputs)
 
     def forget_scores(self) -> None:
         """Forget the scores of a failed attempt."""
         self._sums.clear()
 
 
-def _weigh(rows: TrainingRows, selected: RowIndex, setup: UpdateSetup) -> Any:
+def _weigh(rows: TrainingRows, selected: RowIndex, context: UpdateContext) -> Any:
     """`step_weights` for the rows of an update."""
-    batch, fixed_length = rows.batch, setup.config.objective.fixed_length
+    batch, fixed_length = rows.batch, context.config.objective.fixed_length
     return partial(step_weights, batch.mask[selected], fixed_length=fixed_length, group_ids=batch.group_ids[selected])

@@ -13,7 +13,7 @@ from grpo.types import RowIndex
 from .requirements import require_discrete
 from .training_rows import TrainingRows, split_steps
 from .update import Update, counts_of, live_positions
-from .update_setup import UpdateSetup
+from .update_context import UpdateContext
 
 
 class UpdateRows:
@@ -21,26 +21,26 @@ class UpdateRows:
 
     Args:
         rows: the rows of this rank.
-        setup: what the updates of all iterations use.
+        context: what the updates of all iterations use.
         all_ranks: the rows of all ranks.
         row_order: the state of the generator of the order of rows. None: its present state.
     """
 
     def __init__(
-        self, rows: TrainingRows, setup: UpdateSetup, all_ranks: TrainingRows, row_order: Tensor | None = None
+        self, rows: TrainingRows, context: UpdateContext, all_ranks: TrainingRows, row_order: Tensor | None = None
     ) -> None:
         self.all_ranks = all_ranks
         """The rows of all ranks, for the report."""
         self.given = rows
         """The rows of this rank, before they are split into steps."""
-        has_other_terms = rows.returns is not None or setup.coefficients.may_be_positive
-        skips = setup.traits.zero_advantage_is_inert and not has_other_terms
+        has_other_terms = rows.returns is not None or context.coefficients.may_be_positive
+        skips = context.traits.zero_advantage_is_inert and not has_other_terms
         self.num_skipped = int((~has_advantage(rows.advantages)).sum()) if skips else 0
         """Number of rows without an advantage, which no update forwards."""
-        if setup.splitter is not None:
-            rows = split_steps(rows, setup.splitter)
-        if setup.traits.for_probabilities:
-            require_discrete(setup.config.objective.surrogate, rows.batch.actions)
+        if context.splitter is not None:
+            rows = split_steps(rows, context.splitter)
+        if context.traits.for_probabilities:
+            require_discrete(context.config.objective.surrogate, rows.batch.actions)
         if skips:
             live = has_advantage(rows.advantages)
             rows = rows if bool(live.all()) else replace(rows, live=live)
@@ -50,22 +50,22 @@ class UpdateRows:
         """Number of updates so far, over all epochs, including the current one."""
         self.num_dead = 0
         """Number of updates that were skipped before the forward pass, because none of their rows has an advantage."""
-        self._setup = setup
-        self._row_order = setup.row_order.get_state() if row_order is None else row_order
+        self._context = context
+        self._row_order = context.row_order.get_state() if row_order is None else row_order
         self._planned = self._plan()
 
     def updates(self) -> Iterator[Update]:
         """Yield each update, epoch by epoch. The rows of a group stay adjacent. An update is left out if none of its rows, on
         any rank, can have a gradient. After `from_state_dict`, the updates that were done before are not repeated."""
-        self._setup.between()
+        self._context.between()
         for position in range(self.num_planned, len(self._planned)):
             self.num_planned = position + 1
             selected, counts = self._planned[position]
             if not self._is_live(selected, counts):
                 self.num_dead += 1
                 continue
-            yield Update(self.data, selected, self._setup, counts, is_first=position == 0)
-            self._setup.between()
+            yield Update(self.data, selected, self._context, counts, is_first=position == 0)
+            self._context.between()
 
     def state_dict(self) -> dict[str, Any]:
         """The rows, and the number of updates so far. No tensor is copied."""
@@ -78,10 +78,10 @@ class UpdateRows:
         }
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any], setup: UpdateSetup) -> "UpdateRows":
+    def from_state_dict(cls, state: dict[str, Any], context: UpdateContext) -> "UpdateRows":
         """Return the rows that `state_dict` described. Their next update follows the last update before `state_dict`."""
         rows, all_ranks = (TrainingRows.from_state_dict(state[name]) for name in ("rows", "all_ranks"))
-        resumed = cls(rows, setup, all_ranks, state["row_order"])
+        resumed = cls(rows, context, all_ranks, state["row_order"])
         resumed.num_planned, resumed.num_dead = state["num_planned"], state["num_dead"]
         return resumed
 
@@ -93,16 +93,16 @@ class UpdateRows:
 
     def _plan(self) -> list[tuple[RowIndex, list[float] | None]]:
         """This rank's rows of each update, and `counts_of` the update, summed over all ranks. None: there is one rank."""
-        setup, batch = self._setup, self.data.batch
-        setup.row_order.set_state(self._row_order)
+        context, batch = self._context, self.data.batch
+        context.row_order.set_state(self._row_order)
         epochs = [
-            list(epoch_of_updates(batch.group_ids, setup.config.batch_size, setup.row_order))
-            for _ in range(setup.config.num_epochs_per_update)
+            list(epoch_of_updates(batch.group_ids, context.config.batch_size, context.row_order))
+            for _ in range(context.config.num_epochs_per_update)
         ]
-        if setup.engine.num_ranks == 1:
+        if context.engine.num_ranks == 1:
             return [(selected, None) for epoch in epochs for selected in epoch]
-        own = [[counts_of(self.data, selected, setup) for selected in epoch] for epoch in epochs]
-        of_ranks = setup.engine.gather_objects(own)
+        own = [[counts_of(self.data, selected, context) for selected in epoch] for epoch in epochs]
+        of_ranks = context.engine.gather_objects(own)
         planned: list[tuple[RowIndex, list[float] | None]] = []
         for selections, *counts in zip(epochs, *of_ranks, strict=True):
             for place in range(max(map(len, counts))):

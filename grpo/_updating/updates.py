@@ -10,43 +10,43 @@ from grpo.types import ExperienceBatch
 
 from .requirements import require_batch
 from .training_rows import ReplayBuffer, with_advantages
+from .update_context import UpdateContext
 from .update_rows import UpdateRows
-from .update_setup import UpdateSetup
 
 
 class Updates:
     """Prepares the updates of each iteration.
 
     Args:
-        setup: what the updates of all iterations use.
+        context: what the updates of all iterations use.
         advantages: `AdvantageEstimator`, or a user's `ExperienceBatch -> [N] or [N, T]`.
     """
 
-    def __init__(self, setup: UpdateSetup, advantages: Callable[[ExperienceBatch], Tensor]) -> None:
-        self.setup, self._advantages = setup, advantages
-        self.replay = ReplayBuffer(setup.config.replay_iterations)
+    def __init__(self, context: UpdateContext, advantages: Callable[[ExperienceBatch], Tensor]) -> None:
+        self.context, self._advantages = context, advantages
+        self.replay = ReplayBuffer(context.config.replay_iterations)
         self._completed: ExperienceBatch | None = None
 
     def completed(self, batch: ExperienceBatch) -> ExperienceBatch:
         """The batch with the scores that its updates read. A batch that this method returned last is complete already."""
         if batch is not self._completed:
-            num_updates = self.setup.engine.equal_count(self._num_updates(batch))
-            self._completed = self.setup.collector.complete(batch, several_updates=num_updates > 1)
+            num_updates = self.context.engine.equal_count(self._num_updates(batch))
+            self._completed = self.context.collector.complete(batch, several_updates=num_updates > 1)
         return self._completed
 
     def prepared(self, batch: ExperienceBatch) -> UpdateRows:
         """Compute advantages, and add rows of earlier iterations. With `split_steps`, each step becomes a row."""
         require_batch(batch)
         batch, self._completed = self.completed(batch), None
-        rows, all_ranks = with_advantages(batch, self._advantages, self.setup.engine)
-        is_fresh = self.setup.collector.scores_itself and self._num_updates(batch) == 1
+        rows, all_ranks = with_advantages(batch, self._advantages, self.context.engine)
+        is_fresh = self.context.collector.scores_itself and self._num_updates(batch) == 1
         rows = self.replay.join(replace(rows, old_is_current=is_fresh))
         if rows.num_replayed:  # a reference that has moved has to score them again
             rows, self._completed = replace(rows, batch=self.completed(rows.batch)), None
-        return UpdateRows(rows, self.setup, all_ranks)
+        return UpdateRows(rows, self.context, all_ranks)
 
     def _num_updates(self, batch: ExperienceBatch) -> int:
         """Number of updates that this rank's rows need."""
-        num_rows = batch.num_rows if self.setup.splitter is None else int(batch.mask.sum())
-        config = self.setup.config
+        num_rows = batch.num_rows if self.context.splitter is None else int(batch.mask.sum())
+        config = self.context.config
         return num_updates_per_epoch(num_rows, config.batch_size) * config.num_epochs_per_update

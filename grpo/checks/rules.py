@@ -8,15 +8,9 @@ from torch import Tensor, nn
 
 from grpo._collecting.scoring import Scorer
 from grpo._common.conversion import describe
+from grpo._common.protocols import refuse_near_misses, require_methods
 from grpo.errors import ContractError
-from grpo.policy_base import (
-    POLICY_METHODS,
-    ScoresActions,
-    ScoresReference,
-    SyncsSampler,
-    refuse_near_misses,
-    require_methods,
-)
+from grpo.policy_base import CAPABILITIES, POLICY_METHODS, ScoresActions, ScoresReference, SyncsSampler
 from grpo.types import ActionScores, Rows, select_rows
 
 from .probe import Draws, PolicyProbe, difference, perturbed, scores_difference, some_rows
@@ -31,7 +25,7 @@ def check_methods(probe: PolicyProbe) -> Verdict:
             f"policy must be an instance; got the class {probe.policy.__name__}. Pass {probe.policy.__name__}(...)."
         )
     require_methods(probe.policy, POLICY_METHODS, "policy", "PolicyModel")
-    refuse_near_misses(probe.policy, "policy")
+    refuse_near_misses(probe.policy, "policy", CAPABILITIES)
     return passed(f"{probe.name} has {', '.join(POLICY_METHODS)}.")
 
 

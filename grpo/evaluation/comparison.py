@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from jaxtyping import Float64
 
+from grpo._common.protocols import require_methods
 from grpo.config import RewardConfig
 from grpo.errors import ConfigError, ContractError
-from grpo.policy_base import POLICY_METHODS, require_methods
+from grpo.policy_base import POLICY_METHODS
 from grpo.types import Rows
 
 from .measurement import PolicyMeasurement, fingerprints_of, measure_policy

@@ -26,7 +26,7 @@ from grpo import (
     WeightedRewards,
     presets,
 )
-from grpo._updating.advisor import ADVICE
+from grpo._running.advisor import ADVICE
 from grpo.config import CORRECTIONS
 from grpo.surrogates import SURROGATES
 from tests.support.policies import TablePolicy

@@ -263,8 +263,8 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
 
     def run(num_iterations: int) -> tuple[GRPOTrainer, EarlyStopping]:
         stopping, trainer = EarlyStopping("constant", patience=3), trainer_of()
-        report = trainer.report
-        trainer.report = lambda rows: {**report(rows), "constant": 1.0}  # type: ignore[assignment]
+        finished = trainer.finished
+        trainer.finished = lambda rows: {**finished(rows), "constant": 1.0}  # type: ignore[method-assign]
         options: dict[str, Any] = {"checkpoint_dir": tmp_path, "resume": "auto", **QUIET}
         trainer.train(["a", "b"], num_iterations=num_iterations, callbacks=[stopping], **options)
         return trainer, stopping

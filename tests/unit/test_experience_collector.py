@@ -211,7 +211,7 @@ def test_rows_without_a_reward_are_dropped_from_every_field(subtests: pytest.Sub
             assert whole.old_log_probs is not None
             assert batch.old_log_probs is not None
             assert torch.equal(batch.old_log_probs.nan_to_num(), whole.old_log_probs[kept].nan_to_num())
-            assert collector.agree([collector.costs()])["rows/dropped"] == 2.0
+            assert collector.costs.agree([collector.costs.of_this_rank()])["rows/dropped"] == 2.0
 
 
 def test_rewards_receive_the_samplers_steps() -> None:
@@ -246,7 +246,10 @@ def test_failures_of_evaluations_and_collections_are_counted_until_they_are_repo
     collector = collector_of(TablePolicy(), reward, reward=settings)
     collector.sample_with_rewards(["a"], 2)
     collector.collect(["a"])
-    assert [collector.agree([collector.costs()])["rewards/failed_calls"] for _ in range(2)] == [2.0, 0.0]
+    assert [collector.costs.agree([collector.costs.of_this_rank()])["rewards/failed_calls"] for _ in range(2)] == [
+        2.0,
+        0.0,
+    ]
 
 
 def test_rewards_of_fresh_actions_are_one_number_per_row() -> None:

@@ -10,7 +10,8 @@ from torch import nn
 
 import grpo
 from grpo import ComparesActions, HasState, PolicyModel, ProtocolError, policy_base
-from grpo.policy_base import CAPABILITIES, POLICY_METHODS, refuse_near_misses
+from grpo._common.protocols import refuse_near_misses
+from grpo.policy_base import CAPABILITIES, POLICY_METHODS
 from tests.support.policies import DuckPolicy, RowScoring, TablePolicy
 from tests.support.trainers import REWARDS, by_hand, trainer_of
 
@@ -139,10 +140,10 @@ def test_no_policy_and_no_reward_of_the_adapters_is_hit(package: str) -> None:
     found = [kind for kind in kinds if hasattr(kind, "generate_actions") or hasattr(kind, "compute_rewards")]
     assert found
     for kind in found:
-        refuse_near_misses(object.__new__(kind), package)
+        refuse_near_misses(object.__new__(kind), package, CAPABILITIES)
         refuse_near_misses(object.__new__(kind), package, (ComparesActions, HasState))
 
 
 def test_no_name_of_torch_or_gymnasium_is_hit() -> None:
     for value in (nn.Module(), object.__new__(gymnasium.Env)):
-        refuse_near_misses(value, "policy")
+        refuse_near_misses(value, "policy", CAPABILITIES)

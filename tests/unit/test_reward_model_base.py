@@ -21,16 +21,12 @@ from grpo import (
     Rewards,
     WeightedRewards,
 )
+from grpo._common.protocols import kept_state, restore_state
 from grpo._rewarding.calls import RewardCalls
 from grpo.arguments import reward_name
 from grpo.checks import check_reward_model
 from grpo.errors import DeadlineError
-from grpo.reward_model_base import (
-    RewardFunction,
-    as_reward_model,
-    kept_state,
-    restore_state,
-)
+from grpo.reward_model_base import RewardFunction, as_reward_model
 from grpo.rewards import ask_for_rewards, require_killable
 from tests.support.bad_input_places import Plain
 from tests.support.objective_inputs import as_users_run_it

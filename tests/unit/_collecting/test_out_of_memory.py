@@ -284,7 +284,7 @@ def completed(policy: Any, reference: Any = None, **settings: Any) -> tuple[Expe
 
 def reported(collector: ExperienceCollector, *others: Costs) -> float:
     """The number of repetitions on this rank and others, as an iteration reports it."""
-    return collector.agree([collector.costs(), *others])["train/out_of_memory"]
+    return collector.costs.agree([collector.costs.of_this_rank(), *others])["train/out_of_memory"]
 
 
 def test_scores_are_the_same_whichever_call_runs_out_of_memory(subtests: pytest.Subtests) -> None:
@@ -379,19 +379,18 @@ def test_the_state_restores_every_size_and_count() -> None:
         return ExperienceCollector(policy=RowScoring(), reward_model=lambda s, a: [0.0] * len(a), group_size=1)
 
     collector, twin = fresh(), fresh()
-    assert collector.state_dict() == {
+    assert collector.costs.state_dict() == {
         "rows_per_sample_call": None,
         "num_halvings": [0, 0],
         "num_repeated": [0, 0, 0],
-        "decides_once_per_row": False,
         "reward_counts": dict.fromkeys(COUNTED, 0.0),
         "reward_metrics": {},
     }
     collector.sample.rows_per_call = 6
     collector.scoring.num_halvings, collector.updating.num_halvings = 1, 2
     collector.sample.num_repeated, collector.scoring.num_repeated, collector.updating.num_repeated = 3, 4, 5
-    twin.load_state_dict(collector.state_dict())
+    twin.costs.load_state_dict(collector.costs.state_dict())
     assert twin.sample.rows_per_call == 6
     assert (twin.scoring.num_halvings, twin.updating.num_halvings) == (1, 2)
-    assert twin.state_dict() == collector.state_dict()
+    assert twin.costs.state_dict() == collector.costs.state_dict()
     assert reported(twin) == 12

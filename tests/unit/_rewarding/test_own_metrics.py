@@ -68,7 +68,11 @@ def collector(reward_model: Any, *actions: int, **settings: Any) -> ExperienceCo
 
 
 def taken(found: ExperienceCollector) -> dict[str, float]:
-    return {name: value for name, value in found.agree([found.costs()]).items() if name.startswith("judge/")}
+    return {
+        name: value
+        for name, value in found.costs.agree([found.costs.of_this_rank()]).items()
+        if name.startswith("judge/")
+    }
 
 
 def test_metrics_are_means_over_all_calls_of_an_iteration_or_totals() -> None:
@@ -84,7 +88,7 @@ def test_metrics_are_joined_over_ranks() -> None:
     """Calls of 1 and 4 s here and of 10 s on the other rank: 5 s on average."""
     found = collector(Measuring(), 1, 4)
     found.collect(["state"])
-    metrics = found.agree([found.costs(), OTHER_RANK])
+    metrics = found.costs.agree([found.costs.of_this_rank(), OTHER_RANK])
     assert {name: metrics[name] for name in ("judge/calls", "judge/seconds", "rows/dropped")} == {
         "judge/calls": 3,
         "judge/seconds": 5.0,
@@ -109,7 +113,7 @@ def test_the_parts_of_a_weighted_reward_are_measured() -> None:
 def test_metrics_that_no_iteration_has_reported_are_in_the_checkpoint() -> None:
     found, again = collector(Measuring(), 1, 2), collector(Measuring(), 1, 2)
     found.collect(["state"])
-    again.load_state_dict(found.state_dict())
+    again.costs.load_state_dict(found.costs.state_dict())
     assert taken(again) == taken(found) == {"judge/calls": 2, "judge/seconds": 1.5}
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig, RewardConfig
+from grpo._ranks.equality import comparable_settings
 from grpo._ranks.processes import SeveralProcesses
 from grpo._running.ranks import comparable_arguments
-from grpo._updating.comparable import comparable_settings
 from grpo.engine import OneProcess
 from grpo.errors import RankError
 from grpo.surrogates import Clip

@@ -126,6 +126,7 @@ OF_A_LEARNER = {
     "counters",
     "advantages",
     "collector",
+    "scorer",
     "updates",
     "coefficients",
     "replay",

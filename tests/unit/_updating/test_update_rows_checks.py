@@ -40,7 +40,7 @@ def test_a_rank_takes_part_in_every_update_in_which_another_rank_has_a_live_row(
     ]:
         with subtests.test(num_updates=num_updates, num_live=num_live):
             trainer, _ = by_hand(policy=TablePolicy(states=[0, 1, 2]), config={"batch_size": 2})
-            trainer.updates.setup.engine = OtherRank(num_updates, num_live)
+            trainer.updates.context.engine = OtherRank(num_updates, num_live)
             rows = trainer.prepared(ExperienceBatch.from_rows(groups, [0] * 6, rewards, groups))
             assert [len(torch.arange(6)[update.selected]) for update in rows.updates()] == sizes
             assert (rows.num_planned, rows.num_dead) == (max(num_updates, 3), num_dead)

@@ -9,15 +9,9 @@ from scipy.stats import chisquare
 from torch.distributions import Categorical
 
 from adapters.bandits import MLPPolicy, SoftmaxPolicy
+from grpo._common.protocols import require_methods
 from grpo.errors import ConfigError, ContractError
-from grpo.policy_base import (
-    POLICY_METHODS,
-    SamplesWithScores,
-    ScoresActions,
-    ScoresGroups,
-    ScoresReference,
-    require_methods,
-)
+from grpo.policy_base import POLICY_METHODS, SamplesWithScores, ScoresActions, ScoresGroups, ScoresReference
 
 
 def table_policy(num_states: int, num_actions: int = 5) -> SoftmaxPolicy:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from adapters.tools import RunningStatistics
 from grpo import ConfigError, GRPOConfig, GRPOTrainer, MetricSink
-from grpo.metrics import RunningStatistics
 from tests.support.policies import TablePolicy
 
 THREE: list[dict[str, float]] = [

@@ -22,7 +22,7 @@ from grpo import (
     SampledActions,
     WeightedRewards,
 )
-from grpo._updating.advisor import ADVICE
+from grpo._running.advisor import ADVICE
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy
 

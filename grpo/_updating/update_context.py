@@ -16,7 +16,7 @@ from .coefficients import Coefficients
 
 
 @dataclass(eq=False)
-class UpdateSetup:
+class UpdateContext:
     """Settings and objects that the updates of all iterations use."""
 
     config: GRPOConfig

@@ -1,0 +1,88 @@
+"""Checks of objects that have to have the methods of a protocol."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo.errors import ConfigError, ContractError, ProtocolError
+
+from .checks import is_one_letter_off
+from .conversion import describe
+
+
+def require_methods(value: Any, methods: Sequence[str], role: str, protocol: str) -> None:
+    """Check that `value` is an instance with all of `methods`.
+
+    Raises:
+        ProtocolError: methods are missing. The message names every missing method.
+    """
+    if isinstance(value, type):
+        raise ProtocolError(f"{role} must be an instance; got the class {value.__name__}. Pass {value.__name__}(...).")
+    missing = [name for name in methods if not callable(getattr(value, name, None))]
+    if missing:
+        listed = ", ".join(f"{name}()" for name in missing)
+        raise ProtocolError(
+            f"{role} must implement {protocol}; {type(value).__name__} lacks {listed}. "
+            f"Add the missing methods. There is no base class to inherit from."
+        )
+
+
+def refuse_near_misses(value: Any, role: str, capabilities: Sequence[type]) -> None:
+    """Refuse a method that is one letter off an optional method of eight letters or more, because nothing would call it.
+
+    Raises:
+        ProtocolError: `value` has such a method, and lacks the optional method.
+    """
+    names = sorted(name for name in {*dir(type(value)), *getattr(value, "__dict__", {})} if name[0] != "_")
+    wanted = [(name, capability) for capability in capabilities for name in vars(capability) if len(name) >= 8]
+    for right, capability in wanted:
+        for name in names:
+            if is_one_letter_off(name, right) and callable(getattr(value, name, None)) and not hasattr(value, right):
+                owner = next((each for each in type(value).__mro__ if name in vars(each)), type(value)).__name__
+                raise ProtocolError(
+                    f"{role}: {owner} has {name}(), which nothing calls, and lacks {right}() of {capability.__name__}: "
+                    f"{capability.__doc__} Rename {name} to {right}, or to a name that differs by more than one letter."
+                )
+
+
+def parameters_of(policy: Any) -> Mapping[str, Tensor]:
+    """Return the policy's parameters by name.
+
+    Raises:
+        ContractError: `get_parameters` returned anything but tensors by name.
+    """
+    found = policy.get_parameters()
+    entries = found.items() if isinstance(found, Mapping) else [("the result", found)]
+    for name, value in entries:
+        has_data = (
+            isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_nested)
+        )
+        if not isinstance(found, Mapping) or not isinstance(name, str) or not has_data:
+            raise ContractError(
+                f"{type(policy).__name__}.get_parameters must return a dict of dense tensors by name; {name} is "
+                f"{describe(value)}. Return dict(self.named_parameters()), or {{}} if there is nothing to train."
+            )
+    return found  # type: ignore[no-any-return]
+
+
+def kept_state(value: Any) -> dict[str, Any]:
+    """Return the state of a reward model for checkpoints. For a network, this is the state of its buffers, because training
+    never changes its weights."""
+    if isinstance(value, torch.nn.Module):
+        return dict(value.named_buffers())
+    return dict(value.state_dict()) if hasattr(value, "state_dict") else {}
+
+
+def restore_state(value: Any, state: dict[str, Any]) -> None:
+    """Restore what `kept_state` returned. Raise a ConfigError if `value` has no `load_state_dict`."""
+    if isinstance(value, torch.nn.Module):
+        for name, buffer in value.named_buffers():
+            buffer.copy_(state[name])
+    elif hasattr(value, "load_state_dict"):
+        value.load_state_dict(state)
+    elif state:
+        raise ConfigError(
+            f"{type(value).__name__} must have load_state_dict() to restore {sorted(state)}. Add this method."
+        )
