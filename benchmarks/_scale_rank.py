@@ -159,7 +159,7 @@ def measured(name: EngineName, hidden_size: int, num_layers: int, num_iterations
     exchanged = sum(times) / 3
     grown = resident("VmHWM") - before
 
-    moments = [value for state in trainer.optimizer_step.optimizer.state.values() for value in state.values()]
+    moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
     batch = trainer.collect(prompts)
     update = peak_extra_memory(lambda: trainer.update(batch))
     sampling = peak_extra_memory(lambda: trainer.collect(prompts))

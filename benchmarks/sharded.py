@@ -76,8 +76,8 @@ def measured(engine: Any, *, lora: bool, layers: int, iterations: int) -> dict[s
     found = [trainer.step(states) for _ in range(iterations)][1:]
     gc.collect()
     parameters = list(trained.model.parameters())
-    assert trainer.optimizer_step.optimizer is not None
-    moments = [value for state in trainer.optimizer_step.optimizer.state.values() for value in state.values()]
+    assert trainer.optimizer is not None
+    moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
     times = {name: statistics.median(one[f"time/{name}"] for one in found) for name in ("sample", "update")}
     alive = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
     return {"weights": megabytes(parameters), "moments": megabytes(moments), "alive": megabytes(alive)} | times

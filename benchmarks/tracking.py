@@ -131,7 +131,8 @@ class Clock:
 def block(trainer: GRPOTrainer, states: Any, num_iterations: int, sinks: list[Any]) -> tuple[float, float]:
     """Train one block. Returns wall and CPU seconds of an iteration."""
     clock = Clock()
-    trainer.train(states, num_iterations=num_iterations, sinks=sinks, callbacks=[clock], progress=False)
+    total = trainer.iteration + num_iterations
+    trainer.train(states, num_iterations=total, sinks=sinks, callbacks=[clock], progress=False)
     return clock.per_iteration()
 
 

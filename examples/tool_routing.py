@@ -94,7 +94,7 @@ def learn_added_tools(trainer: GRPOTrainer, tasks: Sequence[ToolTask], *, progre
     the new tools. The learning rate starts at half and decays to 0, so that the final weights do not depend on one noisy step.
     Requests for the new tools are four times as frequent.
     """
-    optimizer = trainer.optimizer_step.optimizer
+    optimizer = trainer.optimizer
     assert optimizer is not None
     for parameters in optimizer.param_groups:
         parameters["lr"] = parameters["initial_lr"] = trainer.config.learning_rate / 2

@@ -18,7 +18,7 @@ from ._running.restoring import load_into
 from ._running.run import Run, at_least_one, opened_folder
 from ._running.safe_points import SafePoints
 from ._running.schedule import set_learning_rate
-from ._running.state import RunState
+from ._running.state import HasSnapshot, RunState
 from ._running.state_source import StateSource, iterations_of
 from ._updating.requirements import settings_of_a_run
 from ._updating.update_rows import UpdateRows
@@ -49,7 +49,12 @@ class GRPOTrainer(Learner):
         self.in_progress = IterationInProgress(self.updates.context, self.meter)
         self.ahead = Ahead(self.config, self.collector, self.sampler, self.engine, self.interrupts, self.counters)
         self.parts.add(progress=self.progress, in_progress=self.in_progress, ahead=self.ahead)
-        self.run_state = RunState(self.parts, self.config, self.engine)
+        snapshots: dict[str, HasSnapshot] = {
+            "replay": self.updates.replay,
+            "in_progress": self.in_progress,
+            "ahead": self.ahead,
+        }
+        self.run_state = RunState(self.parts, self.config, self.engine, snapshots)
         self.safe_points = SafePoints(
             self.run_state,
             self.interrupts,

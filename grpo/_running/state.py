@@ -57,11 +57,14 @@ class RunState:
         parts: the parts of the trainer.
         config: the settings, which a state repeats so that changes are noticed.
         engine: knows which values this rank holds.
+        snapshots: parts that know what of their states has to be copied, by name. The states of other parts are copied whole.
     """
 
-    def __init__(self, parts: Parts, config: GRPOConfig, engine: Engine) -> None:
+    def __init__(
+        self, parts: Parts, config: GRPOConfig, engine: Engine, snapshots: Mapping[str, HasSnapshot] | None = None
+    ) -> None:
         self._parts, self._config, self._engine = parts, config, engine
-        self._snapshots = {name: part.snapshot for name, part in parts.by_name.items() if isinstance(part, HasSnapshot)}
+        self._snapshots = snapshots or {}
 
     def state_dict(self, passing: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Everything that an exact resume needs. Tensors are not copied.
@@ -93,7 +96,7 @@ class RunState:
             return is_dense(value) and self._address_of(value) in weights
 
         states = {
-            name: self._snapshots[name]() if name in self._snapshots else _copied(part.state_dict(), is_weight)
+            name: self._snapshots[name].snapshot() if name in self._snapshots else _copied(part.state_dict(), is_weight)
             for name, part in self._parts.by_name.items()
             if name not in self._parts.lasting
         }

@@ -91,7 +91,7 @@ def run(seed: int, num_iterations: int) -> Run:
         trainer = trainer_of(policy, seed)
         trainer.train(tasks, num_iterations=FIRST, progress=False)
         early = evaluate_tools(policy, held_out, policy.catalogue)
-        trainer.train(tasks, num_iterations=num_iterations - FIRST, progress=False)
+        trainer.train(tasks, num_iterations=num_iterations, progress=False)
         after = evaluate_tools(policy, held_out, policy.catalogue)
 
         # 100 requests for each tool, so that the shares are no accident

@@ -176,7 +176,7 @@ def test_a_server_killed_in_mid_run_costs_only_its_own_calls_and_works_again_whe
 
             [process] = processes_of("mcp-server-filesystem")
             os.kill(process, signal.SIGKILL)
-            later = trainer.train(list(ANSWERS), num_iterations=20, progress=False)
+            later = trainer.train(list(ANSWERS), num_iterations=23, progress=False)
             assert all(metrics[SERVER_LOST] == metrics["rows/dropped"] > 0 for metrics in later[:3])
             chosen = policy.tool_probabilities(list(ANSWERS))
             assert chosen[0, 0] > 0.8, "the other servers' tools are learned meanwhile"
@@ -188,6 +188,6 @@ def test_a_server_killed_in_mid_run_costs_only_its_own_calls_and_works_again_whe
 
             servers["filesystem"].__exit__()
             servers["filesystem"].__enter__()
-            last = trainer.train(list(ANSWERS), num_iterations=20, progress=False)
+            last = trainer.train(list(ANSWERS), num_iterations=43, progress=False)
             assert [metrics[SERVER_LOST] for metrics in last] == [0] * 20
             assert last[-1]["rewards/mean"] > 0.8

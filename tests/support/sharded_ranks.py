@@ -191,7 +191,7 @@ def whole_weights(trainer: Any) -> dict[str, Tensor]:
 
 def bytes_of(trainer: Any) -> int:
     """The memory of weights, trained and frozen, and of the optimizer's tensors, each storage once."""
-    moments = trainer.optimizer_step.optimizer.state_dict()["state"].values()
+    moments = trainer.optimizer.state_dict()["state"].values()
     model = getattr(trainer.policy, "model", trainer.policy)
     storages = {}
     for value in (*model.parameters(), *(value for state in moments for value in state.values())):

@@ -14,6 +14,6 @@ def hash_of(value: Any) -> str:
 
 def hashes_of(trainer: Any) -> dict[str, str]:
     """The SHA-256 of each weight and of each tensor of the optimizer."""
-    moments = trainer.optimizer_step.optimizer.state_dict()["state"]
+    moments = trainer.optimizer.state_dict()["state"]
     named = {f"{number} {name}": value for number, state in moments.items() for name, value in state.items()}
     return {name: hash_of(value) for name, value in {**trainer.policy.get_parameters(), **named}.items()}

@@ -54,5 +54,5 @@ def trainer_of(
 
 def state_of(trainer: GRPOTrainer) -> str:
     """SHA-256 over the weights and the optimizer's state."""
-    optimizer = trainer.optimizer_step.optimizer
+    optimizer = trainer.optimizer
     return digest(weights_of(trainer.policy), None if optimizer is None else optimizer.state_dict())
