@@ -70,6 +70,7 @@ class GRPOTrainer(Learner):
         self.history: list[dict[str, float]] = []
         """The metrics of each iteration of the latest call of `train`. An interrupted call leaves them here."""
         self._has_said_what_needs_a_run = False
+        self._needs_a_run = settings_of_a_run(self.config)
 
     # One iteration
 
@@ -243,7 +244,7 @@ class GRPOTrainer(Learner):
 
     def _say_what_needs_a_run(self, *, has_more_states: bool) -> None:
         """Say once, in a loop of the user's own, which settings only `train` honours."""
-        found = settings_of_a_run(self.config)
+        found = [*self._needs_a_run]
         if self.config.dynamic_sampling_rounds and not has_more_states:
             found.append(f"dynamic_sampling_rounds={self.config.dynamic_sampling_rounds} (without more_states)")
         if found and not self._has_said_what_needs_a_run:
