@@ -71,10 +71,11 @@ def require_sound(checkpoint: Checkpoint) -> None:
 def _wrong_numbers(parts: Any) -> Iterator[str]:
     if not isinstance(parts, Mapping):
         return  # another kind of state, which `RunState.load_state_dict` refuses
-    for part in ("counters", "optimizer_step"):
+    for part in ("counters", "optimizer_step", "progress"):
         counts = parts.get(part)
         for name, value in counts.items() if isinstance(counts, Mapping) else ():
-            if not isinstance(value, int) or value < 0:
+            is_count = part != "progress" or name == "num_draws"
+            if is_count and (not isinstance(value, int) or value < 0):
                 yield f"{part}.{name}={value!r}"
     optimizer = parts.get("optimizer")
     groups = optimizer.get("param_groups", []) if isinstance(optimizer, Mapping) else []

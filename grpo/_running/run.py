@@ -95,7 +95,7 @@ class Run:
         if ended_by is not None:
             self._is_stopped = True
             warn_user(
-                f"{ended_by} has ended the loaded run already, so there is nothing left to do. Leave it out, or raise its "
+                f"{ended_by} has ended the run already, so there is nothing left to do. Leave it out, or raise its "
                 "patience, to continue."
             )
         if self.position >= self.num_iterations:

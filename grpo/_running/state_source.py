@@ -28,7 +28,7 @@ class StateSource:
         states: the states.
         num_per_iteration: number of states of an iteration. None: all of a sequence.
         seed: decides the order of a sequence.
-        first: the number of the first draw from an iterable. Draws before it were made from other iterables.
+        first: the number of the first draw. An iterator has passed the states of earlier draws already.
     """
 
     def __init__(self, states: Any, num_per_iteration: int | None, seed: int, first: int = 0) -> None:
@@ -53,7 +53,8 @@ class StateSource:
                     f"GRPOConfig.num_states_per_iteration must be set, because a {type(states).__name__} of states has no "
                     "entries by number, and the whole of it may be endless. Set it, or pass list(states)."
                 )
-            self._endless, self._num_taken = _repeated(states), first * num_per_iteration
+            has_passed = first * num_per_iteration if isinstance(states, Iterator) else 0
+            self._endless, self._num_taken = _repeated(states), has_passed
             self._draw = self._from_iterable
         elif callable(states) and not isinstance(states, type):
             self._draw = states

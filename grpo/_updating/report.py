@@ -74,7 +74,8 @@ class IterationReport:
         }
         self._coefficients.follow(measured)
         metrics |= self._coefficients.report("_next")
-        return {**metrics, "time/update": self._meter.seconds, "time/iteration": self._meter.seconds}
+        seconds = self._meter.seconds
+        return {**metrics, "time/update": seconds, "time/iteration": seconds}
 
 
 def effective_sample_size(mean: float, std: float) -> float:

@@ -1,6 +1,6 @@
 """The rows of one iteration, divided into updates."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +24,16 @@ class UpdateRows:
         context: what the updates of all iterations use.
         all_ranks: the rows of all ranks.
         row_order: the state of the generator of the order of rows. None: its present state.
+        counts: `counts_of` each update, summed over all ranks. None: the ranks have not told one another.
     """
 
     def __init__(
-        self, rows: TrainingRows, context: UpdateContext, all_ranks: TrainingRows, row_order: Tensor | None = None
+        self,
+        rows: TrainingRows,
+        context: UpdateContext,
+        all_ranks: TrainingRows,
+        row_order: Tensor | None = None,
+        counts: list[list[float]] | None = None,
     ) -> None:
         self.all_ranks = all_ranks
         """The rows of all ranks, for the report."""
@@ -52,7 +58,7 @@ class UpdateRows:
         """Number of updates that were skipped before the forward pass, because none of their rows has an advantage."""
         self._context = context
         self._row_order = context.row_order.get_state() if row_order is None else row_order
-        self._planned = self._plan()
+        self._planned = self._plan(counts)
 
     def updates(self) -> Iterator[Update]:
         """Yield each update, epoch by epoch. The rows of a group stay adjacent. An update is left out if none of its rows, on
@@ -68,20 +74,22 @@ class UpdateRows:
             self._context.between()
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows, and the number of updates so far. No tensor is copied."""
+        """The rows, their plan, and the number of updates so far. No tensor is copied."""
+        counts = [counts for _, counts in self._planned if counts is not None]
         return {
             "rows": self.given.state_dict(),
             "all_ranks": self.all_ranks.without_content().state_dict(),
             "num_planned": self.num_planned,
             "num_dead": self.num_dead,
             "row_order": self._row_order,
+            "counts": counts or None,
         }
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], context: UpdateContext) -> "UpdateRows":
         """Return the rows that `state_dict` described. Their next update follows the last update before `state_dict`."""
         rows, all_ranks = (TrainingRows.from_state_dict(state[name]) for name in ("rows", "all_ranks"))
-        resumed = cls(rows, context, all_ranks, state["row_order"])
+        resumed = cls(rows, context, all_ranks, state["row_order"], state["counts"])
         resumed.num_planned, resumed.num_dead = state["num_planned"], state["num_dead"]
         return resumed
 
@@ -91,7 +99,7 @@ class UpdateRows:
             return counts[0] > 0
         return self.data.live is None or num_selected(live_positions(self.data, selected)) > 0
 
-    def _plan(self) -> list[tuple[RowIndex, list[float] | None]]:
+    def _plan(self, counts: list[list[float]] | None) -> list[tuple[RowIndex, list[float] | None]]:
         """This rank's rows of each update, and `counts_of` the update, summed over all ranks. None: there is one rank."""
         context, batch = self._context, self.data.batch
         context.row_order.set_state(self._row_order)
@@ -101,12 +109,20 @@ class UpdateRows:
         ]
         if context.engine.num_ranks == 1:
             return [(selected, None) for epoch in epochs for selected in epoch]
-        own = [[counts_of(self.data, selected, context) for selected in epoch] for epoch in epochs]
-        of_ranks = context.engine.gather_objects(own)
-        planned: list[tuple[RowIndex, list[float] | None]] = []
-        for selections, *counts in zip(epochs, *of_ranks, strict=True):
-            for place in range(max(map(len, counts))):
-                totals = [sum(column) for column in zip(*(c[place] for c in counts if place < len(c)), strict=True)]
-                # a rank without further rows makes an empty update with the others
-                planned.append((selections[place] if place < len(selections) else slice(0, 0), totals))
-        return planned
+        if counts is None:
+            own = [[counts_of(self.data, selected, context) for selected in epoch] for epoch in epochs]
+            counts = _added_up(context.engine.gather_objects(own))
+        longest = len(counts) // len(epochs)
+        # a rank without further rows makes an empty update with the others
+        selections = [[*epoch, *[slice(0, 0)] * (longest - len(epoch))] for epoch in epochs]
+        return list(zip([selected for epoch in selections for selected in epoch], counts, strict=True))
+
+
+def _added_up(of_ranks: Sequence[Sequence[Sequence[Sequence[float]]]]) -> list[list[float]]:
+    """The counts of each update, summed over the ranks that have rows in it. A rank tells its counts epoch by epoch."""
+    totals = []
+    for epochs in zip(*of_ranks, strict=True):
+        for place in range(max(map(len, epochs))):
+            found = [of_rank[place] for of_rank in epochs if place < len(of_rank)]
+            totals.append([sum(column) for column in zip(*found, strict=True)])
+    return totals

@@ -313,7 +313,7 @@ def test_a_run_that_early_stopping_has_ended_stays_ended(tmp_path: Path, caplog:
     assert len(trainer_of().train(["a", "b"], callbacks=stopping(2), **options)) == 3
     assert "Stopped by EarlyStopping after iteration 3." in caplog.text
     again = trainer_of()
-    with pytest.warns(GRPOWarning, match=r"EarlyStopping has ended the loaded run already"):
+    with pytest.warns(GRPOWarning, match=r"EarlyStopping has ended the run already"):
         assert again.train(["a", "b"], callbacks=stopping(2), **options) == []
     assert len(trainer_of().train(["a", "b"], callbacks=stopping(4), **options)) == 2
 

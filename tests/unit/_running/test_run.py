@@ -231,12 +231,19 @@ def drawn_by(states: Any, *totals: int, **how: Any) -> list[list[Any]]:
 
 
 def test_a_further_call_draws_the_states_after_those_of_the_first(subtests: pytest.Subtests) -> None:
-    """Each state once in three iterations of a list; a sampler is asked for the next iteration; an iterator goes on."""
+    """Each state once in three iterations of a list. A sampler is asked for the next iteration, and an iterator goes on. What
+    can be iterated again skips the states that were drawn, as after a checkpoint."""
     letters = "abcdef"
+
+    class Loader:
+        def __iter__(self) -> Iterator[str]:
+            return iter(letters)
+
     for name, states in {
         "list": lambda: list(letters),
         "sampler": lambda: lambda iteration: [letters[2 * iteration], letters[2 * iteration + 1]],
         "iterator": lambda: iter(letters),
+        "iterable": Loader,
     }.items():
         with subtests.test(name):
             in_two = drawn_by(states(), 1, 3)

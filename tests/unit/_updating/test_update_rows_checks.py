@@ -10,6 +10,7 @@ import torch
 from grpo import ActionScores, ConfigError, ContractError, EntropyControl, ExperienceBatch, ObjectiveConfig
 from grpo._ranks.processes import SeveralProcesses
 from grpo._updating.update import Update
+from grpo._updating.update_rows import UpdateRows
 from tests.support.policies import RowScoring, TablePolicy
 from tests.support.trainers import ROLLOUTS, by_hand
 
@@ -44,6 +45,24 @@ def test_a_rank_takes_part_in_every_update_in_which_another_rank_has_a_live_row(
             rows = trainer.prepared(ExperienceBatch.from_rows(groups, [0] * 6, rewards, groups))
             assert [len(torch.arange(6)[update.selected]) for update in rows.updates()] == sizes
             assert (rows.num_planned, rows.num_dead) == (max(num_updates, 3), num_dead)
+
+
+def test_rows_that_are_restored_keep_their_plan_without_a_meeting() -> None:
+    """A rank may be put back to its last stop point while the others go on."""
+    trainer, _ = by_hand(policy=TablePolicy(states=[0, 1, 2]), config={"batch_size": 2})
+    trainer.updates.context.engine = OtherRank(5, 1)
+    rows = trainer.prepared(ExperienceBatch.from_rows([0, 0, 1, 1], [0] * 4, [0.0, 1.0, 0.0, 2.0], [0, 0, 1, 1]))
+    next(iter(rows.updates()))
+    state = rows.state_dict()
+
+    class Gone(OtherRank):
+        def gather_objects(self, value: Any) -> list[Any]:
+            raise AssertionError("nobody comes")
+
+    trainer.updates.context.engine = Gone(5, 1)
+    again = UpdateRows.from_state_dict(state, trainer.updates.context)
+    assert [len(torch.arange(4)[update.selected]) for update in again.updates()] == [2, 0, 0, 0]
+    assert again.num_planned == 5
 
 
 # What is checked of the scores
