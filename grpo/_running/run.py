@@ -90,6 +90,7 @@ class Run:
         self._is_stopped = False
         self.samples: list[Samples] | None = [] if self._sinks.take_samples else None
         """The rows of the current iteration that sinks record. None: no sink records rows."""
+        is_done = self._is_done()  # before a loaded run counts as continued
         self.progress.begin(callbacks)
         ended_by = callbacks.ended_by()
         if ended_by is not None:
@@ -98,8 +99,8 @@ class Run:
                 f"{ended_by} has ended the run already, so there is nothing left to do. Leave it out, or raise its "
                 "patience, to continue."
             )
-        if self.position >= self.num_iterations:
-            self._end_at_once()
+        if is_done:
+            warn_user(f"{self._where}, so there is nothing left to do. Raise num_iterations to continue.")
         if self.progress.num_iterations not in (None, self.num_iterations) and self._has_schedule:
             warn_user(
                 f"num_iterations was {self.progress.num_iterations} and is {self.num_iterations}, and config.lr_schedule="
@@ -117,18 +118,25 @@ class Run:
     def _has_schedule(self) -> bool:
         return self.config.lr_schedule != "constant" or self.config.warmup_ratio > 0
 
-    def _end_at_once(self) -> None:
-        """The trainer has made all iterations."""
-        found = (
+    @property
+    def _where(self) -> str:
+        return (
             f"train: num_iterations={self.num_iterations} is the total, and the trainer is at iteration {self.position}"
         )
-        if self.resumes:
-            warn_user(f"{found}, so there is nothing left to do. Raise num_iterations to continue.")
-            return
-        raise ConfigError(
-            f"{found}. Pass a larger total: num_iterations={self.position + self.num_iterations} makes {self.num_iterations} "
-            "further iterations."
-        )
+
+    def _is_done(self) -> bool:
+        """Whether the trainer has made all iterations.
+
+        Raises:
+            ConfigError: it has, and this call does not resume a run.
+        """
+        is_done = self.position >= self.num_iterations
+        if is_done and not self.resumes:
+            raise ConfigError(
+                f"{self._where}. Pass a larger total: num_iterations={self.position + self.num_iterations} makes "
+                f"{self.num_iterations} further iterations."
+            )
+        return is_done
 
     def positions(self) -> Iterator[int]:
         """Iterate over the positions (from 0) of the remaining iterations, with a progress bar."""

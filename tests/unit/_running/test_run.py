@@ -335,3 +335,20 @@ def test_a_further_call_gives_up_what_the_first_call_left_unfinished(subtests: p
             history = trainer.train(states, num_iterations=4, **options)
             assert (trainer.iteration, len(history)) == (4, 4 - iteration)
             assert [metrics["train/num_updates"] for metrics in history] == [4.0] * len(history)
+
+
+def test_a_refused_total_leaves_a_loaded_run_loaded(tmp_path: Path) -> None:
+    """The loaded run is in the middle of an iteration, which the next call finishes."""
+    stopped = by_hand(config={"num_epochs_per_update": 2})[0]
+    stopped.step(["a", "b"])
+    rows = stopped.prepared(stopped.collect(["a", "b"]))
+    stopped.in_progress.rows = rows
+    next(iter(rows.updates()))
+    stopped.save_checkpoint(tmp_path / "here")
+    trainer = by_hand(config={"num_epochs_per_update": 2})[0]
+    trainer.load_checkpoint(tmp_path / "here")
+    with pytest.raises(ConfigError, match="num_iterations=1 is the total, and the trainer is at iteration 1"):
+        trainer.train(["a", "b"], num_iterations=1, progress=False)
+    assert trainer.in_progress.num_planned == 1
+    (metrics,) = trainer.train(["a", "b"], num_iterations=2, progress=False)
+    assert metrics["train/num_updates"] == 1.0, "the other update was made before the checkpoint"
