@@ -67,6 +67,7 @@ from .learning.rewards import (
     standard_rewards,
 )
 from .learning.sample_batches import batch_from_groups, groups_from_batch
+from .learning.statistics import RunningStatistics
 from .learning.tasks import TaskError, ToolTask, load_tasks, save_tasks, split_tasks
 from .policy.distribution import Prediction
 from .policy.policy import ToolSelectionPolicy
@@ -119,6 +120,7 @@ __all__ = [
     "PathOutsideRootError",
     "Prediction",
     "RewardRegression",
+    "RunningStatistics",
     "SampleError",
     "ServerLostError",
     "TaskError",

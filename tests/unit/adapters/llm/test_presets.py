@@ -34,6 +34,7 @@ def test_the_figures_in_the_reasons_are_right() -> None:
     assert lora_start().learning_rate == pytest.approx(10 * presets.dapo().learning_rate)
 
 
+@pytest.mark.filterwarnings("ignore:step.. does not honour")  # of the lone collect() at its end
 def test_a_run_starts_on_policy_without_a_reference_and_trains_the_adapter() -> None:
     policy = HFPolicy(
         add_lora(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)),

@@ -186,7 +186,7 @@ def test_lost_rows_are_dropped_whatever_happens_to_other_nan_rewards(kind: Any, 
     batch = trainer.collect(["state"])
     assert [action.tool for action in batch.actions] == ["a", "c"]
     assert batch.rewards.tolist() == [1.0 + is_part] * 2
-    metrics = trainer.collector.take_counts(trainer.engine)
+    metrics = trainer.collector.costs.agree([trainer.collector.costs.of_this_rank()])
     counts = Counter({name: int(value) for name, value in metrics.items() if "/errors/" in name or name == DROPPED})
     assert counts == {WORKER: 1, SERVER: 1, BLOCKED: 0, DROPPED: 2}
 
@@ -204,7 +204,7 @@ def test_rows_that_are_asked_one_by_one_are_dropped_and_counted_too() -> None:
     batch = trainer.collect(["state"])
     assert script.num_calls == 4 + 5
     assert [action.tool for action in batch.actions] == ["b", "c", "d"]
-    metrics = trainer.collector.take_counts(trainer.engine)
+    metrics = trainer.collector.costs.agree([trainer.collector.costs.of_this_rank()])
     assert (metrics[WORKER], metrics[DROPPED]) == (0, 1), "the lost call ran when it was executed again"
 
 
