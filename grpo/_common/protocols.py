@@ -38,7 +38,8 @@ def refuse_near_misses(value: Any, role: str, capabilities: Sequence[type]) -> N
     names = sorted(name for name in {*dir(type(value)), *getattr(value, "__dict__", {})} if name[0] != "_")
     wanted = [(name, capability) for capability in capabilities for name in vars(capability) if len(name) >= 8]
     for right, capability in wanted:
-        for name in names:
+        # one letter changes the beginning of a name or its end, not both
+        for name in (name for name in names if name[:3] == right[:3] or name[-3:] == right[-3:]):
             if is_one_letter_off(name, right) and callable(getattr(value, name, None)) and not hasattr(value, right):
                 owner = next((each for each in type(value).__mro__ if name in vars(each)), type(value)).__name__
                 raise ProtocolError(
