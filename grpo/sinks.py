@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ._common.checks import require_count
 from ._common.conversion import describe, reward_name
+from .config import GRPOConfig
 from .errors import ConfigError, warn_user
 from .types import Rows
 
@@ -182,16 +183,16 @@ class GuardedSinks:
         return True
 
 
-def run_settings(trainer: Any) -> dict[str, Any]:
-    """What a sink's `start` is told about a `GRPOTrainer`: its config, the kinds of its parts, and versions."""
+def run_settings(config: GRPOConfig, policy: object, reward_model: object) -> dict[str, Any]:
+    """What a sink's `start` is told about a run: its config, the kinds of its parts, and versions."""
     try:
         own = metadata.version("model-agnostic-grpo")
     except metadata.PackageNotFoundError:
         own = "not installed"
     return {
-        "config": trainer.config.to_dict(),
-        "policy": type(trainer.policy).__name__,
-        "reward_model": reward_name(trainer.reward_model),
+        "config": config.to_dict(),
+        "policy": type(policy).__name__,
+        "reward_model": reward_name(reward_model),
         "versions": {
             "model-agnostic-grpo": own,
             "torch": str(torch.__version__),

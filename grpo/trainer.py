@@ -210,7 +210,7 @@ class GRPOTrainer(Learner):
                 shows_bar=progress,
             )
             self.history, self.samples = run.history, run.samples
-            run.start(self)
+            run.start(self.policy, self.reward_model)
             # a signal or an error leaves a checkpoint of the last safe point
             with self.safe_points.kept_in(folder), self.ahead.running():
                 for position in run.positions():

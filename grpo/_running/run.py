@@ -43,7 +43,7 @@ class Run:
     source: StateSource
     """Returns the states of an iteration."""
     engine: Engine
-    """Combines several ranks. Each rank takes its share of the states."""
+    """Joins the ranks. Each rank takes its share of the states."""
     num_iterations: int
     """The total number of iterations, those before this call included."""
     resumes: bool
@@ -147,9 +147,9 @@ class Run:
             while self.position < total and not self._is_stopped:
                 yield self.position
 
-    def start(self, trainer: RunningTrainer) -> None:
+    def start(self, policy: object, reward_model: object) -> None:
         """Tell the sinks what is run."""
-        settings = run_settings(trainer) | {"num_iterations": self.num_iterations}
+        settings = run_settings(self.config, policy, reward_model) | {"num_iterations": self.num_iterations}
         self._sinks.start(settings, self.position + 1)
 
     def draw(self) -> Rows:
@@ -175,7 +175,7 @@ class Run:
         return done % every == 0 or done == self.num_iterations
 
     def record(self, trainer: RunningTrainer, metrics: dict[str, float]) -> bool:
-        """Record an iteration's metrics, count the iteration, and ask the callbacks. Returns whether a checkpoint is due."""
+        """Record the metrics of the iteration that has ended, and ask the callbacks. Returns whether a checkpoint is due."""
         score = metrics.get("eval/avg_reward", -math.inf)
         improved = score > self.progress.best_score
         is_due = self.folder is not None and (improved or self._checkpoint_is_due())

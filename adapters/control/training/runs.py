@@ -87,7 +87,8 @@ def train_control(
     guarded, asked = GuardedSinks(sinks), Callbacks(callbacks)
     trainer.history = []
     run = _Run(trainer, None if folder is None else Path(folder))
-    guarded.start(run_settings(trainer) | {"total_steps": total_steps}, trainer.iteration + 1)
+    settings = run_settings(trainer.config, policy, trainer.reward_model) | {"total_steps": total_steps}
+    guarded.start(settings, trainer.iteration + 1)
     bar = tqdm(total=total_steps, initial=run.steps, desc="control", unit="step", disable=not progress)
     with bar, _recorded(trainer, guarded) as samples:
         due = (run.steps // evaluate_every + 1) * evaluate_every
