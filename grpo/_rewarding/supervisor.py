@@ -15,6 +15,11 @@ from .worker import LENGTH, NamedCall, work
 
 END_SECONDS = 0.25
 """How long the supervisor may take to kill and reap the processes below it."""
+KEPT_SIGNALS = {
+    *(signal.SIGKILL, signal.SIGSTOP),  # nobody can handle them
+    *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT),  # faults
+}
+"""Signals whose handlers a process keeps."""
 PR_SET_CHILD_SUBREAPER = 36
 """The option of `prctl` by which orphans become children of this process."""
 
@@ -56,10 +61,13 @@ def _report_end(worker: int, status: int, order: int, wakeup: int) -> None:
 
 
 def _restore_signals() -> None:
-    """Give every signal its default action. Python code of the parent never runs in a handler."""
+    """Give signals their default action. No handler of the parent runs here, in Python or in C, such as SDL's for SIGTERM.
+
+    What is ignored stays ignored, and `faulthandler` goes on to show where a fault was.
+    """
     signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
+    for number in signal.valid_signals() - KEPT_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # Python knows no handler that was set in C, so all are set anew
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 

@@ -1,5 +1,6 @@
 """Calls in another process: what comes back, when it ends, and that nothing of it is left."""
 
+import ctypes
 import os
 import random
 import signal
@@ -391,16 +392,38 @@ def test_an_interrupt_at_any_moment_leaves_nothing(subtests: pytest.Subtests) ->
             assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 
-def test_a_signal_has_its_default_effect_there() -> None:
-    """The handler of this process does not run."""
+def python_handler(handled: list[int]) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: handled.append(os.getpid()))
+
+
+def c_handler(handled: list[int]) -> Any:
+    """A handler that Python's `getsignal` does not know, as SDL sets one with the first window."""
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: handled.append(os.getpid()))
+    ctypes.CDLL(None).signal(ctypes.c_int(signal.SIGTERM), handler)
+    return handler
+
+
+@pytest.mark.parametrize("set_handler", [python_handler, c_handler])
+def test_a_signal_has_its_default_effect_there(set_handler: Callable[[list[int]], Any]) -> None:
+    """No handler of this process runs."""
     handled: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda *_: handled.append(os.getpid()))
+    before = signal.getsignal(signal.SIGTERM)
+    handler = set_handler(handled)
     try:
         with pytest.raises(CallError, match="ended by signal 15"):
             call(lambda: (os.kill(os.getpid(), signal.SIGTERM), hang()))
     finally:
         signal.signal(signal.SIGTERM, before)
+    del handler  # until here C could call it
     assert handled == []
+
+
+def test_an_ignored_signal_stays_ignored_there() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert call(lambda: os.kill(os.getpid(), signal.SIGHUP)) is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_nothing_of_this_process_is_cleaned_up_there(tmp_path: Path) -> None:
