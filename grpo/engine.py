@@ -8,6 +8,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_check
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ._common.calls import Call
 from ._common.protocols import require_methods
 
 Args = ParamSpec("Args")
@@ -99,6 +100,14 @@ class Engine(Protocol):
 
     def clip_gradients(self, tensors: Sequence[Tensor], max_norm: float, total_norm: Tensor) -> None:
         """Scale the gradients of these tensors, in place, so that their norm is at most `max_norm`."""
+
+
+@runtime_checkable
+class CallsInProcess(Protocol):
+    """Makes calls one after another in another process, which is killed after `timeout` seconds per call."""
+
+    def __call__(self, calls: Sequence[Call], *, timeout: float) -> list[Any]:
+        """The answers in order. Raises `DeadlineError`, `CallError`, or what a call raised."""
 
 
 ENGINE_METHODS = [name for name in vars(Engine) if callable(vars(Engine)[name]) and not name.startswith("_")]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Hashable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -22,9 +23,8 @@ from ._collecting.update_plan import cut_parts, num_selected, parts_in_order, pl
 from ._common.conversion import pad_steps
 from ._common.protocols import require_methods
 from ._rewarding.calls import KeptRewards, RewardCalls
-from ._rewarding.gate import Turns
 from .config import RewardConfig
-from .engine import Engine, OneProcess
+from .engine import CallsInProcess, Engine, OneProcess
 from .policy_base import POLICY_METHODS, BeginsSampling, KeysStates, PlansMicroBatches
 from .types import ActionScores, ExperienceBatch, RowIndex, Rows, SampledActions, select_rows
 
@@ -42,6 +42,7 @@ class ExperienceCollector:
         reward: what to do when the reward model raises, or returns NaN or infinity.
         autocast: returns a context manager in which policy and reference compute.
         before_sampling: called before actions are sampled. It brings a separate sampler up to date.
+        in_process: makes the calls of `reward.timeout` in another process. None: nobody does.
         engine: joins the ranks. None: one process.
         group_by: maps a state to a key; equal keys share a group. None: each position of `states` has a group of its own.
         needs: the optional batch fields that training reads: any of "old_log_probs", "entropy", "values", "state_keys".
@@ -63,6 +64,7 @@ class ExperienceCollector:
         reward: RewardConfig | None = None,
         autocast: Autocast = nullcontext,
         before_sampling: Callable[[], None] = lambda: None,
+        in_process: CallsInProcess | None = None,
         engine: Engine | None = None,
         group_by: Callable[[Any], Hashable] | None = None,
         needs: Collection[str] = (),
@@ -84,8 +86,9 @@ class ExperienceCollector:
         self._reference = ReferenceScorer(policy, reference_policy, autocast) if use_reference else None
         self._group_by = group_by
         self.reward_model = reward_model
-        self._ask_for_rewards = RewardCalls(reward_model, reward or RewardConfig(), waiting=engine.waiting)
-        self._turns = Turns()
+        reward = reward or RewardConfig()
+        self._ask_for_rewards = RewardCalls(reward_model, reward, in_process=in_process, waiting=engine.waiting)
+        self._turns = Lock()
         self.costs = CallCosts(self._ask_for_rewards, self.sample, self.scoring, self.updating)
         """What the calls of policy and reward model have cost since the last report."""
 
@@ -147,7 +150,7 @@ class ExperienceCollector:
 
     def rewards_of(self, rows: SampledRows, ask: RewardCalls) -> KeptRewards:
         """Ask for the rewards of rows. Two threads never ask at the same time."""
-        with self._turns.taken(), torch.no_grad():
+        with self._turns, torch.no_grad():
             return ask(rows.states, rows.actions, rows.mask, group_ids=rows.group_ids, keep_counts=True)
 
     def groups_of(self, states: Rows) -> Int[Tensor, " B"]:
@@ -193,7 +196,7 @@ class ExperienceCollector:
         row_states, row_actions, sampled = self.sample(states, num_actions_per_state)
         group_ids = self.groups_of(states).repeat_interleave(num_actions_per_state)
         mask = None if sampled is None else sampled.mask
-        with self._turns.taken(), torch.no_grad():
+        with self._turns, torch.no_grad():
             rewards = self._ask_for_rewards(row_states, row_actions, mask, group_ids=group_ids, keep_counts=True)
         return row_states, row_actions, group_ids, mask, rewards
 

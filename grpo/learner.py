@@ -22,7 +22,7 @@ from ._updating.update_rows import UpdateRows
 from ._updating.updates import Updates
 from .advantage_estimator import AdvantageEstimator
 from .config import GRPOConfig
-from .engine import Engine, OneProcess, built_on_all_ranks, on_all_ranks
+from .engine import CallsInProcess, Engine, OneProcess, built_on_all_ranks, on_all_ranks
 from .experience_collector import ExperienceCollector
 from .grpo_objective import Objective
 from .metrics import Meter, timed
@@ -31,8 +31,7 @@ from .types import ExperienceBatch, Rows
 
 
 class Learner:
-    """Improves any policy on any reward with group-relative advantages, iteration by iteration. `GRPOTrainer` adds runs:
-    schedules, evaluations, checkpoints, signals.
+    """Improves any policy on any reward, iteration by iteration. `GRPOTrainer` adds runs: schedules, checkpoints, signals.
 
     Args:
         config: all settings of training.
@@ -46,10 +45,9 @@ class Learner:
         advantages: replaces `AdvantageEstimator`: any `ExperienceBatch -> [N] or [N, T]`. On several ranks, it gets the rows of
             its own rank only.
         group_by: maps a state to a key, such as its text. States of one iteration with equal keys share a group, so their
-            rewards are compared with one another. Such states must be the same for the policy, too. Each rank and each draw of
-            dynamic sampling has its own groups. None: each position of `states` has a group of its own.
-        engine: joins several processes (`Replicated` or `Sharded` of `grpo.distributed`). Each rank passes its own states to
-            `step`. `batch_size` is per rank. None: one process.
+            rewards are compared; they must be the same for the policy, too. Each rank and each draw of dynamic sampling has
+            its own groups. None: each position of `states` has a group of its own.
+        engine: joins ranks, such as `Replicated`. Each rank passes its own states; `batch_size` is per rank. None: one process.
 
     Raises:
         ProtocolError: the policy or the reward model lacks methods. The message names every missing method.
@@ -57,6 +55,7 @@ class Learner:
     """
 
     is_alone: ClassVar[bool] = True  # nobody honours the settings that need a run
+    call_in_process: ClassVar[CallsInProcess | None] = None  # nor starts processes
 
     @built_on_all_ranks
     def __init__(
@@ -94,6 +93,7 @@ class Learner:
             reward=config.reward,
             autocast=lambda: autocast(config, self.optimizer_step.device),
             before_sampling=self.sampler.sync,
+            in_process=self.call_in_process,
             engine=self.engine,
             group_by=group_by,
             needs=required_scores(config, has_own_loss=has_own_loss),

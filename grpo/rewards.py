@@ -13,17 +13,19 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
+from ._common.calls import Call
 from ._common.conversion import as_tensor, describe, require_lengths, reward_name
 from ._common.protocols import kept_state, restore_state
 from ._common.signatures import takes
-from ._rewarding.answers import ask_for_rewards, checked
+from ._processes.calls import call_in_process
+from ._rewarding.answers import checked
 from ._rewarding.deadlines import await_all, is_async
-from ._rewarding.in_process import Call, call_in_process
 from ._rewarding.parts import PlannedCalls, PlansCalls, ask, compares_actions, planned, require_killable
+from .config import MAX_CONCURRENT
 from .errors import ConfigError, RewardError
 from .metrics import add_counts_and_sums
 from .reward_model_base import RewardFunction, Rewards, as_reward_model, is_function
-from .types import select_rows
+from .types import Rows, select_rows
 
 __all__ = [
     "Call",
@@ -345,3 +347,38 @@ def _joined_masks(several: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         for name, rows in masks.items():
             found[name] = rows | found[name] if name in found else rows
     return found
+
+
+def ask_for_rewards(
+    reward_model: Any,
+    states: Rows,
+    actions: Rows,
+    *,
+    group_ids: Tensor | None = None,
+    timeout: float | None = None,
+    max_concurrent: int = MAX_CONCURRENT,
+) -> Rewards:
+    """Ask a reward model once for the rewards of N rows, outside of training.
+
+    Args:
+        reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`.
+        states: N states.
+        actions: N actions.
+        group_ids: the group of each row, [N], for a reward model that compares the actions of a group. None: not known.
+        timeout: seconds per call, as `RewardConfig.timeout`. None: no deadline.
+        max_concurrent: largest number of calls that are awaited at the same time.
+
+    Raises:
+        RewardError: the reward model did not return one number per row or per step. What it raises is not caught.
+        ConfigError: `timeout` is given, and a part cannot run in another process.
+
+    Example:
+        >>> ask_for_rewards(lambda states, actions: [len(action) for action in actions], ["s", "s"], ["a", "ab"]).values
+        tensor([1., 2.], dtype=torch.float64)
+    """
+    model = as_reward_model(reward_model)
+    require_killable(model, timeout)
+    if group_ids is not None and compares_actions(model):
+        model = model.in_groups(group_ids)
+    answer = ask(model, states, actions, timeout=timeout, max_concurrent=max_concurrent, in_process=call_in_process)
+    return checked(reward_name(model), answer, len(states))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ._common.global_state import preserved_mode, preserved_random_state
+from ._processes.calls import call_in_process
 from ._running.advisor import RunAdvisor
 from ._running.ahead import Ahead
 from ._running.evaluation import evaluated, evaluation_metrics, samples_of
@@ -23,7 +24,7 @@ from ._running.state_source import StateSource, iterations_of
 from ._updating.requirements import settings_of_a_run
 from ._updating.update_rows import UpdateRows
 from .checkpoint import CheckpointFolder, require_encodable, write_checkpoint
-from .engine import on_all_ranks
+from .engine import CallsInProcess, on_all_ranks
 from .errors import TrainingInterrupted, warn_user
 from .learner import Learner
 from .metrics import timed
@@ -40,6 +41,7 @@ class GRPOTrainer(Learner):
     """
 
     is_alone: ClassVar[bool] = False
+    call_in_process: ClassVar[CallsInProcess | None] = staticmethod(call_in_process)
 
     def built(self) -> None:
         """Add what a run needs."""

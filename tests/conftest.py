@@ -4,9 +4,12 @@ import gc
 import importlib.util
 import os
 import signal
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 
@@ -18,6 +21,22 @@ torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 # A shell starts `make test &` with interrupts ignored, and subprocesses inherit that; some tests interrupt what they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def checking_outer_functions(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
+    """The decorator of pytest's jaxtyping hook, which leaves functions within functions as they are.
+
+    They would be wrapped anew in each call of the outer function, which takes longer than most tests.
+    """
+
+    def decorator(**options: Any) -> Callable[[Any], Any]:
+        wrap = jaxtyped(**options)
+        return lambda defined: defined if "<locals>" in defined.__qualname__ else wrap(defined)
+
+    return decorator
+
+
+jaxtyping.jaxtyped = checking_outer_functions(jaxtyping.jaxtyped)
 
 
 def foreign_adapters() -> str | None:

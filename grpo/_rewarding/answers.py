@@ -3,15 +3,16 @@
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo._common.conversion import as_rewards, describe, join_steps, reward_name
-from grpo.config import MAX_CONCURRENT
+from grpo.engine import CallsInProcess
 from grpo.errors import CallError, DeadlineError, GRPOError, RewardError
-from grpo.reward_model_base import Rewards, as_reward_model
+from grpo.reward_model_base import Rewards
 from grpo.types import Rows, select_rows
 
 from .parts import ask, compares_actions, require_killable
@@ -55,41 +56,6 @@ def checked(owner: str, answer: Any, num_rows: int, *, one_step_is_a_step: bool 
     return replace(answer, values=values)  # the parts have the shape of the values
 
 
-def ask_for_rewards(
-    reward_model: Any,
-    states: Rows,
-    actions: Rows,
-    *,
-    group_ids: Tensor | None = None,
-    timeout: float | None = None,
-    max_concurrent: int = MAX_CONCURRENT,
-) -> Rewards:
-    """Ask a reward model once for the rewards of N rows, outside of training.
-
-    Args:
-        reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`.
-        states: N states.
-        actions: N actions.
-        group_ids: the group of each row, [N], for a reward model that compares the actions of a group. None: not known.
-        timeout: seconds per call, as `RewardConfig.timeout`. None: no deadline.
-        max_concurrent: largest number of calls that are awaited at the same time.
-
-    Raises:
-        RewardError: the reward model did not return one number per row or per step. What it raises is not caught.
-        ConfigError: `timeout` is given, and a part cannot run in another process.
-
-    Example:
-        >>> ask_for_rewards(lambda states, actions: [len(action) for action in actions], ["s", "s"], ["a", "ab"]).values
-        tensor([1., 2.], dtype=torch.float64)
-    """
-    model = as_reward_model(reward_model)
-    require_killable(model, timeout)
-    if group_ids is not None and compares_actions(model):
-        model = model.in_groups(group_ids)
-    answer = ask(model, states, actions, timeout=timeout, max_concurrent=max_concurrent)
-    return checked(reward_name(model), answer, len(states))
-
-
 class CheckedCall:
     """Asks a reward model once, within limits, and checks what it returns.
 
@@ -97,22 +63,25 @@ class CheckedCall:
         reward_model: a `RewardModel`.
         timeout: seconds per call of each part. None: no deadline.
         max_concurrent: largest number of calls that are awaited at the same time.
+        in_process: makes calls in another process. None: nobody does.
 
     Raises:
         ConfigError: `timeout` is given, and a part cannot run in another process.
     """
 
-    def __init__(self, reward_model: Any, *, timeout: float | None, max_concurrent: int) -> None:
-        require_killable(reward_model, timeout)
+    def __init__(
+        self, reward_model: Any, *, timeout: float | None, max_concurrent: int, in_process: CallsInProcess | None
+    ) -> None:
+        require_killable(reward_model, timeout, has_processes=in_process is not None)
         self._reward_model, self._name = reward_model, reward_name(reward_model)
-        self._timeout, self._max_concurrent = timeout, max_concurrent
+        self._ask = partial(ask, timeout=timeout, max_concurrent=max_concurrent, in_process=in_process)
         self.compares_actions = compares_actions(reward_model)
         """Whether a row's reward depends on the other rows of its group."""
 
     def __call__(self, rows: AskedRows, *, is_part: bool = False) -> Rewards:
         """Get the rewards of rows. The rewards of a part of one row and one step may be [1, 1]."""
         model = self._reward_model.in_groups(rows.group_ids) if self.compares_actions else self._reward_model
-        answer = ask(model, rows.states, rows.actions, timeout=self._timeout, max_concurrent=self._max_concurrent)
+        answer = self._ask(model, rows.states, rows.actions)
         found = checked(self._name, answer, len(rows), one_step_is_a_step=is_part)
         if rows.mask is not None and found.values.dim() == 2:
             self._require_steps(found.values, rows.mask, is_part=is_part)

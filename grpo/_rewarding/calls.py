@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo._common.conversion import reward_name
 from grpo.config import RewardConfig
-from grpo.engine import OneProcess
+from grpo.engine import CallsInProcess, OneProcess
 from grpo.errors import ConfigError, DeadlineError, RewardError, RewardRaisedError, RewardTimeoutError
 from grpo.metrics import add_counts_and_sums
 from grpo.reward_model_base import Rewards, as_reward_model
@@ -61,6 +61,7 @@ class RewardCalls:
     Args:
         reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`.
         config: what to do when a call of the reward model fails, or returns NaN or infinity.
+        in_process: makes calls in another process, for `config.timeout`. None: nobody does.
         waiting: tells the other ranks that this process waits. None: there are no other ranks.
         clock: returns seconds. None: `time.monotonic`.
         sleep: waits for some seconds. None: `time.sleep`.
@@ -74,6 +75,7 @@ class RewardCalls:
         reward_model: Any,
         config: RewardConfig,
         *,
+        in_process: CallsInProcess | None = None,
         waiting: Waiting | None = None,
         clock: Callable[[], float] | None = None,
         sleep: Callable[[float], None] | None = None,
@@ -81,7 +83,12 @@ class RewardCalls:
         self.reward_model = as_reward_model(reward_model)
         self.config = config
         self._name = reward_name(self.reward_model)
-        self._call = CheckedCall(self.reward_model, timeout=config.timeout, max_concurrent=config.max_concurrent)
+        self._call = CheckedCall(
+            self.reward_model,
+            timeout=config.timeout,
+            max_concurrent=config.max_concurrent,
+            in_process=in_process,
+        )
         self._clock, self._sleep = clock or time.monotonic, sleep or time.sleep
         self._waiting = waiting or OneProcess().waiting
         self._breaker = CircuitBreaker(

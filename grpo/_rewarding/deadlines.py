@@ -1,4 +1,4 @@
-"""Awaited calls with a deadline that really ends. `call_in_process` makes calls of functions that do not await."""
+"""Awaited calls with a deadline that really ends. Functions that do not await need a process (`CallsInProcess`)."""
 
 import asyncio
 import concurrent.futures
@@ -12,12 +12,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from grpo._common.calls import Call
 from grpo.config import MAX_CONCURRENT
 from grpo.errors import CallError, DeadlineError
 
-from .in_process import Call
-from .process import WAIT_SECONDS
-
+WAIT_SECONDS = 0.2
+"""Longest wait at a time. A signal that comes right before a wait starts is handled after it."""
 GRACE_SECONDS = 0.5
 """How long after its deadline a cancelled call may go on before its event loop is given up."""
 

@@ -9,14 +9,15 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from grpo._common.calls import Call
 from grpo._common.conversion import reward_name
 from grpo._common.protocols import kept_state
 from grpo.config import MAX_CONCURRENT
+from grpo.engine import CallsInProcess
 from grpo.errors import ConfigError
 from grpo.reward_model_base import RewardFunction
 
 from .deadlines import await_all, is_async
-from .in_process import Call, call_in_process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,13 @@ def planned(reward_model: Any, states: Any, actions: Any) -> PlannedCalls:
 
 
 def ask(
-    reward_model: Any, states: Any, actions: Any, *, timeout: float | None = None, max_concurrent: int = MAX_CONCURRENT
+    reward_model: Any,
+    states: Any,
+    actions: Any,
+    *,
+    timeout: float | None = None,
+    max_concurrent: int = MAX_CONCURRENT,
+    in_process: CallsInProcess | None = None,
 ) -> Any:
     """Make all calls of a reward model for these rows, and return its answer, which is not checked.
 
@@ -72,22 +79,22 @@ def ask(
         actions: N actions.
         timeout: seconds per call. Functions that are not async run in another process, which is killed then. None: no deadline.
         max_concurrent: largest number of calls that are awaited at the same time.
+        in_process: makes calls in another process. None: all functions with a deadline are async.
     """
     plan = planned(reward_model, states, actions)
     awaited = [place for place, call in enumerate(plan.calls) if is_async(call.function)]
     others = [place for place in range(len(plan.calls)) if place not in set(awaited)]
-    answers = dict(zip(others, _made([plan.calls[place] for place in others], timeout), strict=True))
+    plain = [plan.calls[place] for place in others]
+    if plain and timeout is not None and in_process is not None:
+        made = in_process(plain, timeout=timeout)
+    else:
+        made = [call() for call in plain]
+    answers = dict(zip(others, made, strict=True))
     if awaited:
         together = [plan.calls[place] for place in awaited]
         found = await_all(together, timeout=timeout, max_concurrent=max_concurrent)
         answers |= dict(zip(awaited, found, strict=True))
     return plan.combine([answers[place] for place in range(len(plan.calls))])
-
-
-def _made(calls: Sequence[Call], timeout: float | None) -> list[Any]:
-    if timeout is None or not calls:
-        return [call() for call in calls]
-    return call_in_process(calls, timeout=timeout)
 
 
 def _called(reward_model: Any) -> Callable[..., Any]:
@@ -98,8 +105,13 @@ def _called(reward_model: Any) -> Callable[..., Any]:
     return called
 
 
-def require_killable(reward_model: Any, timeout: float | None) -> None:
+def require_killable(reward_model: Any, timeout: float | None, *, has_processes: bool = True) -> None:
     """Check that each call of a reward model can have a deadline. `async def` functions can, and so can all without a timeout.
+
+    Args:
+        reward_model: a `RewardModel`.
+        timeout: seconds per call. None: no deadline.
+        has_processes: whether the caller can make calls in other processes, as a run can.
 
     Raises:
         ConfigError: a part would run in another process, but there are no such processes, or the part keeps a state or is on
@@ -109,12 +121,14 @@ def require_killable(reward_model: Any, timeout: float | None) -> None:
         return
     if isinstance(reward_model, PlansCalls):
         for part in reward_model.parts():
-            require_killable(part, timeout)
+            require_killable(part, timeout, has_processes=has_processes)
         return
     if is_async(_called(reward_model)):
         return
     what = f"RewardConfig.timeout={timeout:g} calls {reward_name(reward_model)} in another process, which can be killed"
     remedy = "Make it an async function, or set reward.timeout=None."
+    if not has_processes:
+        raise ConfigError(f"{what}, and only GRPOTrainer starts processes. Use GRPOTrainer. {remedy}")
     if not hasattr(os, "fork"):
         raise ConfigError(f"{what}, but this system has no os.fork. {remedy}")
     if state := kept_state(reward_model):

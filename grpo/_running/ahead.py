@@ -29,8 +29,9 @@ from grpo._common.global_state import (
     seed_everything,
 )
 from grpo._common.protocols import kept_state
+from grpo._processes.calls import call_in_process
+from grpo._processes.process import Process
 from grpo._rewarding.calls import RewardCalls
-from grpo._rewarding.gate import fork_gate
 from grpo._updating.parts import Counters
 from grpo._updating.sampler import SamplerSync
 from grpo.config import GRPOConfig
@@ -51,8 +52,6 @@ IN_ORDER = "GRPO_AHEAD_IN_ORDER"
 
 WAIT_SECONDS = 0.2
 """Longest wait at a time, before this thread looks at what the second thread does."""
-FORK_SECONDS = 0.02
-"""How long this thread waits for the first fork of a call that has a deadline."""
 
 
 class Ahead:
@@ -84,7 +83,6 @@ class Ahead:
         self._calls: Any = None
         self._sampling = self._rewards = Background("", in_order=True)
         self._asks_in_order: bool | None = None
-        self._forks = False
         self._busy: tuple[float, str] | None = None
 
     def require_train(self, method: str) -> None:
@@ -106,14 +104,15 @@ class Ahead:
         self._sampling = Background("sampling of later iterations", in_order=in_order)
         self._rewards = Background("rewards of later iterations", in_order=in_order)
         self._sampler.finish = self._finish_sampling
-        self._calls = RewardCalls(self._collector.reward_model, self._config.reward, waiting=self._waiting)
+        self._calls = RewardCalls(
+            self._collector.reward_model, self._config.reward, in_process=call_in_process, waiting=self._waiting
+        )
         self._first_thread, is_complete = threading.get_ident(), False
         try:
-            with fork_gate.closed():
-                with self._interrupts.at_once():
-                    for pending in self.pending:
-                        self._ask(pending)
-                yield
+            with self._interrupts.at_once():
+                for pending in self.pending:
+                    self._ask(pending)
+            yield
             is_complete = True
         finally:
             self._first_thread = None
@@ -176,8 +175,7 @@ class Ahead:
         """Wait until all rows are sampled, because the sampler's weights may change now."""
         late = [pending for pending in self.pending if not pending.rows.done.is_set()]
         start = time.perf_counter()
-        with fork_gate.opened():
-            self._sampling.wait()
+        self._sampling.wait()
         for pending in late:
             pending.waited += (time.perf_counter() - start) / len(late)
         for pending in self.pending:
@@ -197,42 +195,44 @@ class Ahead:
             pending.answer.run()
             pending.answer.result()  # an error ends the run here, before a later call draws or changes the state
         else:
-            is_next = all(earlier.answer.done.is_set() for earlier in self.pending[:-1])
             self._rewards.submit(pending.answer)
-            if self._forks and is_next:
-                fork_gate.wait_for_fork(FORK_SECONDS)
         pending.waited += time.perf_counter() - start
 
     def _ask_first(self, answer: Task[CollectedRewards]) -> None:
         """Ask in this thread, and find out whether the reward model has to be asked in this thread."""
         reward_model, before = self._collector.reward_model, capture_random_state()
-        num_forks, has_state = fork_gate.num_forks, _has_entries(kept_state(reward_model))
+        num_started, has_state = Process.num_started, _has_entries(kept_state(reward_model))
         answer.run()
         has_state = has_state or _has_entries(kept_state(reward_model))
-        self._forks = fork_gate.num_forks > num_forks
         if not answer.is_well or answer.result().counts["rewards/timeouts"]:
             restore_random_state(before)  # a call that was ended leaves the generators anywhere: the next call tells
             answer.result()
             return
-        draws = not _same_random_state(before, capture_random_state())
-        self._asks_in_order = draws or has_state
+        reasons = {
+            "draws from the global random generators": not _same_random_state(before, capture_random_state()),
+            "keeps a state": has_state,
+            # a fork copies the locks that another thread holds, such as torch's, and nobody releases the copies
+            "runs in a process that can be killed (reward.timeout of a function that is not async)": (
+                Process.num_started > num_started
+            ),
+        }
+        self._asks_in_order = any(reasons.values())
         if self._asks_in_order:
             LOGGER.warning(
                 "%s %s, so it is called between the updates and not beside them, and iterations_ahead=%d hides no time.",
                 reward_name(reward_model),
-                "draws from the global random generators" if draws else "keeps a state",
+                next(reason for reason, holds in reasons.items() if holds),
                 self._num_ahead,
             )
 
     def _wait(self, pending: Pending) -> None:
         """Wait for the rewards of an iteration. The other ranks learn from this thread why the second thread takes long."""
         start, done = time.perf_counter(), pending.answer.done
-        with fork_gate.opened():
-            while not done.wait(WAIT_SECONDS):
-                busy = self._busy
-                if busy is not None and (seconds := busy[0] - time.monotonic()) > 0:
-                    with self._engine.waiting(seconds, busy[1]):
-                        done.wait(seconds)
+        while not done.wait(WAIT_SECONDS):
+            busy = self._busy
+            if busy is not None and (seconds := busy[0] - time.monotonic()) > 0:
+                with self._engine.waiting(seconds, busy[1]):
+                    done.wait(seconds)
         pending.waited += time.perf_counter() - start
 
     @contextmanager

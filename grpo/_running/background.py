@@ -4,10 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextvars import copy_context
 from typing import Any, Generic, TypeVar
-
-from grpo._rewarding.gate import keeps_generators
 
 Result = TypeVar("Result")
 
@@ -86,7 +83,7 @@ class Background:
     def submit(self, task: Task[Any]) -> None:
         """Do a task after those that were submitted before."""
         if self._in_order:
-            copy_context().run(_do, task)
+            task.run()
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
@@ -114,12 +111,6 @@ class Background:
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None and not self._is_closed:
             try:
-                _do(task)
+                task.run()
             except BaseException as error:  # the thread that waits for the task raises it
                 task.fail(error)
-
-
-def _do(task: Task[Any]) -> None:
-    """Do a task that must not change the random generators of this process, because updates draw from them."""
-    keeps_generators.set(True)
-    task.run()

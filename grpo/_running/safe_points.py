@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from signal import SIGINT, SIGTERM, Signals
 from typing import Any
 
-from grpo._rewarding.gate import fork_gate
 from grpo._updating.optimizer_step import OptimizerStep
 from grpo._updating.parts import Counters
 from grpo.checkpoint import CheckpointFolder, require_encodable
@@ -66,7 +65,6 @@ class SafePoints:
         Args:
             is_saved: whether a checkpoint holds this state, or nothing has been done yet, so that nothing can be lost.
         """
-        fork_gate.let_pass()
         if self._folder is not None:
             self._last, self._last_place = self._run_state.passing_state(), self._place()
             self._require_rows_fit()

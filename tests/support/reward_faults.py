@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from grpo import RewardConfig, RewardError
+from grpo import GRPOTrainer, RewardConfig, RewardError
 from grpo._rewarding import parts
 from grpo._rewarding.calls import COUNTED, KeptRewards, RewardCalls
 from grpo.errors import DeadlineError
+from grpo.rewards import call_in_process
 from tests.support.policies import TablePolicy
 from tests.support.trainers import trainer_of
 
@@ -38,7 +39,7 @@ def calls_of(reward: Any, time: FakeTime | None = None, **settings: Any) -> Rewa
     """Calls that wait without taking time, and have no pauses between retries unless told otherwise."""
     time = time or FakeTime()
     config = RewardConfig(**{"retry_delay": 0.0, **settings})
-    return RewardCalls(reward, config, clock=time.clock, sleep=time.sleep)
+    return RewardCalls(reward, config, in_process=call_in_process, clock=time.clock, sleep=time.sleep)
 
 
 def asked(
@@ -143,10 +144,10 @@ Outcome = tuple[str, int]
 
 
 @contextmanager
-def recorded(name: str) -> Iterator[list[Outcome]]:
-    """Record how each call by a function of `grpo._rewarding.parts` ends. On a busy machine, a good call may end too late."""
+def recorded(owner: Any, name: str) -> Iterator[list[Outcome]]:
+    """Record how each call by a function ends, which `owner` holds. On a busy machine, a good call may end too late."""
     outcomes: list[Outcome] = []
-    make_calls = getattr(parts, name)
+    make_calls = getattr(owner, name)
 
     def recording(calls: Any, **settings: Any) -> Any:
         num_rows = len(calls[0].arguments[1])
@@ -159,7 +160,7 @@ def recorded(name: str) -> Iterator[list[Outcome]]:
         outcomes.append(("good" if is_good else "rubbish", num_rows))
         return [answer]
 
-    with patch.object(parts, name, recording):
+    with patch.object(owner, name, staticmethod(recording) if isinstance(owner, type) else recording):
         yield outcomes
 
 
@@ -186,7 +187,8 @@ def run_with_faults(
     trainer = trainer_of(TablePolicy(), asynchronous(reward) if is_async else reward, reward=settings, seed=seed)
     reported = dict.fromkeys(COUNTED, 0.0)
     num_raised = num_answered = 0
-    with recorded("await_all" if is_async else "call_in_process") as outcomes:
+    maker = (parts, "await_all") if is_async else (GRPOTrainer, "call_in_process")
+    with recorded(*maker) as outcomes:
         while num_answered < num_iterations:
             try:
                 if (num_answered + num_raised) % 7 == 3:

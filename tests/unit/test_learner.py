@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from itertools import pairwise
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import ConfigError, ExperienceBatch, GRPOConfig, GRPOTrainer
+from grpo import ConfigError, ExperienceBatch, GRPOConfig, GRPOTrainer, RewardConfig
 from grpo._ranks.processes import SeveralProcesses
 from grpo.errors import GRPOWarning
 from grpo.learner import Learner
@@ -24,7 +25,18 @@ import grpo.learner
 print(json.dumps(sorted({*sys.modules} - before)))
 """
 
-OF_A_RUN = ("_storage", "_running", "_ranks", "_sharding", "trainer", "checkpoint", "callbacks", "sinks", "distributed")
+OF_A_RUN = (
+    "_storage",
+    "_running",
+    "_ranks",
+    "_sharding",
+    "_processes",
+    "trainer",
+    "checkpoint",
+    "callbacks",
+    "sinks",
+    "distributed",
+)
 
 
 def test_a_learner_imports_nothing_of_a_run() -> None:
@@ -35,6 +47,24 @@ def test_a_learner_imports_nothing_of_a_run() -> None:
     rooms = {name.split(".")[1] for name in imported if name.startswith("grpo.")}
     assert rooms & {*OF_A_RUN} == set()
     assert {name.split(".")[0] for name in imported} & {"tqdm", "safetensors"} == set()
+
+
+def test_a_learner_starts_no_process_for_a_reward() -> None:
+    """A function that is not async needs one for its deadline, which a run starts."""
+
+    def judge(states: Any, actions: Any) -> list[float]:
+        return [float(os.getpid() != own_id)] * len(states)
+
+    async def awaited(states: Any, actions: Any) -> list[float]:
+        return judge(states, actions)
+
+    own_id = os.getpid()
+    config = GRPOConfig(group_size=4, reward=RewardConfig(timeout=60.0))
+    with pytest.raises(ConfigError, match=r"only GRPOTrainer starts processes\. Use GRPOTrainer\."):
+        Learner(config=config, policy=TablePolicy(), reward_model=judge)
+    for kind, reward, is_elsewhere in ((Learner, awaited, 0.0), (GRPOTrainer, judge, 1.0), (GRPOTrainer, awaited, 0.0)):
+        learner = kind(config=config, policy=TablePolicy(), reward_model=reward)
+        assert learner.collect(["a"]).rewards.tolist() == [is_elsewhere] * 4
 
 
 def learner_of(kind: type[Learner] = Learner, **settings: Any) -> Learner:

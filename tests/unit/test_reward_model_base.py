@@ -27,7 +27,7 @@ from grpo.arguments import reward_name
 from grpo.checks import check_reward_model
 from grpo.errors import DeadlineError
 from grpo.reward_model_base import RewardFunction, as_reward_model
-from grpo.rewards import ask_for_rewards, require_killable
+from grpo.rewards import ask_for_rewards, call_in_process, require_killable
 from tests.support.bad_input_places import Plain
 from tests.support.objective_inputs import as_users_run_it
 
@@ -247,7 +247,7 @@ def test_a_plain_function_returns_parts_weights_lost_rows_and_metrics() -> None:
         )
 
     for timeout in (None, 60.0):
-        calls = RewardCalls(judge, RewardConfig(timeout=timeout))
+        calls = RewardCalls(judge, RewardConfig(timeout=timeout), in_process=call_in_process)
         found = calls(["s"] * 3, ["a"] * 3, keep_counts=True)
         assert found.values.tolist() == [2.0, 5.0]
         assert {name: part.tolist() for name, part in found.components.items()} == {"right": [1, 3], "short": [2, 4]}
@@ -446,7 +446,8 @@ def test_parts_of_every_kind_are_repeated_and_dropped_as_a_plain_function_is() -
     inner = WeightedRewards({"picky": picky, "half": half})
     for timeout in (None, 60.0):
         config = RewardConfig(timeout=timeout, num_retries=1, retry_delay=0.0, on_failure="drop")
-        found = RewardCalls(WeightedRewards({"inner": inner, "model": Half()}), config)(["s"] * 3, ["a", "bad", "c"])
+        calls = RewardCalls(WeightedRewards({"inner": inner, "model": Half()}), config, in_process=call_in_process)
+        found = calls(["s"] * 3, ["a", "bad", "c"])
         assert found.values.tolist() == [2.0, 2.0]
         assert found.components["inner"].tolist() == [1.5, 1.5]
         assert found.kept is not None
@@ -492,7 +493,7 @@ def test_reward_models_that_cannot_run_in_another_process_are_refused(
     for reward, message in cases:
         with subtests.test(reward=type(reward).__name__):
             with pytest.raises(ConfigError, match=re.escape(message) + ".*" + remedy):
-                RewardCalls(reward, RewardConfig(timeout=2.0))
+                RewardCalls(reward, RewardConfig(timeout=2.0), in_process=call_in_process)
             require_killable(as_reward_model(reward), None)
     monkeypatch.delattr(os, "fork")
     for reward in (length, Model()):
@@ -500,8 +501,8 @@ def test_reward_models_that_cannot_run_in_another_process_are_refused(
             subtests.test(reward=str(reward), fork=False),
             pytest.raises(ConfigError, match=r"this system has no os\.fork"),
         ):
-            RewardCalls(reward, RewardConfig(timeout=2.0))
-    RewardCalls(awaited, RewardConfig(timeout=2.0))
+            RewardCalls(reward, RewardConfig(timeout=2.0), in_process=call_in_process)
+    RewardCalls(awaited, RewardConfig(timeout=2.0), in_process=call_in_process)
 
 
 def test_the_state_of_an_async_function_stays_in_this_process() -> None:
@@ -511,6 +512,6 @@ def test_the_state_of_an_async_function_stays_in_this_process() -> None:
             return [0.0] * len(states)
 
     judge = Judge()
-    calls = RewardCalls(judge, RewardConfig(timeout=60.0))
+    calls = RewardCalls(judge, RewardConfig(timeout=60.0), in_process=call_in_process)
     calls(["s"], ["a"])
     assert judge.count == 1

@@ -22,7 +22,7 @@ from grpo import (
 from grpo._rewarding.calls import RewardCalls
 from grpo.checks import check_reward_model
 from grpo.reward_model_base import as_reward_model
-from grpo.rewards import pairs_within_groups
+from grpo.rewards import call_in_process, pairs_within_groups
 from tests.support.bad_input_places import Plain
 from tests.support.objective_inputs import as_users_run_it
 
@@ -239,7 +239,7 @@ def test_deadlines_states_and_async_functions_work_as_for_other_functions() -> N
         return longer(states, first, second)
 
     for compare in (awaited, longer):
-        ask = RewardCalls(PairwiseRewards(compare), RewardConfig(timeout=60.0))
+        ask = RewardCalls(PairwiseRewards(compare), RewardConfig(timeout=60.0), in_process=call_in_process)
         assert ask(["s"] * 2, ["a", "bc"], group_ids=torch.tensor([0, 0])).values.tolist() == [0.0, 1.0]
 
     class Judge:
@@ -258,7 +258,7 @@ def test_deadlines_states_and_async_functions_work_as_for_other_functions() -> N
     rewards.load_state_dict({"count": 3})
     assert rewards.state_dict() == {"count": 3}
     with pytest.raises(ConfigError, match=r"Judge in another process.*its state"):
-        RewardCalls(rewards, RewardConfig(timeout=60.0))
+        RewardCalls(rewards, RewardConfig(timeout=60.0), in_process=call_in_process)
     assert rewards.train() is rewards.eval() is rewards.to("cpu") is as_reward_model(rewards)
 
 

@@ -17,6 +17,7 @@ from adapters.llm.rewards.completion_rewards import CompletionRewards
 from grpo import RewardConfig, WeightedRewards
 from grpo._rewarding.calls import RewardCalls
 from grpo.errors import DeadlineError, RewardRaisedError, RewardTimeoutError
+from grpo.rewards import call_in_process
 from tests.support.reward_faults import asked, children, counts, eventually, is_alive, write_process, written
 
 TIMEOUT = 0.2
@@ -77,7 +78,7 @@ def test_a_reward_that_never_answers_ends_at_its_deadline(subtests: pytest.Subte
     before = children()
     for kind, (make, name) in HANGING.items():
         with subtests.test(kind=kind):
-            calls = RewardCalls(make(), RewardConfig(timeout=TIMEOUT))
+            calls = RewardCalls(make(), RewardConfig(timeout=TIMEOUT), in_process=call_in_process)
             message = (
                 rf"exceeded reward\.timeout=0\.2: {name} did not answer within 0\.2 s.* for rows 0 to 2, in 1 call"
             )

@@ -9,6 +9,7 @@ import pytest
 from grpo import RewardConfig
 from grpo._rewarding.calls import RewardCalls
 from grpo.errors import RewardError
+from grpo.rewards import call_in_process
 from tests.support.reward_faults import FakeTime
 
 ROWS = [0, 1, 2]
@@ -44,7 +45,14 @@ def judge_of(num_failures: int) -> Any:
 
 def ask(reward: Any, config: RewardConfig) -> list[tuple[float, str, float, float]]:
     told = Told()
-    calls = RewardCalls(reward, config, waiting=told.waiting, clock=told.time.clock, sleep=told.time.sleep)
+    calls = RewardCalls(
+        reward,
+        config,
+        in_process=call_in_process,
+        waiting=told.waiting,
+        clock=told.time.clock,
+        sleep=told.time.sleep,
+    )
     try:
         calls(ROWS, ROWS)
     except RewardError:

@@ -189,6 +189,10 @@ def one(states: Any, actions: Any) -> list[float]:
     return [float(action == 1) for action in actions]
 
 
+async def in_turn(states: Any, actions: Any) -> list[float]:
+    return one(states, actions)
+
+
 def drawing(states: Any, actions: Any) -> list[float]:
     return [random.random() for _ in actions]
 
@@ -209,14 +213,20 @@ IN_ORDER: dict[str, tuple[Callable[[], Any], str]] = {
     "buffer": (lambda: CountingNetwork(0), "CountingNetwork.compute_rewards keeps a state"),
     "state of a part": (lambda: WeightedRewards({"x": CountingNetwork(0), "y": one}), " keeps a state"),
     "state of a function": (lambda: NoisyReward(0), "NoisyReward keeps a state"),
+    "process": (lambda: one, "one runs in a process that can be killed"),
+    "process of a part": (lambda: WeightedRewards({"x": in_turn, "y": one}), " runs in a process that can be killed"),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "timeout"),
-    [*((name, None) for name in IN_ORDER), ("python", 60.0), ("one of two parts", 60.0)],
+    [
+        *((name, 60.0 if "process" in name else None) for name in IN_ORDER),
+        ("python", 60.0),
+        ("one of two parts", 60.0),
+    ],
 )
-def test_a_reward_that_draws_or_keeps_a_state_is_asked_in_order_and_one_line_says_so(
+def test_a_reward_that_draws_keeps_a_state_or_forks_is_asked_in_order_and_one_line_says_so(
     name: str, timeout: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     make, said = IN_ORDER[name]
@@ -238,13 +248,12 @@ def test_a_reward_that_draws_or_keeps_a_state_is_asked_in_order_and_one_line_say
 
 
 @pytest.mark.parametrize("timeout", [None, 60.0])
-def test_a_reward_without_draws_and_state_is_asked_in_the_second_thread(
+def test_a_reward_without_draws_state_and_forks_is_asked_in_the_second_thread(
     timeout: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     threads: list[bool] = []
-    reward = WeightedRewards({"x": one, "y": Slow(0.0)})
     run(
-        reward=reward,
+        reward=WeightedRewards({"x": in_turn, "y": in_turn} if timeout else {"x": one, "y": Slow(0.0)}),
         num_iterations=4,
         iterations_ahead=2,
         reward_config=RewardConfig(timeout=timeout),

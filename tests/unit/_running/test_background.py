@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from grpo._rewarding.gate import keeps_generators
 from grpo._running.background import Background, Task
 
 
@@ -36,20 +35,17 @@ def test_an_interrupt_of_this_thread_is_raised_at_once_and_the_task_is_not_done(
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-def test_tasks_are_done_in_order_and_in_one_thread_that_keeps_the_generators(in_order: bool) -> None:
+def test_tasks_are_done_in_order_and_in_one_thread(in_order: bool) -> None:
     background = Background("test of tasks", in_order=in_order)
     seen = []
-    tasks = [
-        Task(lambda n=n: seen.append((n, threading.current_thread().name, keeps_generators.get()))) for n in range(3)
-    ]
+    tasks = [Task(lambda n=n: seen.append((n, threading.current_thread().name))) for n in range(3)]
     for task in tasks:
         background.submit(task)
         assert task.done.is_set() or not in_order
     background.wait()
     assert all(task.done.is_set() for task in tasks)
     name = threading.current_thread().name if in_order else "test of tasks"
-    assert seen == [(n, name, True) for n in range(3)]
-    assert not keeps_generators.get()
+    assert seen == [(n, name) for n in range(3)]
     background.close(drops=False, waits=True)
     assert "test of tasks" not in [thread.name for thread in threading.enumerate()]
 

@@ -1,33 +1,15 @@
 """Calls in a process of their own, which ends with them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from grpo._common.calls import Call
 from grpo.errors import ConfigError
 
 from .process import Process
 from .worker import NO_GPU
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A call of a function, and its name in messages."""
-
-    name: str
-    """What messages call it, such as `judge at row 3`."""
-    function: Callable[..., Any]
-    """The function. `await_all` needs an `async def`."""
-    arguments: tuple[Any, ...] = ()
-    """Positional arguments."""
-    keywords: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments by name."""
-
-    def __call__(self) -> Any:
-        """Call the function with its arguments."""
-        return self.function(*self.arguments, **self.keywords)
 
 
 def call_in_process(calls: Sequence[Call], *, timeout: float) -> list[Any]:

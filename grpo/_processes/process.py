@@ -14,26 +14,27 @@ import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from grpo._common.global_state import restore_random_state
+from grpo._rewarding.deadlines import WAIT_SECONDS
 from grpo.errors import CallError, DeadlineError
 
-from .gate import fork_gate, keeps_generators
 from .supervisor import END_SECONDS, supervise
 from .worker import LENGTH, NamedCall, flush
 
-WAIT_SECONDS = 0.2
-"""Longest wait at a time. A signal that comes right before a wait starts is handled after it."""
 START_SECONDS = 0.5
 """How long the process may take to start and to send the state of its generators, beyond the time of a call."""
 
 
 class Process:
     """One process for a few calls. Call `end` afterwards, whatever happened. A second `end` completes an interrupted one."""
+
+    num_started: ClassVar[int] = 0
+    """How many of them this process has started."""
 
     def __init__(self) -> None:
         self._ends: set[int] = set()
@@ -63,11 +64,9 @@ class Process:
                 answers.append(answer)
             random_state = self._receive(calls[len(answers) - 1][0], timeout, START_SECONDS)
         except (DeadlineError, CallError):
-            if not keeps_generators.get():
-                _advance_generators()  # their state in the worker is not known, and a repeated call must draw other numbers
+            _advance_generators()  # their state in the worker is not known, and a repeated call must draw other numbers
             raise
-        if not keeps_generators.get():
-            restore_random_state(random_state)
+        restore_random_state(random_state)
         if error is not None:
             raise error
         return answers
@@ -90,10 +89,7 @@ class Process:
 
     def _start(self, calls: Sequence[NamedCall]) -> None:
         """Fork the supervisor. Signals are blocked meanwhile, because the child must not run the handlers of this process."""
-        with fork_gate.passed():
-            self._fork(calls)
-
-    def _fork(self, calls: Sequence[NamedCall]) -> None:
+        Process.num_started += 1
         self._answers, answers_end = self._pipe()
         self._status, status_end = self._pipe()
         order_end, self._order = self._pipe()

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from grpo import ConfigError, TrainingInterrupted
-from grpo._rewarding.process import Process
-from grpo._rewarding.worker import LENGTH
+from grpo._processes.process import Process
+from grpo._processes.worker import LENGTH
 from grpo.errors import CallError, DeadlineError
 from grpo.rewards import Call, call_in_process
 from tests.support.objective_inputs import as_users_run_it
@@ -75,7 +75,7 @@ def test_an_answer_counts_even_if_the_end_of_the_process_is_noticed_first(monkey
         eventually(has_ended, "the process has ended")
         return [status]
 
-    monkeypatch.setattr("grpo._rewarding.process.wait", slow)
+    monkeypatch.setattr("grpo._processes.process.wait", slow)
     assert call(lambda: 3) == 3
 
 
@@ -264,7 +264,7 @@ def test_an_answer_that_still_arrives_at_the_deadline_is_late(monkeypatch: pytes
         return next_message(process)
 
     monkeypatch.setattr(Process, "_next_message", slow)
-    monkeypatch.setattr("grpo._rewarding.process.wait", lambda ends, seconds: wait(ends, 30.0))  # until there is more
+    monkeypatch.setattr("grpo._processes.process.wait", lambda ends, seconds: wait(ends, 30.0))  # until there is more
     with pytest.raises(DeadlineError, match=r"^judge did not answer within 0\.5 s$"):
         call(bytes, 100 << 16, timeout=0.5)
 
@@ -333,7 +333,7 @@ def test_a_call_ends_when_this_process_is_killed(tmp_path: Path) -> None:
     script = f"""
 import sys
 from pathlib import Path
-from tests.unit._rewarding.test_in_process import call, hang, start_processes
+from tests.unit._processes.test_in_process import call, hang, start_processes
 call(start_processes, Path({str(tmp_path)!r}), hang)
 """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).resolve().parents[3])

@@ -1,0 +1,1 @@
+"""Calls of functions in processes that can be killed."""
