@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +22,8 @@ from grpo.reward_model_base import Rewards, as_reward_model
 from grpo.types import Rows, zero_outside
 
 from .answers import AskedRows, CheckedCall, is_failed_call, kind_of, spread
-from .circuit_breaker import CircuitBreaker
 from .missing import Kept, with_each, without_missing
+from .retries import Retries
 
 NUM_TRIALS = 3
 """Number of failed trials in a row after which training stops."""
@@ -91,13 +91,8 @@ class RewardCalls:
         )
         self._clock, self._sleep = clock or time.monotonic, sleep or time.sleep
         self._waiting = waiting or OneProcess().waiting
-        self._breaker = CircuitBreaker(
-            name=self._name,
-            num_failures=config.breaker_failures,
-            seconds=config.breaker_seconds,
-            clock=self._clock,
-            sleep=partial(self._pause, reason=f"{self._name} fails, and is called again after reward.breaker_seconds"),
-        )
+        pause = partial(self._pause, reason=f"{self._name} fails, and is called again after reward.breaker_seconds")
+        self._retries = Retries(self._name, config, clock=self._clock, sleep=pause)
         self.counts = dict.fromkeys(COUNTED, 0.0)
         """Failures, by metric name, that have not been reported yet."""
         self.measured: dict[str, tuple[float, float]] = {}
@@ -163,17 +158,17 @@ class RewardCalls:
         """Get the rewards, and the rows that have them. Wait while the breaker is open."""
         num_trials = 0
         while True:
-            is_trial = self._breaker.is_open
-            self._breaker.wait()
+            is_trial = self._retries.is_open
+            self._retries.wait()
             try:
-                return self._ask(rows, () if is_trial else retry_delays(self.config))
+                return self._ask(rows, () if is_trial else self._retries.delays())
             except RewardError as error:
                 if not is_trial and not isinstance(error, _OutageError):
                     raise
                 num_trials += is_trial
                 if num_trials == NUM_TRIALS:
                     raise RewardError(
-                        f"{error} These were the last of {self._breaker.num_failed} failed calls in a row, with "
+                        f"{error} These were the last of {self._retries.num_failed} failed calls in a row, with "
                         f"{NUM_TRIALS} trials {self.config.breaker_seconds:g} s apart (reward.breaker_seconds)."
                     ) from error.__cause__ or error
 
@@ -206,7 +201,7 @@ class RewardCalls:
                 delay = next(left, None)
                 if delay is None:
                     self._raise_for(error, len(rows), num_calls)
-                if self._breaker.is_open:  # trials take the place of the retries that are left
+                if self._retries.is_open:  # trials take the place of the retries that are left
                     raise _OutageError(str(error)) from error
             self._pause(delay, f"{self._name} failed, and is called again later (reward.num_retries)")
             self.counts["rewards/retries"] += 1
@@ -221,9 +216,9 @@ class RewardCalls:
             if is_failed_call(error):
                 self.counts["rewards/failed_calls"] += 1
                 self.counts["rewards/timeouts"] += isinstance(error, DeadlineError)
-                self._breaker.fail(error)
+                self._retries.fail(error)
             raise
-        self._breaker.succeed()
+        self._retries.succeed()
         self.measured = add_counts_and_sums([self.measured, rewards.metrics])
         return rewards
 
@@ -265,7 +260,7 @@ class RewardCalls:
                 if not is_failed_call(error):
                     raise
                 last = error
-            if not answers and self._breaker.is_open and self._clock() - start >= SECONDS_WITHOUT_ANSWER:
+            if not answers and self._retries.is_open and self._clock() - start >= SECONDS_WITHOUT_ANSWER:
                 break  # parts that hang one after another
         if not answers:
             what = "group" if self._call.compares_actions else "row"
@@ -273,7 +268,7 @@ class RewardCalls:
                 f"{failure} When the rows were asked {what} by {what}, {self._name} failed for every one of {len(rows)} rows, "
                 f"the last time with {type(last).__name__}: {last}"
             ) from last
-        self._breaker.succeed()  # rows that fail at the end do not make the next iteration wait
+        self._retries.succeed()  # rows that fail at the end do not make the next iteration wait
         kinds = Counter(map(kind_of, answers.values()))
         answers = {place: answer for place, answer in answers.items() if kind_of(answer) == kinds.most_common(1)[0][0]}
         self.counts["rewards/failed_calls"] += kinds.total() - len(answers)  # parts unlike the others
@@ -291,14 +286,3 @@ class RewardCalls:
             self.counts[name] = self.counts.get(name, 0.0) + int(rows.sum())
             lost |= rows
         return lost
-
-
-def retry_delays(config: RewardConfig) -> Iterator[float]:
-    """The seconds before each retry: they double, and add up to at most `max_retry_seconds`."""
-    delay, left = config.retry_delay, config.max_retry_seconds
-    for _ in range(config.num_retries):
-        shortened = min(delay, left)
-        if shortened == 0.0 < delay:
-            return
-        yield shortened
-        delay, left = 2 * delay, left - shortened

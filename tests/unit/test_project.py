@@ -1,9 +1,11 @@
 """What pyproject.toml and constraints.txt promise to those who install this."""
 
+import ast
 import json
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -109,3 +111,45 @@ def test_importing_grpo_imports_no_domain_and_no_optional_dependency() -> None:
     location, *modules = json.loads(result.stdout)
     assert location == str(ROOT / "grpo" / "__init__.py")
     assert not {"transformers", "gymnasium", "matplotlib", "wandb", "adapters"} & set(modules)
+
+
+FRONT = (
+    *("types", "policy_base", "reward_model_base", "experience_collector", "advantage_estimator"),
+    *("surrogates", "divergence", "grpo_objective", "learner"),
+)
+"""The modules of the algorithm, in reading order."""
+
+
+def imported_by(module: Path) -> set[Path]:
+    """The modules of `grpo` that a module imports by statements, also those within functions."""
+    package, found = module.relative_to(ROOT).parts[:-1], set()
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            parts = (*base, *(node.module or "").split("."))
+            found |= {
+                ROOT.joinpath(*parts, *name).with_suffix(".py") for name in ((), *((a.name,) for a in node.names))
+            }
+        elif isinstance(node, ast.Import):
+            found |= {ROOT.joinpath(*alias.name.split(".")).with_suffix(".py") for alias in node.names}
+    return {path for path in found if path.is_relative_to(ROOT / "grpo") and path.is_file()}
+
+
+def test_the_algorithm_is_as_short_as_promised() -> None:
+    """Nine pages, the loop on one of them. What the loop imports, directly or through others, is limited, too."""
+
+    def num_lines(modules: Iterable[Path]) -> int:
+        return sum(len(module.read_text(encoding="utf-8").splitlines()) for module in modules)
+
+    front = [ROOT / "grpo" / f"{name}.py" for name in FRONT]
+    assert num_lines(front) <= 2_000
+    assert num_lines(front[-1:]) <= 200
+    found: set[Path] = set()
+    waiting = {front[-1]}
+    while waiting:
+        module = waiting.pop()
+        waiting |= imported_by(module) - found - {front[-1]}
+        found |= imported_by(module)
+    assert {module.stem for module in found} >= {*FRONT[:-1], "config", "calls", "optimizer_step"}
+    assert num_lines(found) <= 9_000
+    assert len([path for path in (ROOT / "grpo").glob("*.py") if path.name != "__init__.py"]) <= 22

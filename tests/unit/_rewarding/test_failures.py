@@ -12,7 +12,7 @@ import torch
 from grpo import ContractError, RewardConfig, RewardError, TrainingInterrupted
 from grpo._rewarding import calls as reward_calls
 from grpo._rewarding.answers import spread
-from grpo._rewarding.calls import RewardCalls, retry_delays
+from grpo._rewarding.calls import RewardCalls
 from grpo.errors import RewardRaisedError
 from tests.support.reward_faults import FakeTime, asked, calls_of, counts
 
@@ -57,24 +57,6 @@ class Poisoned:
 
 
 # Retries
-
-
-def test_delays_double_and_add_up_to_the_budget(subtests: pytest.Subtests) -> None:
-    cases: list[tuple[dict[str, float], list[float]]] = [
-        ({"num_retries": 0}, []),
-        ({"num_retries": 3}, [1, 2, 4]),
-        ({"num_retries": 3, "retry_delay": 0.5}, [0.5, 1, 2]),
-        ({"num_retries": 20}, [1, 2, 4, 8, 16, 32, 64, 128, 45]),  # 255 + 45 = 300
-        ({"num_retries": 9, "max_retry_seconds": 7.0}, [1, 2, 4]),
-        ({"num_retries": 9, "max_retry_seconds": 7.5}, [1, 2, 4, 0.5]),
-        ({"num_retries": 9, "max_retry_seconds": 0.0}, []),
-        ({"num_retries": 3, "retry_delay": 0.0, "max_retry_seconds": 0.0}, [0, 0, 0]),
-        ({"num_retries": 5000, "retry_delay": 0.0}, [0] * 5000),
-        ({"num_retries": 2, "retry_delay": 1e300, "max_retry_seconds": 10.0}, [10]),
-    ]
-    for settings, expected in cases:
-        with subtests.test(settings=settings):
-            assert [*retry_delays(RewardConfig(**settings))] == expected
 
 
 def test_twenty_retries_wait_five_minutes_and_then_the_call_has_failed() -> None:

@@ -294,16 +294,19 @@ def test_evaluations_are_repeated_with_fewer_rows() -> None:
     assert found.step(STATES)["train/out_of_memory"] == 1.0
 
 
-def test_a_checkpoint_holds_the_halvings(tmp_path: Path) -> None:
-    first, memory = made(), SmallMemory(fits=2)
-    in_forward(first.policy, memory)
+def test_a_resumed_run_halves_again_only_if_its_memory_runs_out(tmp_path: Path) -> None:
+    first = made()
+    in_forward(first.policy, SmallMemory(fits=2))
     first.step(STATES)
     first.save_checkpoint(tmp_path / "checkpoint")
-    second, memory = made(), SmallMemory()
-    in_forward(second.policy, memory)
-    second.load_checkpoint(tmp_path / "checkpoint")
-    second.step(STATES)
-    assert memory.sizes == [2] * 8
+    first.step(STATES)
+    for fits, sizes in ((4, [4] * 4), (2, [4] + [2] * 8)):
+        second, memory = made(), SmallMemory(fits=fits)
+        in_forward(second.policy, memory)
+        second.load_checkpoint(tmp_path / "checkpoint")
+        second.step(STATES)
+        assert memory.sizes == sizes
+        torch.testing.assert_close(weights_of(second.policy), weights_of(first.policy), rtol=1e-5, atol=1e-7)
 
 
 # Two ranks, as threads
@@ -370,8 +373,8 @@ def test_all_ranks_replay_together_with_the_gradient_of_the_run_without_an_error
                 assert_equal_runs(trainer, expected[0], 1e-12)
 
 
-def test_all_ranks_sample_and_score_with_the_size_that_fits_on_every_rank() -> None:
-    """Rank 1 runs out of memory in the first iteration. In the second, both ranks make the same calls."""
+def test_each_rank_keeps_the_sizes_that_fit_it_and_updates_have_one_size() -> None:
+    """Rank 1 runs out of memory in the first iteration. In the second, rank 0 samples and scores as before."""
     sampling, scoring = ([SmallMemory(), SmallMemory(fits=fits)] for fits in (4, 2))
 
     def two_steps(trainer: GRPOTrainer, rank: int) -> list[float]:
@@ -385,5 +388,5 @@ def test_all_ranks_sample_and_score_with_the_size_that_fits_on_every_rank() -> N
 
     _, counts = in_two_threads(two_steps)
     assert counts[0] == counts[1] == [3.0, 0.0]  # a sampling, a scoring and an update of rank 1
-    assert [memory.sizes for memory in sampling] == [[4, 4], [4, 4]]
-    assert [memory.sizes for memory in scoring] == [[2] * 8, [2] * 8]
+    assert [memory.sizes for memory in sampling] == [[8], [4, 4]]
+    assert [memory.sizes for memory in scoring] == [[4] * 2 + [2] * 4, [2] * 8]

@@ -1,15 +1,36 @@
-"""When the breaker opens, how long it makes a call wait, and what closes it."""
+"""How long the delays before retries are, when the breaker opens, how long it makes a call wait, and what closes it."""
 
 import logging
 
 import pytest
 
-from grpo._rewarding.circuit_breaker import CircuitBreaker
+from grpo import RewardConfig
+from grpo._rewarding.retries import Retries
 from tests.support.reward_faults import FakeTime
 
 
-def breaker_of(time: FakeTime, num_failures: int = 3, seconds: float = 60.0) -> CircuitBreaker:
-    return CircuitBreaker(name="judge", num_failures=num_failures, seconds=seconds, clock=time.clock, sleep=time.sleep)
+def breaker_of(time: FakeTime, num_failures: int = 3, seconds: float = 60.0) -> Retries:
+    config = RewardConfig(breaker_failures=num_failures, breaker_seconds=seconds)
+    return Retries("judge", config, clock=time.clock, sleep=time.sleep)
+
+
+def test_delays_double_and_add_up_to_the_budget(subtests: pytest.Subtests) -> None:
+    cases: list[tuple[dict[str, float], list[float]]] = [
+        ({"num_retries": 0}, []),
+        ({"num_retries": 3}, [1, 2, 4]),
+        ({"num_retries": 3, "retry_delay": 0.5}, [0.5, 1, 2]),
+        ({"num_retries": 20}, [1, 2, 4, 8, 16, 32, 64, 128, 45]),  # 255 + 45 = 300
+        ({"num_retries": 9, "max_retry_seconds": 7.0}, [1, 2, 4]),
+        ({"num_retries": 9, "max_retry_seconds": 7.5}, [1, 2, 4, 0.5]),
+        ({"num_retries": 9, "max_retry_seconds": 0.0}, []),
+        ({"num_retries": 3, "retry_delay": 0.0, "max_retry_seconds": 0.0}, [0, 0, 0]),
+        ({"num_retries": 5000, "retry_delay": 0.0}, [0] * 5000),
+        ({"num_retries": 2, "retry_delay": 1e300, "max_retry_seconds": 10.0}, [10]),
+    ]
+    for settings, expected in cases:
+        retries = Retries("judge", RewardConfig(**settings), clock=FakeTime().clock, sleep=FakeTime().sleep)
+        with subtests.test(settings=settings):
+            assert [*retries.delays()] == expected
 
 
 def test_it_opens_after_exactly_the_given_number_of_failures_in_a_row(subtests: pytest.Subtests) -> None:
@@ -70,10 +91,3 @@ def test_it_says_how_long_it_waits_and_why(caplog: pytest.LogCaptureFixture) -> 
         "judge failed 2 times in a row. Training waits 60.0 s (reward.breaker_seconds=90) before the next trial. "
         "It raised last: TimeoutError: the judge is away"
     )
-
-
-def test_without_a_clock_of_its_own_it_measures_real_time() -> None:
-    breaker = CircuitBreaker(name="judge", num_failures=1, seconds=0.0)
-    breaker.fail(ValueError())
-    breaker.wait()
-    assert breaker.is_open
