@@ -17,7 +17,7 @@ from grpo.errors import ConfigError, ContractError
 
 from .completions import Completion, completion_mask, padded
 from .micro_batches import plan_by_tokens
-from .model.cards import save_with_card
+from .model.cards import base_on_hub, save_with_card
 from .model.causal_lm import CausalLM
 from .model.loading import keep_differentiable, load_model, save_model
 from .model.value_head import VALUE_HEAD_FILE, ValueHead
@@ -151,6 +151,7 @@ class HFPolicy:
         self._sampler = own if isinstance(sampler, str) else sampler
         self._samples_beside = isinstance(self._sampler, SamplesBeside) and self._sampler.samples_beside
         check_scores(self._lm, own if self._sampler is own else None)
+        self._base_model = base_on_hub(self._lm.plain)  # now, because a folder can be gone when the model is saved
         self._has_warned = False
 
     @classmethod
@@ -230,7 +231,7 @@ class HFPolicy:
         save_with_card(
             save,
             folder,
-            model=self._lm.plain,
+            base_model=self._base_model,
             sampling=self.sampling.to_dict(),
             trainer=trainer,
             is_adapter=hasattr(self.model, "get_base_model") and not merge,
