@@ -51,8 +51,8 @@ class Meter:
         """Return (mean, standard deviation) of each metric, and empty the meter. Loss terms are averaged over the updates.
 
         Args:
-            num_updates: number of updates.
-            of_ranks: the `totals` of all ranks. None: there is one rank.
+            num_updates: Number of updates.
+            of_ranks: The `totals` of all ranks. None: there is one rank.
         """
         result = {name: (total / count, 0.0) for name, (count, total) in self._values.items()}
         parts = [self.totals()] if of_ranks is None else of_ranks

@@ -29,7 +29,9 @@ class Environment(Protocol):
     - `tools()`: the tools that the policy may call. The environment loop calls functions itself, and gives their results to
       the policy as messages; `step` then gets the first message without a call. If a tool is a JSON schema, `step` gets every
       message, with its calls in `message["tool_calls"]`, and returns the results.
-    - `state_key()`: a value that is equal in equal states, for GiGPO. It is called before each message of the policy.
+    - `state_key()`: for GiGPO, which compares messages that were written in the same state. Return a key, for example a text or
+      a number, whose `repr` is the same each time the environment is in this state. It is called before each message of the
+      policy.
     - `snapshot()` and `restore(state)`: for `Branching`. `snapshot()` returns all that the environment needs to go on, as a
       value that `copy.deepcopy` accepts. A new environment gets a copy of it by `restore`, instead of `reset`.
     - `close()`: called once at the end, whatever happened.

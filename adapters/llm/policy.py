@@ -335,13 +335,17 @@ class HFPolicy:
 
     @contextmanager
     def keeping_prefixes(self, max_rows: int) -> Iterator[None]:
-        """Context in which prompts that continue earlier rows of `sample_tokens` compute only their new tokens.
+        """Keep the caches of sampled rows until the context ends.
 
-        The weights must not change in it. Samplers with weights of their own, such as vLLM's, have such a cache of their own,
-        and models whose cache cannot be shared compute each prompt as a whole.
+        Inside the context, `sample_tokens` keeps the keys and values of each row that it samples. A later prompt that begins
+        with the tokens of a kept row computes only the tokens after them. Do not change the weights inside the context,
+        because the kept keys and values would be wrong.
+
+        The context has no effect on samplers with weights of their own: vLLM's servers keep prefixes anyway. It has no effect
+        on models whose caches cannot be shared between rows (`CausalLM.shares_prompts` is False).
 
         Args:
-            max_rows: Maximum number of rows whose caches are kept.
+            max_rows: Maximum number of kept rows. The oldest row is dropped first. A larger number needs more memory.
         """
         if isinstance(self._sampler, DecodingSampler):
             self._sampler.kept = KeptPrefixes(max_rows)

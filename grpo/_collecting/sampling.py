@@ -35,10 +35,10 @@ class SampleCalls:
     Later calls keep to that number of rows.
 
     Args:
-        policy: a `PolicyModel`. Its capability is looked up here, once.
-        autocast: returns the context manager in which the policy computes.
-        engine: gives this rank all weights while a policy samples with them. None: one process.
-        before_sampling: called before each call. It brings a separate sampler up to date.
+        policy: A `PolicyModel`. Its capability is looked up here, once.
+        autocast: Returns the context manager in which the policy computes.
+        engine: Gives this rank all weights while a policy samples with them. None: one process.
+        before_sampling: Called before each call. It brings a separate sampler up to date.
     """
 
     def __init__(

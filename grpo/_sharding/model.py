@@ -54,9 +54,9 @@ class ShardedModel:
     """Divides the weights of a policy, and makes its methods gather what they need.
 
     Args:
-        policy: the policy. Its parameters become `DTensor`s, and its methods that score, sample, or read weights are replaced
+        policy: The policy. Its parameters become `DTensor`s, and its methods that score, sample, or read weights are replaced
             by methods that gather weights first.
-        plan: how to divide and to gather.
+        plan: How to divide and to gather.
     """
 
     def __init__(self, policy: Any, plan: Plan) -> None:

@@ -44,13 +44,13 @@ def commit(target: Path, encode: Encode, manifest: Manifest, engine: Engine) -> 
     """Write the checkpoint `target`. All ranks call this function, and it returns when the checkpoint is on the disk.
 
     Args:
-        target: the checkpoint's folder.
-        encode: converts the state of this rank.
-        manifest: says what the checkpoint holds. Its files are added here.
-        engine: joins the ranks.
+        target: The checkpoint's folder.
+        encode: Converts the state of this rank.
+        manifest: Says what the checkpoint holds. Its files are added here.
+        engine: Joins the ranks.
 
     Raises:
-        CheckpointError: the disk is full or not writable, `target` is not a checkpoint, or the ranks do not share a file
+        CheckpointError: The disk is full or not writable, `target` is not a checkpoint, or the ranks do not share a file
             system. Earlier checkpoints are intact, and the temporary folder is removed.
     """
     plan: tuple[Path, int] | None = None
