@@ -262,6 +262,7 @@ def _load(text: str, is_json: bool, where: str) -> Any:
             'Settings in YAML need pip install "model-agnostic-grpo[cli]". JSON needs nothing.'
         ) from error
     try:
+        # files of settings are passed on and not read as programs, so they must not run code
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not YAML: {error}") from error

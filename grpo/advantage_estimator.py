@@ -141,7 +141,7 @@ def _over_scale(
             s = groups.repeat(groups.stds(R, ddof, tolerance) + eps)
         case "batch":
             s = batch_std(R, ddof, rounding) + eps
-        case "whiten":
+        case "whiten":  # REINFORCE++ divides by the deviation that is left after the baseline
             s = batch_std(centred, ddof, rounding) + eps
             centred = centred - centred.mean()
         case "mean":

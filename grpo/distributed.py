@@ -235,6 +235,7 @@ class Sharded(Replicated):
 
     def equal_count(self, count: int) -> int:
         """The largest count of any rank."""
+        # each pass gathers weights, so a rank with fewer passes would leave the others waiting
         counts: list[int] = self.gather_objects(count)
         return max(counts)
 

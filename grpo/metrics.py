@@ -58,6 +58,7 @@ class Meter:
         parts = [self.totals()] if of_ranks is None else of_ranks
         totals = _added_up(item for of_rank in parts for item in of_rank.items())
         for name, (count, total, squares) in totals.items():
+            # a count of 0 marks a loss term: it is summed within an update and averaged over updates
             mean = total / (count or num_updates or 1)
             variance = squares / count - mean**2 if count else 0.0
             result[name] = (mean, math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else variance)

@@ -62,6 +62,7 @@ class OwnThread:
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
         if self._thread is None:  # a daemon, so that a call that never returns does not keep the process
+            # daemon: a call that hangs is given up, and must not hold up the exit
             self._thread = threading.Thread(target=self._work, daemon=True, name="environment")
             self._thread.start()
         loop = asyncio.get_running_loop()
@@ -191,6 +192,7 @@ class EnvironmentLoop:
 def _takes_text(environment: Any) -> bool:
     """Whether the actions are texts. Wrappers of Gymnasium and GEM do not annotate actions, so the inner environment counts."""
     spaces = sys.modules.get("gymnasium.spaces")  # an environment with such a space has imported it
+    # how Gymnasium declares text actions; nothing else is guessed
     if spaces is not None and isinstance(getattr(environment, "action_space", None), spaces.Text):
         return True
     parameters = inspect.signature(getattr(environment, "unwrapped", environment).step).parameters

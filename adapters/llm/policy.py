@@ -115,6 +115,7 @@ class HFPolicy:
         self._reference = None if reference_model is None else CausalLM(reference_model)
         if self._reference is not None:
             _require_separate(model, reference_model)
+            # dropout in the reference would make the KL noise
             reference_model.requires_grad_(False).eval()
             self._reference.check_logits()
             check_scores(self._reference, None)
@@ -455,6 +456,7 @@ class HFPolicy:
         """The trained parameters by name, with those of the value head. If every parameter of the model is frozen, all of
         them, because `GRPOTrainer` refuses such a policy."""
         parameters = dict(self.model.named_parameters())
+        # with LoRA, checkpoints of all weights would be many times as large, and most would never change
         trained = {name: value for name, value in parameters.items() if value.requires_grad}
         own = {} if self.value_head is None else dict(self.value_head.named_parameters(prefix="value_head"))
         return trained | own if trained else parameters

@@ -68,6 +68,7 @@ class SampleCalls:
         if len(states) == 0:
             raise ContractError("No states to act in: pass at least one.")
         self._before_sampling()
+        # dropout in sampling would make the first ratio differ from 1
         self._policy.eval()
         with torch.no_grad(), self._autocast(), self._whole():
             actions, sampled = _joined(self._sample(states, num_actions_per_state))

@@ -47,6 +47,7 @@ class Meetings:
         self.rank, self.num_ranks, self.timeout = rank, num_ranks, timeout
         self.broken: str | None = None
         """Why no further meeting is possible. None: meetings are possible."""
+        # short, because a Python signal handler does not run while an operation waits in C++
         self._slice = min(0.25, timeout / 20)
         self._longest_wait = (
             timeout - 4 * self._slice

@@ -44,6 +44,7 @@ class StateSource:
             require_rows("states", states)
             if len(states) == 0:
                 raise ContractError("No states to train on: pass at least one.")
+            # from the seed and the epoch's number alone, so that a resumed run needs no cursor
             self._epoch = lru_cache(2)(lambda k: np.random.default_rng((seed, k)).permutation(len(states)))
             self._draw, self.first = self._from_sequence, states[0]
         elif isinstance(states, Iterable):

@@ -208,16 +208,19 @@ def _finish(temporary: Path, target: Path, manifest: Manifest) -> None:
     """Add the manifest, and move everything to its place."""
     write_file(temporary / MANIFEST, encoded(manifest))
     sync_folder(temporary)
+    # no part of a new checkpoint is visible before this one step
     if not target.exists():
         temporary.rename(target)
         sync_folder(target.parent)
         return
     moved = []
     try:
+        # two renames cannot exchange two folders at once, so new files get new names beside the old ones
         for name in sorted(manifest.rank_folders):
             (temporary / name).rename(target / name)
             moved.append(target / name)
         sync_folder(target)
+        # this step commits: before it the old files count, after it the new ones
         (temporary / MANIFEST).replace(target / MANIFEST)
     except OSError:
         for path in moved:  # the old manifest is in place and does not name them

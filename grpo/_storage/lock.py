@@ -99,6 +99,7 @@ class FolderLock:
             self._warn("this system has no locks for files")
             return
         try:
+            # the system drops a record lock with its process; a file that only exists would outlive a killed run
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in HELD_BY_ANOTHER:

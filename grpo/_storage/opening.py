@@ -74,6 +74,7 @@ def open_checkpoint(path: str | Path, engine: Engine | None, check: Check | None
     folder = as_path(path)
     ranks: Engine = engine or OneProcess()
     with ranks.together():
+        # rank 0 lists for all: ranks that list by themselves could load different iterations
         own = _candidates(folder) if ranks.rank == 0 else []
     candidates: list[Path] = ranks.gather_objects(own)[0]
     problems: list[str] = []
