@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line. An error that the user can correct is printed without a traceback, and ends with exit code 2.
 
     Args:
-        arguments: the words after `grpo`. None: those of this process.
+        arguments: The words after `grpo`. None: those of this process.
     """
     args = _parser().parse_args(arguments)
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does, so that tasks beside you are found
@@ -212,7 +212,7 @@ def settings_of(path: Path | None, changes: Sequence[str]) -> tuple[GRPOConfig, 
         The config, and the arguments of `train`.
 
     Raises:
-        ConfigError: a name is unknown (the message has the nearest one), or a value is not allowed.
+        ConfigError: A name is unknown (the message has the nearest one), or a value is not allowed.
     """
     given = {} if path is None else _read(path)
     _require_known("the file of settings", given, SECTIONS)
@@ -262,6 +262,7 @@ def _load(text: str, is_json: bool, where: str) -> Any:
             'Settings in YAML need pip install "model-agnostic-grpo[cli]". JSON needs nothing.'
         ) from error
     try:
+        # files of settings are passed on and not read as programs, so they must not run code
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not YAML: {error}") from error
@@ -313,7 +314,7 @@ def named(name: str) -> Any:
     """Import what MODULE:NAME names.
 
     Raises:
-        ConfigError: the name has another form, or the module lacks it.
+        ConfigError: The name has another form, or the module lacks it.
     """
     module, sign, attribute = name.partition(":")
     if not (module and sign and attribute):
@@ -335,10 +336,10 @@ def task_of(name: str, *, seed: int | None = None) -> tuple[Any, Any, Any, Any]:
 
     Args:
         name: MODULE:FUNCTION.
-        seed: seeds the generators first, so that the task makes the same policy again. None: they are not seeded.
+        seed: Seeds the generators first, so that the task makes the same policy again. None: they are not seeded.
 
     Raises:
-        ConfigError: the task returns something else.
+        ConfigError: The task returns something else.
     """
     task = named(name)
     if seed is not None:

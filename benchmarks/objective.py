@@ -7,7 +7,7 @@ reference log-probs. A run computes the loss, its metrics and its gradient with 
 gradient included (see `_memory`).
 
 The ratios are reported and have no target: the loss takes less than 0.01 % of an iteration of a language model, so it is
-written for reading (docs/decisions/0007).
+written for reading (decision 0007, docs/decisions/formulas.md).
 
     python -m benchmarks.objective
     python -m benchmarks.objective --threads 2

@@ -75,18 +75,18 @@ def group_relative_advantages(
 
     Args:
         rewards: R, one number per row.
-        group_ids: the group of each row: any integers, in any order.
-        baseline, scale: b and s, see above.
-        std_ddof: divisor n - ddof in a std.
-        std_eps: added to a std or mean before the division. Larger: smaller advantages in groups with small differences.
-        lengths: steps of each row, for `length_weighted`.
-        k: attempts, for `max_at_k`.
-        running_mean: for `global_mean`.
+        group_ids: The group of each row: any integers, in any order.
+        baseline, scale: Names of b and s, see above.
+        std_ddof: Divisor n - ddof in a std.
+        std_eps: Added to a std or mean before the division. Larger: smaller advantages in groups with small differences.
+        lengths: Steps of each row, for `length_weighted`.
+        k: Attempts, for `max_at_k`.
+        running_mean: For `global_mean`.
 
     Raises:
-        ConfigError: the baseline needs `lengths` or `k`.
-        ContractError: an argument is not a tensor of the stated shape.
-        RewardError: a reward is NaN or infinite, or the scale is `beta`, and a reward is outside [0, 1].
+        ConfigError: The baseline needs `lengths` or `k`.
+        ContractError: An argument is not a tensor of the stated shape.
+        RewardError: A reward is NaN or infinite, or the scale is `beta`, and a reward is outside [0, 1].
 
     Example:
         >>> group_relative_advantages(torch.tensor([1., 3., 2., 0., 4.]), torch.tensor([0, 0, 1, 1, 1])).tolist()
@@ -141,7 +141,7 @@ def _over_scale(
             s = groups.repeat(groups.stds(R, ddof, tolerance) + eps)
         case "batch":
             s = batch_std(R, ddof, rounding) + eps
-        case "whiten":
+        case "whiten":  # REINFORCE++ divides by the deviation that is left after the baseline
             s = batch_std(centred, ddof, rounding) + eps
             centred = centred - centred.mean()
         case "mean":
@@ -174,11 +174,11 @@ def group_relative_returns(
     has ended is left out and does not count as 0. The scale `batch` is the std of G over all valid steps.
 
     Args:
-        rewards: r, one number per step. Values outside the mask are never used.
-        mask: the valid steps. Advantages outside the mask are 0.
-        group_ids: the group of each row.
-        gamma: discount per column. Smaller looks less far ahead.
-        baseline, scale, std_ddof, std_eps, running_mean: as in `group_relative_advantages`.
+        rewards: The rewards r, one number per step. Values outside the mask are never used.
+        mask: The valid steps. Advantages outside the mask are 0.
+        group_ids: The group of each row.
+        gamma: Discount per column. Smaller looks less far ahead.
+        baseline, scale, std_ddof, std_eps, running_mean: As in `group_relative_advantages`.
 
     Source:
         Shao et al. 2024, arXiv:2402.03300, sec. 4.1.3, without its normalisation of rewards before they are summed.
@@ -205,7 +205,7 @@ class AdvantageEstimator:
         """Return the advantages, and the critic's targets if there is a critic.
 
         Raises:
-            ConfigError: a setting needs a field that the batch does not have.
+            ConfigError: A setting needs a field that the batch does not have.
         """
         config, gamma, mask, ids = self.config, self.config.gamma, batch.mask.cpu(), batch.group_ids.cpu()
         rewards = self._prepared(batch.rewards, mask)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
@@ -44,26 +44,26 @@ class RunningTrainer(Protocol):
 
 
 class Callback(Protocol):
-    """Is called during `train`. A callback has at least one of these methods.
+    """An object that `train` calls. It has at least one of these methods; the others may be missing.
 
-    On several ranks, each rank calls its own callbacks, and the run stops if any of them returns "stop". What a callback
-    raises ends the run. A callback with `state_dict` and `load_state_dict` is saved in checkpoints and restored by a resume.
+    An error in a callback ends the run. On several ranks, each rank calls its own callbacks, and "stop" on one rank stops all
+    ranks. If a callback has `state_dict` and `load_state_dict`, checkpoints contain its state, and a resumed run restores it.
     """
 
     def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
-        """After each iteration and its evaluation. `metrics` are those that sinks have received: a change reaches no sink."""
+        """Called after each iteration and its evaluation. The sinks have received `metrics` already."""
         ...
 
     def on_evaluation(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
-        """After an evaluation, before `on_iteration`. `metrics` are those of the iteration, with `eval/...`."""
+        """Called after an evaluation, before `on_iteration`. `metrics` are those of the iteration and of the evaluation."""
         ...
 
     def on_checkpoint(self, trainer: RunningTrainer, path: Path) -> None:
-        """After a checkpoint. With `checkpoint_async=True`, it may still be being written."""
+        """Called after a checkpoint was written. With `checkpoint_async=True`, writing has begun, and may not have ended."""
         ...
 
     def on_interrupt(self, trainer: RunningTrainer, error: BaseException) -> None:
-        """After SIGTERM, SIGINT or KeyboardInterrupt has stopped the run and a checkpoint was written."""
+        """Called after SIGTERM, SIGINT or KeyboardInterrupt has stopped the run, and after its last checkpoint was written."""
         ...
 
 
@@ -75,10 +75,10 @@ class Callbacks:
     """Calls several callbacks, in order.
 
     Args:
-        callbacks: the callbacks.
+        callbacks: The callbacks.
 
     Raises:
-        ConfigError: an object has none of the methods, or a method whose name is nearly one of them.
+        ConfigError: An object has none of the methods, or a method whose name is nearly one of them.
     """
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
@@ -131,8 +131,10 @@ class Callbacks:
         return {name: callback.state_dict() for name, callback in self._with_state().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the states. A callback that the saved run did not have starts anew, and a state without a callback is lost;
-        a `GRPOWarning` names both."""
+        """Restore the states.
+
+        A callback without a saved state starts anew. A saved state without a callback is lost. A `GRPOWarning` names both.
+        """
         present = self._with_state()
         for name in present.keys() & state.keys():
             present[name].load_state_dict(state[name])
@@ -153,7 +155,7 @@ class Callbacks:
         return named
 
     def ended_by(self) -> str | None:
-        """The name of a callback that has ended the run already, before it was saved. None: there is none."""
+        """The name of a callback that had ended the run when it was saved. None: the run was not ended by a callback."""
         names = [type(one).__name__ for one in self._callbacks if isinstance(one, EarlyStopping) and one.has_ended]
         return names[0] if names else None
 
@@ -183,9 +185,9 @@ class _Best:
     """The best value of a metric so far, and how many measurements ago it was.
 
     Args:
-        metric: the metric's name. Iterations without the metric do not count.
+        metric: The metric's name. Iterations without the metric do not count.
         mode: "max" if larger is better.
-        min_delta: the smallest change that counts as better.
+        min_delta: The smallest change that counts as better.
     """
 
     def __init__(self, metric: str, mode: Literal["max", "min"], min_delta: float) -> None:
@@ -202,7 +204,11 @@ class _Best:
         """Number of measurements since the best value."""
 
     def improves(self, iteration: int, metrics: Mapping[str, float]) -> bool:
-        """Note one measurement. Returns whether it is the best. A ConfigError if evaluations do not have the metric."""
+        """Note one measurement, and return whether it is the best so far.
+
+        Raises:
+            ConfigError: The metric begins with `eval/`, and evaluations do not have it.
+        """
         value = metrics.get(self.metric, math.nan)
         measured = [name for name in metrics if name.startswith("eval/")]
         if self.metric.startswith("eval/") and measured and self.metric not in measured:
@@ -233,10 +239,10 @@ class EarlyStopping(_Best):
     """Stops the run when a metric has not become better for some time.
 
     Args:
-        metric: the metric's name. Iterations without the metric do not count, so that `eval/...` counts evaluations.
-        patience: number of measurements in a row without a better one after which the run stops. Larger: later.
+        metric: The metric's name. Iterations without the metric do not count, so that `eval/...` counts evaluations.
+        patience: The run stops after this number of measurements in a row that are not better than the best. Larger: later.
         mode: "max" if larger is better.
-        min_delta: the smallest change that counts as better.
+        min_delta: The smallest change that counts as better.
 
     Example:
         >>> trainer.train(states, num_iterations=1000, eval_states=held_out,
@@ -269,10 +275,10 @@ class KeepBestPolicy(_Best):
     """Keeps a copy of the weights with the best value of a metric, in memory. `restore` puts them into the policy.
 
     Args:
-        metric: the metric's name. `rewards/mean` is that of the policy before the iteration's updates; an evaluation is that of
-            the weights that are kept.
+        metric: The metric's name. `eval/...` was measured with the weights that are kept. `rewards/mean` was measured before
+            the iteration's updates, with the weights of one iteration earlier.
         mode: "max" if larger is better.
-        min_delta: the smallest change that counts as better.
+        min_delta: The smallest change that counts as better.
 
     Example:
         >>> best = KeepBestPolicy()
@@ -297,7 +303,7 @@ class KeepBestPolicy(_Best):
         """Copy the best weights into a policy, and into its separate sampler if there is one.
 
         Raises:
-            ConfigError: nothing was measured, or the policy has other parameters.
+            ConfigError: Nothing was measured, or the policy has other parameters.
         """
         parameters: dict[str, Tensor] = policy.get_parameters()
         if not self.weights:
@@ -339,23 +345,25 @@ class TimeBudget:
     its evaluation and checkpoint.
 
     Args:
-        limit: the time. A resumed run has the whole time again.
+        limit: The time. A resumed run has the whole time again.
+        clock: Returns seconds.
 
     Example:
         >>> callbacks = [TimeBudget(timedelta(hours=8))]
     """
 
-    def __init__(self, limit: timedelta) -> None:
+    def __init__(self, limit: timedelta, *, clock: Callable[[], float] = time.monotonic) -> None:
         given: Any = limit
         if not isinstance(given, timedelta) or given <= timedelta(0):
             raise ConfigError(f"TimeBudget.limit must be a timedelta longer than 0; got {describe(limit)}.")
         self.limit = limit
+        self._clock = clock
         self._began: float | None = None
         self._last = self._longest = 0.0
 
     def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
         """Stop if another iteration would take too long."""
-        now = time.monotonic()
+        now = self._clock()
         if self._began is None:
             self._began = self._last = now - metrics.get("time/iteration", 0.0)
         self._longest = max(self._longest, now - self._last)

@@ -55,16 +55,16 @@ def write_checkpoint(
     """Write `state` to the folder `path`, completely or not at all. An existing checkpoint is replaced.
 
     Args:
-        path: the checkpoint's folder. Missing parent folders are created.
-        state: tensors, arrays, numbers, strings, None, frozen dataclasses with `to_state` and `from_state`, and dicts, lists
+        path: The checkpoint's folder. Missing parent folders are created.
+        state: Tensors, arrays, numbers, strings, None, frozen dataclasses with `to_state` and `from_state`, and dicts, lists
             and tuples of these. On several ranks, each rank passes its own state.
-        iteration: the number of iterations that training has completed.
-        update: the number of finished updates of an iteration that is not finished. None: the last iteration is finished.
-        score: decides which of several checkpoints is the best. Larger is better. A NaN or infinite score counts as no score.
-        engine: joins the ranks, which all call this function. None: one process.
+        iteration: The number of iterations that training has completed.
+        update: The number of finished updates of an iteration that is not finished. None: the last iteration is finished.
+        score: Decides which of several checkpoints is the best. Larger is better. A NaN or infinite score counts as no score.
+        engine: Joins the ranks, which all call this function. None: one process.
 
     Raises:
-        CheckpointError: the disk is full or not writable, `state` holds a value of another type, `state["parameters"]` has
+        CheckpointError: The disk is full or not writable, `state` holds a value of another type, `state["parameters"]` has
             NaN or infinity, another process writes to `path`, or `path` exists and is not a checkpoint. Earlier checkpoints
             are intact, and no temporary file remains.
     """
@@ -86,10 +86,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Return the whole state in a checkpoint, after verifying its files. Of a checkpoint of several ranks: rank 0's state.
 
     Args:
-        path: a checkpoint's folder, or a folder of checkpoints: the newest intact one is read.
+        path: A checkpoint's folder, or a folder of checkpoints: the newest intact one is read.
 
     Raises:
-        CheckpointError: a file is missing, truncated, altered, or written by another program or a newer version. The
+        CheckpointError: A file is missing, truncated, altered, or written by another program or a newer version. The
             message names the file.
     """
     checkpoint = open_checkpoint(path, None)
@@ -101,7 +101,7 @@ def best_checkpoint(folder: str | Path) -> Path:
     """Return the path of the checkpoint with the highest score in `folder`.
 
     Raises:
-        CheckpointError: no checkpoint in `folder` has a score.
+        CheckpointError: No checkpoint in `folder` has a score.
     """
     manifests = {}
     for path in checkpoints_in(as_path(folder)):
@@ -122,11 +122,11 @@ def load_weights(path: str | Path, policy: Any) -> None:
     of ranks that wrote the checkpoint does not matter.
 
     Args:
-        path: a checkpoint's folder, or a folder of checkpoints: the newest intact one is read.
-        policy: a policy that is built like the one that was saved.
+        path: A checkpoint's folder, or a folder of checkpoints: the newest intact one is read.
+        policy: A policy that is built like the one that was saved.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or its names or shapes differ from the policy's. The message names them.
+        CheckpointError: The checkpoint is damaged, or its names or shapes differ from the policy's. The message names them.
     """
     require_methods(policy, ("get_parameters",), "policy", "PolicyModel")
     owner, parameters = type(policy).__name__, parameters_of(policy)

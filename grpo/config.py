@@ -198,7 +198,7 @@ class ObjectiveConfig(Settings):
         """Make settings from a dict that `to_dict` wrote. A missing setting has its default value.
 
         Raises:
-            ConfigError: the dict has an unknown key, a value that the setting does not allow, or a custom callable.
+            ConfigError: The dict has an unknown key, a value that the setting does not allow, or a custom callable.
         """
         choices = {"surrogate": SURROGATES, "sampler_correction": CORRECTIONS}
         if isinstance(values, Mapping):
@@ -298,7 +298,7 @@ class GRPOConfig(Settings):
     """All settings of training. Every value is checked. `to_dict` and `from_dict` save and load the settings.
 
     Raises:
-        ConfigError: a value is not allowed, or settings contradict one another. The message names the field.
+        ConfigError: A value is not allowed, or settings contradict one another. The message names the field.
 
     Example:
         >>> GRPOConfig.from_dict({"group_size": 4, "objective": {"surrogate": {"kind": "clip", "low": 0.1}}}).group_size

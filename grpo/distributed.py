@@ -40,13 +40,13 @@ class Replicated(SeveralProcesses):
     the group. Ranks above 0 print a `GRPOWarning` or a line of the logger "grpo" only if rank 0 does not print the same.
 
     Args:
-        group: a process group. None: all processes.
-        timeout: seconds that a rank waits for the other ranks where all ranks have to meet. Larger: ranks may differ more in
+        group: A process group. None: all processes.
+        timeout: Seconds that a rank waits for the other ranks where all ranks have to meet. Larger: ranks may differ more in
             the time they need to sample; a rank that died without closing its connections, or hangs, is noticed later.
 
     Raises:
         ConfigError: `torch.distributed` is not initialised, or the ranks have different timeouts.
-        RankError: a rank did not build its engine within the timeout.
+        RankError: A rank did not build its engine within the timeout.
 
     Example:
         >>> torch.distributed.init_process_group("gloo")  # doctest: +SKIP
@@ -178,16 +178,16 @@ class Sharded(Replicated):
     writes on rank 0. A forward pass that runs out of memory is an error on all ranks, and is not repeated with fewer rows.
 
     Args:
-        group: a process group. None: all processes.
-        timeout: seconds that a rank waits for the others; see `Replicated`.
-        mixed_precision: a `torch.distributed.fsdp.MixedPrecisionPolicy`: the dtype in which units compute, and gradients are
+        group: A process group. None: all processes.
+        timeout: Seconds that a rank waits for the others; see `Replicated`.
+        mixed_precision: A `torch.distributed.fsdp.MixedPrecisionPolicy`: the dtype in which units compute, and gradients are
             added up. None: the dtype of the weights.
-        cpu_offload: keep parts of weights, gradients and optimizer states in the host's memory, and step there. Needs less
+        cpu_offload: Keep parts of weights, gradients and optimizer states in the host's memory, and step there. Needs less
             memory of the device, and more time.
 
     Raises:
         ConfigError: `torch.distributed` is not initialised, the ranks have different arguments, or torch is too old.
-        RankError: a rank did not build its engine within the timeout.
+        RankError: A rank did not build its engine within the timeout.
 
     Example:
         >>> torch.distributed.init_process_group()  # doctest: +SKIP
@@ -235,6 +235,7 @@ class Sharded(Replicated):
 
     def equal_count(self, count: int) -> int:
         """The largest count of any rank."""
+        # each pass gathers weights, so a rank with fewer passes would leave the others waiting
         counts: list[int] = self.gather_objects(count)
         return max(counts)
 

@@ -97,8 +97,8 @@ def score_function_entropy(log_probs: Float[Tensor, "N T"], ratio: Float[Tensor,
     distribution that sampled the steps.
 
     Args:
-        log_probs: log-probs of the sampled steps.
-        ratio: rho = pi / pi_old of each step, not of the row.
+        log_probs: Log-probs of the sampled steps.
+        ratio: The ratio rho = pi / pi_old of each step, not of the row.
 
     Source:
         Williams 1992, "Simple statistical gradient-following algorithms", with f = -log pi.

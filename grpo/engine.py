@@ -1,4 +1,4 @@
-"""The port to the processes of a run: what the algorithm asks of them, and the engine of a single process."""
+"""`Engine`: what the algorithm needs from the other processes of a run. `OneProcess` is the engine of a single process."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +24,7 @@ class Engine(Protocol):
     num_ranks: int
     """The number of processes."""
     divides_weights: bool
-    """Whether each rank holds a part of the weights. Forward passes are then meetings of all ranks."""
+    """Whether each rank holds only a part of the weights. A forward pass then needs all ranks at the same time."""
 
     # Values
 
@@ -32,7 +32,10 @@ class Engine(Protocol):
         """The sum over all ranks, returned on every rank. All ranks pass tensors of the same shape."""
 
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
-        """The rows of all ranks in rank order, padded to the widest, and the index of this rank's first row."""
+        """The rows of all ranks, in rank order, and the index of this rank's first row among them.
+
+        Rows that are narrower than the widest are padded on the right.
+        """
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Gather one small object from each rank, in rank order."""
@@ -40,28 +43,34 @@ class Engine(Protocol):
     # Errors
 
     def agree(self, error: BaseException | None = None) -> None:
-        """Raise the same error on every rank if any rank passes an error. Ranks in another operation raise it there."""
+        """Raise the same error on every rank if any rank passes an error. All ranks call this at the same place.
+
+        A rank that is in another operation of the engine meanwhile, such as `sum`, raises the error in that operation.
+        """
 
     def together(self, doing: str = "") -> AbstractContextManager[None]:
         """If an error leaves the block on one rank, every rank raises the same error.
 
         Args:
-            doing: what the block does, in words. It must be the same on all ranks.
+            doing: What the block does, in words, for messages. All ranks pass the same words.
         """
 
     def waiting(self, seconds: float, reason: str) -> AbstractContextManager[None]:
-        """Inside the block, at most for so many seconds, the other ranks know that this rank is late, and wait for it.
+        """Tell the other ranks that this rank is late, so that they keep waiting for it. This ends with the block.
 
         Args:
-            seconds: the longest time that this rank waits for something else.
-            reason: what it waits for, as a sentence without a full stop. The other ranks log it.
+            seconds: The other ranks keep waiting for at most this time.
+            reason: What this rank waits for, as a sentence without a full stop. The other ranks log it.
         """
 
     def require_same(self, owner: str, values: Mapping[str, Any]) -> None:
         """Raise a `ConfigError` that names each value that is not the same on all ranks. Values are compared by `repr`."""
 
     def require_same_arguments(self, owner: str, arguments: Mapping[str, Any]) -> None:
-        """The same for the arguments of a learner's constructor: settings, and the kinds of other objects."""
+        """Raise a `ConfigError` that names each argument of a learner's constructor that is not the same on all ranks.
+
+        Settings are compared by value, and other objects by their class.
+        """
 
     def require_equal_weights(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise a `ConfigError` if the ranks have different parameters, because training would never make them equal."""
@@ -69,7 +78,10 @@ class Engine(Protocol):
     # Weights and gradients
 
     def divide(self, policy: Any) -> None:
-        """Divide the weights of a policy among the ranks, in place, if the engine does that. All ranks have equal weights."""
+        """Divide the weights of a policy among the ranks, in place. Before, all ranks have equal weights.
+
+        An engine whose ranks hold whole weights does nothing.
+        """
 
     def whole(self, policy: Any) -> AbstractContextManager[None]:
         """Inside the block, this rank has all weights of a policy. All ranks enter and leave it together."""
@@ -78,16 +90,19 @@ class Engine(Protocol):
         """The values of a tensor that this rank holds, in the same memory."""
 
     def copy_into(self, target: Tensor, value: Tensor) -> None:
-        """Copy a value into a tensor, in place. Into a divided tensor, a whole value is copied by its rows of this rank."""
+        """Copy a value into a tensor, in place. If the tensor is divided and the value is whole, copy this rank's rows."""
 
     def divided(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
         """A divided tensor of this shape, of which this rank has these rows."""
 
     def equal_count(self, count: int) -> int:
-        """The number of forward passes that this rank has to make if it needs `count`."""
+        """The number of forward passes that every rank makes, given the number that this rank needs.
+
+        With divided weights, it is the largest number that any rank needs. Otherwise, it is `count`.
+        """
 
     def accompany(self, policy: Any, loss: Callable[[], Tensor]) -> None:
-        """Make a forward and a backward pass only because other ranks make one. The gradient is 0, and does not count."""
+        """Make a pass whose gradient is 0, because other ranks make a pass and need this rank's part of the weights for it."""
 
     def sum_gradients(self, tensors: Sequence[Tensor], value: Tensor) -> Tensor:
         """Add up the gradients of these tensors over all ranks, in place, and return the sum of `value` over all ranks.
@@ -222,8 +237,10 @@ def on_all_ranks(
 
 
 def built_on_all_ranks(construct: Callable[Args, None]) -> Callable[Args, None]:
-    """Make a constructor raise the same error on every rank, if it raises an error on any rank. Its arguments must agree with
-    those of the other ranks."""
+    """Make a constructor raise the same error on every rank, if it raises an error on any rank.
+
+    It also raises an error if its arguments are not the same on all ranks.
+    """
 
     @wraps(construct)
     def shared(*args: Args.args, **kwargs: Args.kwargs) -> None:

@@ -86,9 +86,8 @@ class ExperienceCollector:
         self._reference = ReferenceScorer(policy, reference_policy, autocast) if use_reference else None
         self._group_by = group_by
         self.reward_model = reward_model
-        reward = reward or RewardConfig()
-        self._ask_for_rewards = RewardCalls(reward_model, reward, in_process=in_process, waiting=engine.waiting)
-        self._turns = Lock()
+        ask = RewardCalls(reward_model, reward or RewardConfig(), in_process=in_process, waiting=engine.waiting)
+        self._ask_for_rewards, self._turns = ask, Lock()
         self.costs = CallCosts(self._ask_for_rewards, self.sample, self.scoring, self.updating)
         """What the calls of policy and reward model have cost since the last report."""
 

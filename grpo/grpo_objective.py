@@ -39,8 +39,8 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     log_probs.
 
     Args:
-        inputs: the rows of the micro-batch. Half precision is converted to float32.
-        config: the settings of the loss. `aggregation` and `fixed_length` have no effect here, because `inputs.weights` already
+        inputs: The rows of the micro-batch. Half precision is converted to float32.
+        config: The settings of the loss. `aggregation` and `fixed_length` have no effect here, because `inputs.weights` already
             contain them.
 
     Returns:
@@ -48,8 +48,8 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
         entropy + value) and the metrics per step, which `step_moments` lists.
 
     Raises:
-        ConfigError: the inputs have no reference log-probs, entropy or behaviour log-probs, but a term needs them.
-        ContractError: the surrogate does not return a loss per step, or an input is NaN or infinite (found on the CPU only).
+        ConfigError: The inputs have no reference log-probs, entropy or behaviour log-probs, but a term needs them.
+        ContractError: The surrogate does not return a loss per step, or an input is NaN or infinite (found on the CPU only).
 
     Source:
         Shao et al. 2024, arXiv:2402.03300, eq. 3.

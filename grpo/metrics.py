@@ -51,13 +51,14 @@ class Meter:
         """Return (mean, standard deviation) of each metric, and empty the meter. Loss terms are averaged over the updates.
 
         Args:
-            num_updates: number of updates.
-            of_ranks: the `totals` of all ranks. None: there is one rank.
+            num_updates: Number of updates.
+            of_ranks: The `totals` of all ranks. None: there is one rank.
         """
         result = {name: (total / count, 0.0) for name, (count, total) in self._values.items()}
         parts = [self.totals()] if of_ranks is None else of_ranks
         totals = _added_up(item for of_rank in parts for item in of_rank.items())
         for name, (count, total, squares) in totals.items():
+            # a count of 0 marks a loss term: it is summed within an update and averaged over updates
             mean = total / (count or num_updates or 1)
             variance = squares / count - mean**2 if count else 0.0
             result[name] = (mean, math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else variance)

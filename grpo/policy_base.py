@@ -61,7 +61,7 @@ class ScoresGroups(Protocol):
 
         Args:
             states: B states, each once.
-            actions: one sequence of actions per state (lengths may differ), or a tensor or array [B, G, ...].
+            actions: One sequence of actions per state (lengths may differ), or a tensor or array [B, G, ...].
         """
 
 

@@ -58,7 +58,7 @@ def dr_grpo(max_length: int = 3000) -> GRPOConfig:
     """GRPO done right: no division by the std or by the row's own length.
 
     Args:
-        max_length: the divisor of every row, usually the largest length that a row can have.
+        max_length: The divisor of every row, usually the largest length that a row can have.
 
     Source:
         Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, sec. 3; batches and learning rate: the authors' code.

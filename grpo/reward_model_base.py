@@ -79,7 +79,7 @@ class Rewards(TensorFields):
 
         Raises:
             RewardError: `values` or a part is wrong, as if the reward model had returned it as a tensor.
-            ContractError: any other field is wrong. The message names the field.
+            ContractError: Any other field is wrong. The message names the field.
         """
         values = as_reward_values("Rewards.values must be numbers, [N] or [N, T]", values)
         if isinstance(components, Mapping):  # anything else is refused below
@@ -117,7 +117,7 @@ class RewardFunction:
     """A plain `(states, actions) -> rewards` as a `RewardModel`. Error messages show the function's name.
 
     Args:
-        function: a function, or an `async def`, which is awaited by whoever asks for the rewards.
+        function: A function, or an `async def`, which is awaited by whoever asks for the rewards.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -52,11 +52,11 @@ class WeightedRewards:
     reward, which `RewardConfig.non_finite` handles. `rewards/NAME/applies` is the fraction of rows to which a part applies.
 
     Args:
-        rewards: name -> reward model, or plain `(states, actions) -> rewards`.
-        weights: name -> weight. None: all weights are 1.
+        rewards: Name -> reward model, or plain `(states, actions) -> rewards`.
+        weights: Name -> weight. None: all weights are 1.
 
     Raises:
-        ConfigError: there is no reward, or the names of rewards and weights differ.
+        ConfigError: There is no reward, or the names of rewards and weights differ.
 
     Example:
         >>> parts = {"right": lambda s, a: [1.0, 0.0], "short": lambda s, a: [2.0, 4.0]}
@@ -130,7 +130,7 @@ class WeightedRewards:
         """`in_groups(group_ids)` returns a copy that holds the same parts, for N rows of these groups.
 
         Raises:
-            AttributeError: no part has `in_groups`, so a row's reward does not depend on the other rows.
+            AttributeError: No part has `in_groups`, so a row's reward does not depend on the other rows.
         """
         if not any(map(compares_actions, self.rewards.values())):
             raise AttributeError("WeightedRewards has in_groups only if one of its parts has it.")
@@ -188,8 +188,8 @@ class PairwiseRewards:
     The mean reward of a group is 1/2 if all of its pairs are compared, for a good policy too. Evaluate with another reward.
 
     Args:
-        compare: the function, which may be `async def`. It gets lists, tensors or arrays of P rows, as the policy makes them.
-        num_opponents: an even number of opponents per action. Larger: less noise, and more comparisons, `num_opponents / 2` per
+        compare: The function, which may be `async def`. It gets lists, tensors or arrays of P rows, as the policy makes them.
+        num_opponents: An even number of opponents per action. Larger: less noise, and more comparisons, `num_opponents / 2` per
             action. None: all others, (G - 1) / 2 comparisons per action of a group of G.
 
     Raises:
@@ -231,7 +231,7 @@ class PairwiseRewards:
         """Call `compare` without a deadline, and return the win rate of each row. Call `in_groups` first; the trainer does so.
 
         Raises:
-            ConfigError: the groups are not known.
+            ConfigError: The groups are not known.
             RewardError: `compare` did not return one number from 0 to 1, or NaN, per pair.
         """
         win_rates: Tensor = ask(self, states, actions)
@@ -302,8 +302,8 @@ def pairs_within_groups(
     """The pairs of rows that are compared: each row with the next ones of its group, in a circle.
 
     Args:
-        group_ids: the group of each row.
-        num_opponents: an even number of opponents per row. None, or as many as the group has: all others.
+        group_ids: The group of each row.
+        num_opponents: An even number of opponents per row. None, or as many as the group has: all others.
 
     Returns:
         The first rows of the pairs, the second rows, and whether a row has an opponent. A group's pairs are adjacent.

@@ -50,8 +50,8 @@ class Samples:
         """The first rows of the first groups, for people to read. States and actions are converted by `str`.
 
         Args:
-            num_states: number of groups.
-            num_actions: number of rows of each group.
+            num_states: Number of groups.
+            num_actions: Number of rows of each group.
 
         Returns:
             One dict per row with the keys "state", "action", "reward", "reward/NAME" for each named part, "advantage" and
@@ -122,7 +122,7 @@ class GuardedSinks:
     """Calls several sinks. A sink that raises is reported as a `GRPOWarning`, and is not called again.
 
     Args:
-        sinks: the sinks.
+        sinks: The sinks.
 
     Raises:
         ConfigError: `sinks` is not a list of sinks, or a `log_every` is not an integer from 1.
@@ -158,10 +158,10 @@ class GuardedSinks:
         """Record one iteration in the sinks whose turn it is.
 
         Args:
-            metrics: the iteration's metrics.
-            iteration: its number, from 1.
-            samples: rows of the iteration, and of its evaluation.
-            always: whether it is every sink's turn: the last iteration, or one with an evaluation.
+            metrics: The iteration's metrics.
+            iteration: Its number, from 1.
+            samples: Rows of the iteration, and of its evaluation.
+            always: Whether it is every sink's turn: the last iteration, or one with an evaluation.
         """
         for sink, every in [*self._every]:
             if always or iteration % every == 0:
@@ -210,8 +210,8 @@ class JSONLSink:
     escaped. NaN and infinity become null, because JSON has no such numbers.
 
     Args:
-        path: the file. Missing folders are created with the first line.
-        log_every: iterations between two lines in `train`. Larger: a smaller file. Evaluations and the last iteration are
+        path: The file. Missing folders are created with the first line.
+        log_every: Iterations between two lines in `train`. Larger: a smaller file. Evaluations and the last iteration are
             always written.
 
     Example:

@@ -66,7 +66,7 @@ def traits_of(surrogate: Any) -> SurrogateTraits:
     """The traits of a surrogate. A trait that the surrogate does not define has its default.
 
     Raises:
-        ConfigError: the surrogate's `level` does not exist.
+        ConfigError: The surrogate's `level` does not exist.
     """
     level: RatioLevel = getattr(surrogate, "level", "step")
     if level not in get_args(RatioLevel):

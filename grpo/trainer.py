@@ -115,8 +115,8 @@ class GRPOTrainer(Learner):
         evaluating on a bandit pulls its arms. On several ranks, the samples of all ranks count.
 
         Args:
-            states: the states to evaluate in.
-            num_actions_per_state: samples per state. None: `config.group_size`.
+            states: The states to evaluate in.
+            num_actions_per_state: Samples per state. None: `config.group_size`.
 
         Returns:
             `eval/avg_reward` and `eval/avg_reward_std`; `eval/NAME/mean` for each named part of the reward; and
@@ -157,32 +157,32 @@ class GRPOTrainer(Learner):
         The policy ends in `train()`.
 
         Args:
-            states: a sequence or tensor of states, an iterable, or a sampler `iteration -> states`; see `StateSource`.
-            num_iterations: the total number of iterations, those before this call included. A learning rate schedule covers
+            states: A sequence or tensor of states, an iterable, or a sampler `iteration -> states`; see `StateSource`.
+            num_iterations: The total number of iterations, those before this call included. A learning rate schedule covers
                 them; `step` has no schedule.
-            num_epochs: passes over the states in total, instead of `num_iterations`. One pass takes
+            num_epochs: Passes over the states in total, instead of `num_iterations`. One pass takes
                 `len(states) / config.num_states_per_iteration` iterations; the last iteration may begin another pass. States
                 that dynamic sampling draws in addition are not counted.
-            eval_states: states for evaluations, every `eval_every` iterations and after the last.
-            eval_every: iterations between evaluations. None: ten evaluations in the run.
-            sinks: receive the metrics of every iteration, on the first rank. See `MetricSink`.
-            callbacks: called after every iteration, and may stop the run. See `grpo.callbacks`.
-            checkpoint_dir: folder for checkpoints `iteration-00000010` and so on. None: no checkpoints.
-            checkpoint_every: iterations between checkpoints, or the time between them: `timedelta(minutes=30)`. None: ten
+            eval_states: States for evaluations, every `eval_every` iterations and after the last.
+            eval_every: Iterations between evaluations. None: ten evaluations in the run.
+            sinks: Receive the metrics of every iteration, on the first rank. See `MetricSink`.
+            callbacks: Called after every iteration, and may stop the run. See `grpo.callbacks`.
+            checkpoint_dir: Folder for checkpoints `iteration-00000010` and so on. None: no checkpoints.
+            checkpoint_every: Iterations between checkpoints, or the time between them: `timedelta(minutes=30)`. None: ten
                 checkpoints in the run. The last iteration and new best evaluations are written too.
-            keep_last: number of newest checkpoints to keep. The best by `eval/avg_reward` (or `rewards/mean`) is kept, too.
+            keep_last: Number of newest checkpoints to keep. The best by `eval/avg_reward` (or `rewards/mean`) is kept, too.
             resume: "auto" continues from the newest checkpoint in `checkpoint_dir`, or starts if there is none. None: start, or
                 go on.
-            checkpoint_async: write checkpoints in a second thread, while training goes on. This needs memory for a copy of the
+            checkpoint_async: Write checkpoints in a second thread, while training goes on. This needs memory for a copy of the
                 checkpoint on the host, and a single process.
-            progress: show a progress bar.
+            progress: Show a progress bar.
 
         Returns:
             The metrics of each iteration that this call made.
 
         Raises:
-            ConfigError: the trainer has made `num_iterations` iterations already.
-            TrainingInterrupted: the process received SIGTERM or SIGINT. With `checkpoint_dir`, a checkpoint holds everything up
+            ConfigError: The trainer has made `num_iterations` iterations already.
+            TrainingInterrupted: The process received SIGTERM or SIGINT. With `checkpoint_dir`, a checkpoint holds everything up
                 to the last update. If nobody catches the exception, the process ends with exit code 143 or 130.
         """
         with (
@@ -270,10 +270,10 @@ class GRPOTrainer(Learner):
         middle of an iteration, `train` continues with the next update.
 
         Args:
-            path: one checkpoint, or a folder of checkpoints: the newest intact one is read.
+            path: One checkpoint, or a folder of checkpoints: the newest intact one is read.
 
         Raises:
-            CheckpointError: a file is damaged, or does not fit this trainer. The message names the file or the value. The
+            CheckpointError: A file is damaged, or does not fit this trainer. The message names the file or the value. The
                 trainer is unchanged.
         """
         self._load(path)
@@ -286,7 +286,7 @@ class GRPOTrainer(Learner):
         """Restore what `state_dict` returned, all or nothing.
 
         Raises:
-            CheckpointError: the state does not fit. The message names what differs. The trainer is unchanged.
+            CheckpointError: The state does not fit. The message names what differs. The trainer is unchanged.
         """
         self.run_state.load_state_dict(state)
         self._continue_from_here()

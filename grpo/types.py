@@ -184,8 +184,8 @@ class ExperienceBatch(TensorFields):
             state_keys: [N, T] integers, for `advantage.credit="gigpo"`. None: the policy's `state_keys` is called, if any.
 
         Raises:
-            ContractError: lengths or shapes do not agree.
-            RewardError: a reward is not a finite number.
+            ContractError: Lengths or shapes do not agree.
+            RewardError: A reward is not a finite number.
         """
         owner = "ExperienceBatch.from_rows"
         group_ids = as_group_ids(owner, group_ids)

@@ -74,7 +74,7 @@ def checked_distributions(folder: Path) -> tuple[Path, Path]:
     """Build the source distribution and the wheel into `folder`, and check what is in them.
 
     Raises:
-        SystemExit: a file of the checkout is missing, or the source distribution builds another wheel.
+        SystemExit: A file of the checkout is missing, or the source distribution builds another wheel.
     """
     with tempfile.TemporaryDirectory() as name:
         temporary = Path(name)
@@ -107,7 +107,7 @@ def try_the_cure(python: Path, wheel: Path) -> None:
     """Install the two projects with the same import names, and then run the commands that the README recommends.
 
     Raises:
-        SystemExit: there is nothing to cure any more, so that the README says too much.
+        SystemExit: There is nothing to cure any more, so that the README says too much.
     """
     pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     code = "from adapters.bandits import SoftmaxPolicy; from grpo import GRPOTrainer"

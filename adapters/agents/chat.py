@@ -118,11 +118,14 @@ class _Turn:
 class Chat:
     """One conversation with the policy. `await chat(messages)` returns the policy's next message.
 
-    Pass the whole history each time, as with OpenAI's API. If it begins with what was said up to any of the policy's turns,
-    only the messages after this turn are tokenized. The context goes on if this was the last turn; else the next turn has a
-    context of its own, which begins with the tokens of the earlier one. If the history begins otherwise, for example because
-    the agent program has shortened it, the whole history is tokenized. Calls that are made at the same time are answered one
-    after another.
+    Pass the whole history each time, as with OpenAI's API. The chat looks for the latest of the policy's turns that the
+    history continues:
+    - The history continues the policy's last turn: the new messages are tokenized and appended to the context.
+    - The history continues an earlier turn: a new context begins with the tokens up to that turn.
+    - The history continues no turn, for example because the agent program has shortened it: the whole history is tokenized,
+      in a new context.
+
+    Calls that are made at the same time are answered one after another.
     """
 
     def __init__(
@@ -140,7 +143,11 @@ class Chat:
         self.messages: list[Message] = []
         """What was said so far."""
         self.state_key: Any = None
-        """The state in which the next message is asked for, for GiGPO: any value that is equal in equal states."""
+        """Key of the state in which the policy writes its next message, for `advantage.credit="gigpo"`.
+
+        GiGPO compares the messages that were written in the same state. Two states are the same if `repr` of their keys is the
+        same, so a key can be a text, a number, or a tuple of them. None: the state has no key, and GiGPO refuses the message.
+        """
         self.info: dict[str, Any] = {}
         """Kept as `Conversation.info`."""
         self.ended_by: EndedBy | None = None

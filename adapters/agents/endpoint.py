@@ -280,4 +280,5 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _gone(ended_by: str) -> ApiError:
     message = f"The conversation ended by {ended_by!r}. Catch this error (status 410), and return a reward."
+    # gone, and not an error to retry: clients of OpenAI's API repeat 429 and 5xx
     return ApiError(410, message, code="conversation_ended", ended_by=ended_by)

@@ -29,7 +29,9 @@ class Environment(Protocol):
     - `tools()`: the tools that the policy may call. The environment loop calls functions itself, and gives their results to
       the policy as messages; `step` then gets the first message without a call. If a tool is a JSON schema, `step` gets every
       message, with its calls in `message["tool_calls"]`, and returns the results.
-    - `state_key()`: a value that is equal in equal states, for GiGPO. It is called before each message of the policy.
+    - `state_key()`: for GiGPO, which compares messages that were written in the same state. Return a key, for example a text or
+      a number, whose `repr` is the same each time the environment is in this state. It is called before each message of the
+      policy.
     - `snapshot()` and `restore(state)`: for `Branching`. `snapshot()` returns all that the environment needs to go on, as a
       value that `copy.deepcopy` accepts. A new environment gets a copy of it by `restore`, instead of `reset`.
     - `close()`: called once at the end, whatever happened.
@@ -60,6 +62,7 @@ class OwnThread:
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
         if self._thread is None:  # a daemon, so that a call that never returns does not keep the process
+            # daemon: a call that hangs is given up, and must not hold up the exit
             self._thread = threading.Thread(target=self._work, daemon=True, name="environment")
             self._thread.start()
         loop = asyncio.get_running_loop()
@@ -189,6 +192,7 @@ class EnvironmentLoop:
 def _takes_text(environment: Any) -> bool:
     """Whether the actions are texts. Wrappers of Gymnasium and GEM do not annotate actions, so the inner environment counts."""
     spaces = sys.modules.get("gymnasium.spaces")  # an environment with such a space has imported it
+    # how Gymnasium declares text actions; nothing else is guessed
     if spaces is not None and isinstance(getattr(environment, "action_space", None), spaces.Text):
         return True
     parameters = inspect.signature(getattr(environment, "unwrapped", environment).step).parameters

@@ -104,6 +104,7 @@ class Rollouts:
             finally:
                 batches.end()
 
+        # a second thread: the caller's may run an event loop (notebooks), and autocast belongs to a thread
         thread = threading.Thread(target=lambda: asyncio.run(hold()), daemon=True, name="conversations")
         thread.start()
         try:

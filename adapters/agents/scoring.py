@@ -15,7 +15,11 @@ from .conversations import Conversation, step_mask
 
 
 def score_conversations(policy: HFPolicy, actions: Sequence[Conversation]) -> ActionScores:
-    """Log-probs [N, T] of the steps of N conversations, with the other scores that the language model gives."""
+    """Score the sampled tokens of N conversations: log-probs [N, T], and entropies and values if the policy computes them.
+
+    A conversation can have several contexts, which are called segments here. The language model scores each segment as a row of
+    its own. The scores are then joined: a conversation's T steps are the sampled tokens of its segments, in order.
+    """
     prompts, completions, row_of_segment = _segments(actions, mask_truncated=policy.mask_truncated)
     parts = [
         (part, policy.score_actions([prompts[i] for i in part], [completions[i] for i in part]))
@@ -79,10 +83,14 @@ def _passes(policy: HFPolicy, prompts: list[list[int]], completions: list[Comple
 def _segments(
     actions: Sequence[Conversation], *, mask_truncated: bool
 ) -> tuple[list[list[int]], list[Completion], list[int]]:
-    """All segments of all rows: what comes before the first sampled token, the rest, and the row of each segment."""
+    """The segments of all rows as prompts and completions of the language model, and the row of each segment.
+
+    The prompt of a segment ends before its first sampled token. The completion has all other tokens.
+    """
     prompts, completions, rows = [], [], []
     for row, action in enumerate(actions):
-        # only after a truncated message would the policy have gone on; a mask is for all limits of room
+        # the value after the end is bootstrapped only if a message was truncated, because only then the policy would have gone
+        # on; mask_truncated applies to every conversation that ended for lack of room
         is_cut = action.ended_by == "length" and (mask_truncated or any(turn.is_truncated for turn in action.turns))
         for segment in action.segments:
             begin = segment.num_context_tokens
@@ -103,11 +111,12 @@ def _segments(
 def _on_steps(
     parts: Sequence[tuple[Sequence[int], Tensor, Tensor]], num_segments: int, mask: Tensor
 ) -> Float[Tensor, "N T"]:
-    """Values of the sampled tokens of all segments, moved to the steps of their rows.
+    """Values per step of N rows, from values per token of their segments.
 
     Args:
-        parts: The segments of each forward pass, their values [S, W], and where these were sampled [S, W].
-        num_segments: Number of segments of all passes.
+        parts: One entry per forward pass: the indices of its S segments, their values [S, W], and which of their tokens were
+            sampled, [S, W].
+        num_segments: Number of segments in all passes together.
         mask: The steps of each row, [N, T]. A masked row has no sampled values in `parts`.
     """
     flat: list[Tensor] = [torch.empty(0)] * num_segments

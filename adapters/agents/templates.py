@@ -62,14 +62,17 @@ class Follow:
 class ChatTemplate:
     """Renders messages as token ids, and knows after which messages the template only appends.
 
-    The constructor proves this with small conversations, for a user's message and for a tool's result, with and without
-    thoughts, tools and earlier turns. The rendered text must begin with the prompt of the turn, have all that the assistant
-    wrote, and go on with an end-of-turn token. The tokens from there on must not depend on what came before.
+    The constructor renders small conversations: a user's message or a tool's result follows the assistant's turn, with and
+    without thoughts, tools and earlier turns. The template appends after such a message if
+    - the rendered conversation begins with the tokens of the assistant's prompt,
+    - the assistant's text follows unchanged, and then an end-of-turn token, and
+    - the tokens after the assistant's text are the same in all these conversations.
 
     Args:
         tokenizer: A tokenizer with a chat template.
         end_token_ids: Tokens that end a turn of the policy.
-        options: Options of `tokenizer.apply_chat_template`, for example `enable_thinking=False`.
+        options: Options of `tokenizer.apply_chat_template`, for example `enable_thinking=False`. `tokenize`,
+            `add_generation_prompt` and `continue_final_message` are ignored: this class sets them itself.
 
     Raises:
         ConfigError: The tokenizer has no chat template, or the template cannot render a question and an answer.

@@ -94,8 +94,8 @@ class EXP3S:
     Args:
         horizon: Total number of pulls per run, T.
         num_changes: Number of changes of the best arm. There are S = num_changes + 1 segments.
-        exploration: gamma. None uses min(1, sqrt(K (S log(K T) + e) / ((e - 1) T))). A larger value explores more.
-        sharing: alpha. None uses 1 / T. A larger value forgets faster.
+        exploration: Gamma in EXP3.S. None uses min(1, sqrt(K (S log(K T) + e) / ((e - 1) T))). A larger value explores more.
+        sharing: Alpha in EXP3.S. None uses 1 / T. A larger value forgets faster.
         reward_low: Reward that is mapped to 0. Smaller rewards are clipped.
         reward_high: Reward that is mapped to 1. Larger rewards are clipped.
 

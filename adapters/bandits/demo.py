@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train, compare, plot.
 
     Args:
-        arguments: the command line. None: that of this process.
+        arguments: The command line. None: that of this process.
     """
     parser = argparse.ArgumentParser(prog="demo", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="seed of both runs and of the classic strategies")

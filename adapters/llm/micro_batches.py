@@ -41,6 +41,7 @@ def plan_by_tokens(
     by_length = np.lexsort((prompts, -total))
     by_prompt = np.lexsort((-total, prompts, -longest[prompts]))
     shared = own if shares_prompts else np.zeros(count, dtype=np.int64)
+    # by prompt, few prompts are computed; by length, little is padded; only the cost tells which is better
     plans = [_cut(order, prompts, shared, total, budget) for order in (by_prompt, by_length)]
     _, parts = min(plans, key=lambda plan: plan[0])
     return [part[np.argsort(prompts[part], kind="stable")].tolist() for part in parts]

@@ -17,7 +17,7 @@ from grpo.errors import ConfigError, ContractError
 
 from .completions import Completion, completion_mask, padded
 from .micro_batches import plan_by_tokens
-from .model.cards import save_with_card
+from .model.cards import base_on_hub, save_with_card
 from .model.causal_lm import CausalLM
 from .model.loading import keep_differentiable, load_model, save_model
 from .model.value_head import VALUE_HEAD_FILE, ValueHead
@@ -115,6 +115,7 @@ class HFPolicy:
         self._reference = None if reference_model is None else CausalLM(reference_model)
         if self._reference is not None:
             _require_separate(model, reference_model)
+            # dropout in the reference would make the KL noise
             reference_model.requires_grad_(False).eval()
             self._reference.check_logits()
             check_scores(self._reference, None)
@@ -151,6 +152,7 @@ class HFPolicy:
         self._sampler = own if isinstance(sampler, str) else sampler
         self._samples_beside = isinstance(self._sampler, SamplesBeside) and self._sampler.samples_beside
         check_scores(self._lm, own if self._sampler is own else None)
+        self._base_model = base_on_hub(self._lm.plain)  # now, because a folder can be gone when the model is saved
         self._has_warned = False
 
     @classmethod
@@ -230,7 +232,7 @@ class HFPolicy:
         save_with_card(
             save,
             folder,
-            model=self._lm.plain,
+            base_model=self._base_model,
             sampling=self.sampling.to_dict(),
             trainer=trainer,
             is_adapter=hasattr(self.model, "get_base_model") and not merge,
@@ -334,13 +336,17 @@ class HFPolicy:
 
     @contextmanager
     def keeping_prefixes(self, max_rows: int) -> Iterator[None]:
-        """Context in which prompts that continue earlier rows of `sample_tokens` compute only their new tokens.
+        """Keep the caches of sampled rows until the context ends.
 
-        The weights must not change in it. Samplers with weights of their own, such as vLLM's, have such a cache of their own,
-        and models whose cache cannot be shared compute each prompt as a whole.
+        Inside the context, `sample_tokens` keeps the keys and values of each row that it samples. A later prompt that begins
+        with the tokens of a kept row computes only the tokens after them. Do not change the weights inside the context,
+        because the kept keys and values would be wrong.
+
+        The context has no effect on samplers with weights of their own: vLLM's servers keep prefixes anyway. It has no effect
+        on models whose caches cannot be shared between rows (`CausalLM.shares_prompts` is False).
 
         Args:
-            max_rows: Maximum number of rows whose caches are kept.
+            max_rows: Maximum number of kept rows. The oldest row is dropped first. A larger number needs more memory.
         """
         if isinstance(self._sampler, DecodingSampler):
             self._sampler.kept = KeptPrefixes(max_rows)
@@ -450,6 +456,7 @@ class HFPolicy:
         """The trained parameters by name, with those of the value head. If every parameter of the model is frozen, all of
         them, because `GRPOTrainer` refuses such a policy."""
         parameters = dict(self.model.named_parameters())
+        # with LoRA, checkpoints of all weights would be many times as large, and most would never change
         trained = {name: value for name, value in parameters.items() if value.requires_grad}
         own = {} if self.value_head is None else dict(self.value_head.named_parameters(prefix="value_head"))
         return trained | own if trained else parameters

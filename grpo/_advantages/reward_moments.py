@@ -28,6 +28,7 @@ class RewardMoments:
     def std(self) -> float:
         """The standard deviation of all n rewards so far, with divisor n. 0 for fewer than two rewards, or equal rewards."""
         std = math.sqrt(self._squares / self._count) if self._count else 0.0
+        # rewards that differ by rounding are equal; dividing by such a number would make noise a signal
         return std if std > self._rounding else 0.0
 
     def add(self, rewards: Float[Tensor, " N"]) -> None:

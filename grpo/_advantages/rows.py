@@ -120,15 +120,15 @@ def decoupled_advantages(
     decide how much each reward counts. A is exactly 0 where every reward is constant in the row's group.
 
     Args:
-        components: name -> rewards, one per row. NaN: the reward does not apply to the row. The mean and std of its group leave
+        components: Name -> rewards, one per row. NaN: the reward does not apply to the row. The mean and std of its group leave
             the row out, and the row adds 0.
-        weights: name -> w. The weight of a missing name is 1.
-        group_ids: which rows belong together.
-        std_ddof: divisor n - ddof.
-        std_eps: added to each standard deviation.
+        weights: Name -> w. The weight of a missing name is 1.
+        group_ids: Which rows belong together.
+        std_ddof: Divisor n - ddof.
+        std_eps: Added to each standard deviation.
 
     Raises:
-        ConfigError: there are no named rewards, or they are rewards per step.
+        ConfigError: There are no named rewards, or they are rewards per step.
 
     Source:
         Liu et al. 2026 (GDPO), arXiv:2601.05242.

@@ -37,7 +37,7 @@ def finite_rewards(rewards: Real[Tensor, "N *T"], mask: Bool[Tensor, "N T"] | No
     """Rewards as floats, 0 outside the mask. Integers become float64.
 
     Raises:
-        RewardError: a reward is NaN or infinite. With a mask [N, T]: inside the mask.
+        RewardError: A reward is NaN or infinite. With a mask [N, T]: inside the mask.
     """
     rewards = rewards if rewards.is_floating_point() else rewards.double()
     rewards = rewards if mask is None else zero_outside(rewards, mask.to(rewards.device))
@@ -86,11 +86,11 @@ def generalized_advantages(
     value: 0 where the row terminated, the critic's value of the next state where the row was truncated.
 
     Args:
-        rewards: one number per step.
+        rewards: One number per step.
         values: V of the state in which each step was taken.
-        mask: the valid steps.
+        mask: The valid steps.
         final_values: V after each row's last step. None: all rows terminated.
-        gamma: discount per column. Smaller looks less far ahead.
+        gamma: Discount per column. Smaller looks less far ahead.
         gae_lambda: 1 sums all later rewards (no bias from the critic), 0 trusts the critic after one step (least variance).
 
     Returns:
@@ -177,7 +177,7 @@ def state_group_advantages(
     `weight` is the paper's omega: larger gives the comparison of equal states more weight.
 
     Raises:
-        ConfigError: there are no state keys.
+        ConfigError: There are no state keys.
 
     Source:
         Feng et al. 2025 (GiGPO), arXiv:2505.10978, eq. 3 to 8.

@@ -91,7 +91,7 @@ def gather_rewards(batch: ExperienceBatch, engine: Engine) -> tuple[ExperienceBa
     `rewards/mean_drawn` is averaged, and times are the times of this rank.
 
     Raises:
-        ContractError: the ranks' batches have different fields.
+        ContractError: The ranks' batches have different fields.
     """
     if engine.num_ranks == 1:
         return batch, slice(0, batch.num_rows)

@@ -28,10 +28,10 @@ class CallCosts:
     """What the calls of this rank have cost since the last report.
 
     Args:
-        asked: the calls of the reward model.
-        sample: the calls that sample.
-        scoring: forward passes without gradient.
-        updating: forward passes of updates.
+        asked: The calls of the reward model.
+        sample: The calls that sample.
+        scoring: Forward passes without gradient.
+        updating: Forward passes of updates.
     """
 
     def __init__(self, asked: RewardCalls, sample: SampleCalls, scoring: PassSizes, updating: PassSizes) -> None:

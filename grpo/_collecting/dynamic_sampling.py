@@ -31,12 +31,12 @@ def collect_live_groups(
     (The mean over live groups alone is biased: groups that always fail and groups that always succeed are left out.)
 
     Args:
-        collect: states -> a batch.
+        collect: States -> a batch.
         states: B states.
-        more_states: returns more states. None: groups are only left out.
-        config: the largest number of further draws, and the bound on a reward's size. Clipping may make rewards equal.
+        more_states: Returns more states. None: groups are only left out.
+        config: The largest number of further draws, and the bound on a reward's size. Clipping may make rewards equal.
             Without further draws, the first batch is returned as it is.
-        is_alone: whether dynamic sampling without `more_states` is refused. If not, groups are only left out.
+        is_alone: Whether dynamic sampling without `more_states` is refused. If not, groups are only left out.
 
     Source:
         Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 11.

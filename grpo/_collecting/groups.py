@@ -17,7 +17,7 @@ def groups_of(states: Rows, group_by: Callable[[Any], Hashable] | None) -> Int[T
     """The group of each state: its position, or the position of the first state with the same key.
 
     Raises:
-        ConfigError: a key cannot be compared, such as a list.
+        ConfigError: A key cannot be compared, such as a list.
     """
     if group_by is None:
         return torch.arange(len(states))

@@ -19,8 +19,8 @@ class PassSizes:
     """Repeats work that ran out of memory, with half the rows in each forward pass. The halvings stay for the rest of the run.
 
     Args:
-        work: what is repeated, in messages: "an update".
-        engine: joins the ranks. If it divides weights, all ranks make as many forward passes, and work is not repeated, because
+        work: What is repeated, in messages: "an update".
+        engine: Joins the ranks. If it divides weights, all ranks make as many forward passes, and work is not repeated, because
             other ranks wait in the failed forward pass. None: one process.
     """
 
@@ -50,8 +50,8 @@ class PassSizes:
         Before a repetition, torch's global random generators are put back to where they were before the first attempt.
 
         Args:
-            put_back: drops what the failed attempt has left behind, except random numbers. None: it leaves nothing behind.
-            together: whether all ranks repeat the work if memory ran out on one rank.
+            put_back: Drops what the failed attempt has left behind, except random numbers. None: it leaves nothing behind.
+            together: Whether all ranks repeat the work if memory ran out on one rank.
 
         Example:
             The work finds its sizes in `num_halvings` and `passes`::

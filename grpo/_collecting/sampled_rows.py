@@ -37,8 +37,8 @@ class SampledRows:
         """The rows that have a reward, as a batch.
 
         Args:
-            rewards: the rewards of the rows.
-            metrics: costs of the rewards, by metric name.
+            rewards: The rewards of the rows.
+            metrics: Costs of the rewards, by metric name.
         """
         states, actions, group_ids, mask, known = self.states, self.actions, self.group_ids, self.mask, dict(self.known)
         if rewards.kept is not None:  # rows without a reward leave the batch
@@ -69,14 +69,14 @@ def sampled_with(
     """The rows that a function of `BeginsSampling` samples, in any thread.
 
     Args:
-        name: the name of the policy.
-        work: samples the actions.
+        name: The name of the policy.
+        work: Samples the actions.
         states: B states.
-        groups: the group of each state.
-        group_size: actions per state.
+        groups: The group of each state.
+        group_size: Actions per state.
 
     Raises:
-        ContractError: the function returned something else, or no behaviour log-probs.
+        ContractError: The function returned something else, or no behaviour log-probs.
     """
     start, owner = time.perf_counter(), f"{name}.begin_sampling"
     with torch.no_grad():

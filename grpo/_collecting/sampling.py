@@ -35,10 +35,10 @@ class SampleCalls:
     Later calls keep to that number of rows.
 
     Args:
-        policy: a `PolicyModel`. Its capability is looked up here, once.
-        autocast: returns the context manager in which the policy computes.
-        engine: gives this rank all weights while a policy samples with them. None: one process.
-        before_sampling: called before each call. It brings a separate sampler up to date.
+        policy: A `PolicyModel`. Its capability is looked up here, once.
+        autocast: Returns the context manager in which the policy computes.
+        engine: Gives this rank all weights while a policy samples with them. None: one process.
+        before_sampling: Called before each call. It brings a separate sampler up to date.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class SampleCalls:
         if len(states) == 0:
             raise ContractError("No states to act in: pass at least one.")
         self._before_sampling()
+        # dropout in sampling would make the first ratio differ from 1
         self._policy.eval()
         with torch.no_grad(), self._autocast(), self._whole():
             actions, sampled = _joined(self._sample(states, num_actions_per_state))

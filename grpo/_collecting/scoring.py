@@ -36,8 +36,8 @@ class Scorer:
     """Scores rows by the best method that a policy has: `score_groups`, else `score_actions`, else its plain log-probs.
 
     Args:
-        policy: a `PolicyModel`. Its capabilities are looked up here, once.
-        autocast: returns the context manager in which the policy computes.
+        policy: A `PolicyModel`. Its capabilities are looked up here, once.
+        autocast: Returns the context manager in which the policy computes.
     """
 
     def __init__(self, policy: Any, autocast: Autocast = nullcontext) -> None:
@@ -83,13 +83,13 @@ class ReferenceScorer:
     """Scores rows under the reference: a separate policy, or the trained policy's own `reference_log_probabilities`.
 
     Args:
-        policy: the policy that is trained.
-        reference_policy: a frozen `PolicyModel`. None: ask `policy.reference_log_probabilities`.
-        autocast: returns the context manager in which the reference computes.
+        policy: The policy that is trained.
+        reference_policy: A frozen `PolicyModel`. None: ask `policy.reference_log_probabilities`.
+        autocast: Returns the context manager in which the reference computes.
 
     Raises:
         ProtocolError: `reference_policy` lacks methods.
-        ConfigError: there is no `reference_policy`, and the policy cannot score a reference.
+        ConfigError: There is no `reference_policy`, and the policy cannot score a reference.
     """
 
     def __init__(self, policy: Any, reference_policy: Any, autocast: Autocast) -> None:

@@ -71,7 +71,7 @@ def require_rows(owner: str, value: Any) -> None:
     """Check that states or actions are what `are_rows` says.
 
     Raises:
-        ContractError: they are not.
+        ContractError: They are not.
     """
     if not are_rows(value):
         remedy = "list(...), or the values of a table: frame.to_numpy(), frame.to_dict('records')"
@@ -87,7 +87,7 @@ def require_lengths(owner: str, num_rows: int, **named: Any) -> None:
     """Check that every named value has `num_rows` entries.
 
     Raises:
-        ContractError: a value has another number of entries. The message names the first such value.
+        ContractError: A value has another number of entries. The message names the first such value.
     """
     for name, value in named.items():
         if not isinstance(value, Sized) or len(value) != num_rows:
@@ -103,12 +103,12 @@ def as_tensor(required: str, value: Any, error: type[GRPOError] = ContractError)
     """Convert a dense tensor, an array, or lists of numbers or tensors to a tensor. Arrays and lists are copied.
 
     Args:
-        required: the beginning of the message of an error: what the value must be.
-        value: the value.
-        error: the type of an error.
+        required: The beginning of the message of an error: what the value must be.
+        value: The value.
+        error: The type of an error.
 
     Raises:
-        GRPOError: of the given type, if `value` is anything else, or an array with masked entries.
+        GRPOError: Of the given type, if `value` is anything else, or an array with masked entries.
     """
     cause: Exception | None = None
     if not np.ma.is_masked(value):

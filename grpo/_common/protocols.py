@@ -16,7 +16,7 @@ def require_methods(value: Any, methods: Sequence[str], role: str, protocol: str
     """Check that `value` is an instance with all of `methods`.
 
     Raises:
-        ProtocolError: methods are missing. The message names every missing method.
+        ProtocolError: Methods are missing. The message names every missing method.
     """
     if isinstance(value, type):
         raise ProtocolError(f"{role} must be an instance; got the class {value.__name__}. Pass {value.__name__}(...).")

@@ -43,7 +43,7 @@ class Settings:
         """Check every field against its annotation and bounds.
 
         Raises:
-            ConfigError: a value is not allowed. The message names the field and its allowed values.
+            ConfigError: A value is not allowed. The message names the field and its allowed values.
         """
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -67,10 +67,10 @@ class Settings:
         """Return the settings with some of them changed, by their dotted names.
 
         Args:
-            changes: new values by name, as `from_dict` takes them. A dict changes some settings of a part.
+            changes: New values by name, as `from_dict` takes them. A dict changes some settings of a part.
 
         Raises:
-            ConfigError: there is no such setting (the message names the nearest one), or the value is not allowed.
+            ConfigError: There is no such setting (the message names the nearest one), or the value is not allowed.
 
         Example:
             >>> from grpo import GRPOConfig
@@ -95,7 +95,7 @@ class Settings:
         """Make settings from a dict that `to_dict` wrote. A missing setting has its default value.
 
         Raises:
-            ConfigError: the dict has an unknown key, or a value that the setting does not allow.
+            ConfigError: The dict has an unknown key, or a value that the setting does not allow.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(

@@ -22,7 +22,7 @@ def require_states_and_actions(name: str, function: Callable[..., Any]) -> None:
     """Refuse a function that cannot be called as `function(states, actions)`, and one that takes TRL's arguments by name.
 
     Raises:
-        ProtocolError: the function has other arguments.
+        ProtocolError: The function has other arguments.
     """
     try:
         signature = inspect.signature(function)

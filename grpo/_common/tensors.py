@@ -52,7 +52,7 @@ def as_group_ids(owner: str, value: Any) -> Int[Tensor, " N"]:
     """Convert group ids to integers [N]. Integers stay as they are; texts, tuples and the like are numbered as they appear.
 
     Raises:
-        ContractError: the ids are not one integer, or one other hashable value, per row. Floats are refused.
+        ContractError: The ids are not one integer, or one other hashable value, per row. Floats are refused.
     """
     required = f"{owner}: group_ids must be [N], one integer or text per row, at least one"
     entries = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else value
@@ -71,11 +71,11 @@ def require_tensors(function: Callable[..., Any], **values: Any) -> None:
     """Check arguments of a function against its annotations: tensors of the right dtypes and shapes, finite numbers, names.
 
     Args:
-        function: the function whose arguments they are.
-        values: the arguments to check, by name.
+        function: The function whose arguments they are.
+        values: The arguments to check, by name.
 
     Raises:
-        ContractError: an argument does not fit its annotation. The message names the argument.
+        ContractError: An argument does not fit its annotation. The message names the argument.
     """
     if torch.compiler.is_compiling():
         return
@@ -92,7 +92,7 @@ class TensorFields:
         """Check every field against its annotation.
 
         Raises:
-            ContractError: a field does not fit its annotation. The message names the field.
+            ContractError: A field does not fit its annotation. The message names the field.
         """
         if torch.compiler.is_compiling():
             return
@@ -108,7 +108,7 @@ def require_finite_values(
     """Check that a tensor has no NaN and no infinity. With a mask [N, T]: inside the mask.
 
     Raises:
-        GRPOError: of the given type, if a value is not finite.
+        GRPOError: Of the given type, if a value is not finite.
     """
     wrong = ~values.isfinite()
     if bool((wrong if mask is None else wrong & mask.to(values.device)).any()):

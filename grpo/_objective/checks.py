@@ -16,7 +16,7 @@ def require_step_loss(function: Any, value: Any, mask: Bool[Tensor, "N T"]) -> F
     """Check that a surrogate or a sampler correction has returned one number per step, or one per row: [N, T] or [N, 1].
 
     Raises:
-        ContractError: it has not.
+        ContractError: The shape is another one.
     """
     shapes = (tuple(mask.shape), (len(mask), 1))
     is_number = isinstance(value, Tensor) and value.is_floating_point() and value.element_size() > 1 and is_dense(value)
@@ -33,7 +33,7 @@ def require_finite_inputs(loss: Float[Tensor, ""], inputs: ObjectiveInputs) -> N
     """Check that NaN or infinity in the inputs have not reached the loss. Other devices than the CPU would have to wait.
 
     Raises:
-        ContractError: the loss is not finite, and an input is not finite where it counts. The message names the input.
+        ContractError: The loss is not finite, and an input is not finite where it counts. The message names the input.
     """
     if torch.compiler.is_compiling() or loss.device.type != "cpu" or bool(loss.isfinite()):
         return

@@ -37,10 +37,10 @@ def step_moments(
     `kl`, `kept_fraction`). A value per row counts once for each step of the row.
 
     Args:
-        steps: the rows.
-        level: the level of the ratio.
-        stopped: steps stopped at the lower and at the upper bound. None: there are no bounds, or no ratio differs from 1.
-        others: further values by name. A value of None is left out.
+        steps: The rows.
+        level: The level of the ratio.
+        stopped: Steps stopped at the lower and at the upper bound. None: there are no bounds, or no ratio differs from 1.
+        others: Further values by name. A value of None is left out.
     """
     found: dict[str, Tensor | float | None] = {"ratio": 1.0, "ratio_clamped_fraction": 0.0}
     if not steps.old_is_current:

@@ -25,8 +25,8 @@ def log_ratio_at_level(x: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], level
 
     Args:
         x: 0 outside the mask.
-        mask: the valid steps.
-        level: see above.
+        mask: The valid steps.
+        level: See above.
 
     Returns:
         [N, T], or [N, 1] for one ratio per row. Not clamped.

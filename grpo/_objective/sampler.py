@@ -111,7 +111,7 @@ def require_order(low_name: str, low: float | None, high_name: str, high: float 
     """Check that a lower bound does not exceed its upper bound. None means that there is no bound.
 
     Raises:
-        ConfigError: the lower bound exceeds the upper bound.
+        ConfigError: The lower bound exceeds the upper bound.
     """
     if low is not None and high is not None and low > high:
         raise ConfigError(f"{low_name}={low} must not exceed {high_name}={high}.")
@@ -128,9 +128,9 @@ def sampler_divergence(
     D = -log m.
 
     Args:
-        old_log_probs: before this iteration's updates; no gradient is taken through it.
-        behaviour_log_probs: under the distribution that sampled the steps. NaN: not scored, and not counted.
-        mask: the valid steps.
+        old_log_probs: Before this iteration's updates; no gradient is taken through it.
+        behaviour_log_probs: Under the distribution that sampled the steps. NaN: not scored, and not counted.
+        mask: The valid steps.
 
     Example:
         >>> everywhere = torch.ones(1, 2, dtype=torch.bool)
@@ -159,11 +159,11 @@ def near_policy_rows(
     the policy further away.
 
     Args:
-        log_probs: the current log-probs; no gradient is taken through them.
-        sampled_log_probs: the log-probs the steps were sampled with; NaN: not scored, no difference.
+        log_probs: The current log-probs; no gradient is taken through them.
+        sampled_log_probs: The log-probs the steps were sampled with; NaN: not scored, no difference.
         advantages: A, per row or per step.
-        mask: the valid steps.
-        threshold: larger keeps rows that are further from their sampler.
+        mask: The valid steps.
+        threshold: Larger keeps rows that are further from their sampler.
 
     Source:
         DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, sec. 3.1, eq. 9.

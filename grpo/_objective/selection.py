@@ -27,10 +27,10 @@ def choose_steps(
     """Choose among the valid steps of all ranks, and return the chosen steps of this rank.
 
     Args:
-        mask: the valid steps of this rank.
-        choose: maps the values [S] (or [S, 2]) of all ranks to a bool [S].
-        values: the values to choose by, [N, T] (or [N, T, 2]).
-        gather: brings the ranks' values together. None: there is one rank.
+        mask: The valid steps of this rank.
+        choose: Maps the values [S] (or [S, 2]) of all ranks to a bool [S].
+        values: The values to choose by, [N, T] (or [N, T, 2]).
+        gather: Brings the ranks' values together. None: there is one rank.
     """
     own = values[mask]
     everything, start = (own, 0) if gather is None else gather(own)
@@ -45,7 +45,7 @@ def kept_by_entropy(
     """The steps with the highest entropy among the update's steps. None: the fraction is 1, so all steps count.
 
     Raises:
-        ConfigError: there is no exact entropy to choose by.
+        ConfigError: There is no exact entropy to choose by.
     """
     if fraction >= 1.0:
         return None
@@ -68,12 +68,12 @@ def selected_by(
     """The steps that a surrogate's own `select` chooses among the update's steps. None: it has no `select`.
 
     Args:
-        select: see `Select`.
-        mask: the valid steps.
-        log_probs: log-probs at collection.
+        select: See `Select`.
+        mask: The valid steps.
+        log_probs: Log-probs at collection.
         advantages: A, per row or per step.
-        generator: makes random choices; it is in the same state on every rank.
-        gather: collects the values of all ranks. None: there is one rank.
+        generator: Makes random choices; it is in the same state on every rank.
+        gather: Collects the values of all ranks. None: there is one rank.
     """
     if select is None:
         return None
@@ -87,8 +87,8 @@ def top_entropy_steps(entropy: Float[Tensor, " S"], fraction: float) -> Bool[Ten
     """The steps whose entropy is at least the (1 - fraction) quantile; ties are kept.
 
     Args:
-        entropy: exact entropy of every valid step of the update.
-        fraction: fraction of the steps to keep, in (0, 1]; 0.2 keeps the top fifth. Smaller keeps the most uncertain decisions
+        entropy: Exact entropy of every valid step of the update.
+        fraction: Fraction of the steps to keep, in (0, 1]; 0.2 keeps the top fifth. Smaller keeps the most uncertain decisions
             only.
 
     Example:

@@ -17,8 +17,8 @@ class Steps:
     """The values that a surrogate reads: tensors [N, T], 0 outside the mask, float32 or better, differentiable in `log_probs`.
 
     Args:
-        inputs: the rows of a micro-batch.
-        correction: turns behaviour log-probs into importance weights. None: no correction.
+        inputs: The rows of a micro-batch.
+        correction: Turns behaviour log-probs into importance weights. None: no correction.
 
     Attributes:
         mask: [N, T], the valid steps.
@@ -33,7 +33,7 @@ class Steps:
         selected: [N, T] bool, what the surrogate's own `select` chose. None: nothing was chosen.
 
     Raises:
-        ConfigError: there is a correction, but there are no behaviour log-probs.
+        ConfigError: There is a correction, but there are no behaviour log-probs.
     """
 
     def __init__(self, inputs: ObjectiveInputs, correction: SamplerCorrection | None = None) -> None:
@@ -85,7 +85,7 @@ class Steps:
         """The steps that the surrogate's `select` chose.
 
         Raises:
-            ConfigError: nothing was chosen.
+            ConfigError: Nothing was chosen.
         """
         if self.selected is None:
             raise ConfigError(

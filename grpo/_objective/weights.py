@@ -35,16 +35,16 @@ def step_weights(
     micro-batches and ranks add up exactly.
 
     Args:
-        mask: the valid steps of the whole update.
+        mask: The valid steps of the whole update.
         fixed_length: L, for `fixed_length`.
-        group_ids: for `group_mean`; a group's rows must be on one rank.
-        reduce: sums a count tensor over ranks; None: there is one rank.
+        group_ids: For `group_mean`; a group's rows must be on one rank.
+        reduce: Sums a count tensor over ranks; None: there is one rank.
 
     Returns:
         Weights in float64 (float32 on devices without it), 0 outside the mask.
 
     Raises:
-        ConfigError: the aggregation needs `fixed_length` or `group_ids`.
+        ConfigError: The aggregation needs `fixed_length` or `group_ids`.
 
     Example:
         >>> step_weights(torch.tensor([[True, True], [True, False]]), "row_mean").tolist()

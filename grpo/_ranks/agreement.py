@@ -21,8 +21,8 @@ def same_error(engine: Any, doing: str = "") -> Iterator[None]:
     nested: an error that all ranks raise is passed on.
 
     Args:
-        engine: joins the ranks.
-        doing: what the block does, in words. It must be the same on all ranks.
+        engine: Joins the ranks.
+        doing: What the block does, in words. It must be the same on all ranks.
     """
     token = DOING.set(doing or DOING.get())
     try:

@@ -32,13 +32,13 @@ class Meetings:
     more time.
 
     Args:
-        store: a store that all ranks share, with keys that nothing else uses.
-        rank: the number of this rank.
-        num_ranks: the number of ranks.
-        timeout: seconds that a rank waits for the others at a meeting.
+        store: A store that all ranks share, with keys that nothing else uses.
+        rank: The number of this rank.
+        num_ranks: The number of ranks.
+        timeout: Seconds that a rank waits for the others at a meeting.
 
     Raises:
-        RankError: a rank did not come to this first meeting.
+        RankError: A rank did not come to this first meeting.
     """
 
     def __init__(self, store: Any, rank: int, num_ranks: int, timeout: float) -> None:
@@ -47,6 +47,7 @@ class Meetings:
         self.rank, self.num_ranks, self.timeout = rank, num_ranks, timeout
         self.broken: str | None = None
         """Why no further meeting is possible. None: meetings are possible."""
+        # short, because a Python signal handler does not run while an operation waits in C++
         self._slice = min(0.25, timeout / 20)
         self._longest_wait = (
             timeout - 4 * self._slice
@@ -77,8 +78,8 @@ class Meetings:
         """Send one picklable value to every rank. Return the place and the value of each rank, in rank order.
 
         Args:
-            place: where in the program this rank is, for messages. Later operations on tensors have the same place.
-            value: the value. A small value takes one message, a larger value takes two.
+            place: Where in the program this rank is, for messages. Later operations on tensors have the same place.
+            value: The value. A small value takes one message, a larger value takes two.
         """
         self._place = place
         message = pickle.dumps((place, value))

@@ -18,7 +18,7 @@ class PrintedOnce(logging.Filter):
     rest is printed with the number of the rank in front. `close` prints what is still held back.
 
     Args:
-        rank: the number of this rank.
+        rank: The number of this rank.
     """
 
     def __init__(self, rank: int) -> None:

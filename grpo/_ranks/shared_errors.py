@@ -44,8 +44,8 @@ def error_for_all(problems: Sequence[Problem | None], own: BaseException | None)
     this package, each raises its own.
 
     Args:
-        problems: one per rank. None: the rank is well.
-        own: the error of this rank. It becomes the cause.
+        problems: One per rank. None: the rank is well.
+        own: The error of this rank. It becomes the cause.
     """
     found = {rank: problem for rank, problem in enumerate(problems) if problem is not None}
     failed = {rank: problem for rank, problem in found.items() if problem.signal_number is None}

@@ -17,10 +17,10 @@ class Watch:
     rank waits, or is busy. It writes a number that grows, so that the others see that this rank is alive.
 
     Args:
-        store: shared by all ranks, and by nothing else.
-        rank: the number of this rank.
-        num_ranks: the number of ranks.
-        period: seconds between two looks at the table.
+        store: Shared by all ranks, and by nothing else.
+        rank: The number of this rank.
+        num_ranks: The number of ranks.
+        period: Seconds between two looks at the table.
     """
 
     def __init__(self, store: Any, rank: int, num_ranks: int, period: float) -> None:

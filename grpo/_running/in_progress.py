@@ -15,8 +15,8 @@ class IterationInProgress:
     """The rows of the iteration whose updates are being made, and the metrics of its updates so far.
 
     Args:
-        context: what the updates of all iterations use.
-        meter: adds up the metrics.
+        context: What the updates of all iterations use.
+        meter: Adds up the metrics.
     """
 
     def __init__(self, context: UpdateContext, meter: Meter) -> None:

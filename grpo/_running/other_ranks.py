@@ -16,7 +16,7 @@ def for_other_ranks(checkpoint: Checkpoint, engine: Engine) -> Mapping[str, Any]
     and the states of policy and reward model belong to a rank. Rank r continues those of rank r, if there was one.
 
     Raises:
-        CheckpointError: the checkpoint was written in the middle of an iteration, whose rows belong to ranks.
+        CheckpointError: The checkpoint was written in the middle of an iteration, whose rows belong to ranks.
     """
     before, now, state = checkpoint.num_ranks, engine.num_ranks, checkpoint.state
     if before == now:

@@ -40,8 +40,8 @@ class Pending:
     """An iteration between its sampling and its updates.
 
     Args:
-        rows: samples the rows, or has sampled them.
-        ask: returns the rewards of rows.
+        rows: Samples the rows, or has sampled them.
+        ask: Returns the rewards of rows.
     """
 
     def __init__(self, rows: Task[SampledRows], ask: Callable[[SampledRows], CollectedRewards]) -> None:
@@ -56,7 +56,7 @@ class Pending:
         """The rows, and their rewards if they are there. Waits while the rows are being sampled.
 
         Raises:
-            CheckpointError: the rows could not be sampled. The weights that should have sampled them may be gone.
+            CheckpointError: The rows could not be sampled. The weights that should have sampled them may be gone.
         """
         self.rows.done.wait()
         if self.rows.error is not None:

@@ -23,14 +23,14 @@ def load_into(run_state: RunState, path: str | Path, engine: Engine, policy: Any
     """Restore a trainer from a checkpoint, or from the newest intact one of a folder. All ranks call this function.
 
     Args:
-        run_state: the state of the trainer.
-        path: the checkpoint, or the folder.
-        engine: joins the ranks.
-        policy: the policy, whose tensors are in memory already when its own state is read.
-        at_least: refuse a checkpoint of an earlier iteration.
+        run_state: The state of the trainer.
+        path: The checkpoint, or the folder.
+        engine: Joins the ranks.
+        policy: The policy, whose tensors are in memory already when its own state is read.
+        at_least: Refuse a checkpoint of an earlier iteration.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or does not fit. Nothing is changed.
+        CheckpointError: The checkpoint is damaged, or does not fit. Nothing is changed.
     """
 
     def check(checkpoint: Checkpoint) -> None:
@@ -59,7 +59,7 @@ def require_sound(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint whose counters or learning rates are not numbers that a run can have.
 
     Raises:
-        DamagedCheckpointError: names the value.
+        DamagedCheckpointError: Names the value.
     """
     if wrong := list(_wrong_numbers(checkpoint.state.get("parts"))):
         raise DamagedCheckpointError(

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -85,7 +85,7 @@ class Run:
             require_encodable(self.source.first, "states[0]")
         if self.folder is not None:
             require_encodable(callbacks.state_dict(), "callbacks")
-        self._saved_at = time.monotonic()
+        self._since_saved = Stopwatch()
         self._bar: Any = None
         self._is_stopped = False
         self.samples: list[Samples] | None = [] if self._sinks.take_samples else None
@@ -128,7 +128,7 @@ class Run:
         """Whether the trainer has made all iterations.
 
         Raises:
-            ConfigError: it has, and this call does not resume a run.
+            ConfigError: All iterations are made, and this call does not resume a run.
         """
         is_done = self.position >= self.num_iterations
         if is_done and not self.resumes:
@@ -211,8 +211,8 @@ class Run:
     def _checkpoint_is_due(self) -> bool:
         if not isinstance(self._checkpoint_every, timedelta):
             return self._is_due(self._checkpoint_every)
-        seconds = time.monotonic() - self._saved_at
-        of_ranks = self.engine.gather_objects(seconds >= self._checkpoint_every.total_seconds())
+        # the clocks of ranks differ, so the first rank decides for all
+        of_ranks = self.engine.gather_objects(self._since_saved.has_reached(self._checkpoint_every))
         return bool(of_ranks[0]) or self.counters.iteration == self.num_iterations
 
     def save(self, trainer: RunningTrainer, state: Mapping[str, Any]) -> None:
@@ -220,8 +220,28 @@ class Run:
         assert self.folder is not None
         score = self.history[-1].get("eval/avg_reward" if self.evaluates else "rewards/mean")
         path = self.folder.save(state, iteration=self.counters.iteration, score=score)
-        self._saved_at = time.monotonic()
+        self._since_saved.restart()
         self.progress.callbacks.on_checkpoint(trainer, path)
+
+
+class Stopwatch:
+    """Measures the time since it was made, or restarted.
+
+    Args:
+        clock: Returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.restart()
+
+    def restart(self) -> None:
+        """Measure from now on."""
+        self._began = self._clock()
+
+    def has_reached(self, length: timedelta) -> bool:
+        """Whether at least this time has passed."""
+        return self._clock() - self._began >= length.total_seconds()
 
 
 def at_least_one(name: str, value: int | None, default: int) -> int:
@@ -247,7 +267,7 @@ def opened_folder(
 
     Raises:
         ConfigError: `resume` has another value than None or "auto", or there is no folder to resume from.
-        CheckpointError: another process writes to the folder.
+        CheckpointError: Another process writes to the folder.
     """
     resumes = isinstance(resume, str) and resume == "auto"
     if not (resumes or resume is None) or (resumes and path is None):

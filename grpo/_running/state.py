@@ -34,7 +34,7 @@ class Snapshot:
     """The state of a part at one moment, whatever changes later.
 
     Args:
-        make: returns the state.
+        make: Returns the state.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -54,10 +54,10 @@ class RunState:
     """The state of a trainer, which is captured between two changes of the weights, and restored completely or not at all.
 
     Args:
-        parts: the parts of the trainer.
-        config: the settings, which a state repeats so that changes are noticed.
-        engine: knows which values this rank holds.
-        snapshots: parts that know what of their states has to be copied, by name. The states of other parts are copied whole.
+        parts: The parts of the trainer.
+        config: The settings, which a state repeats so that changes are noticed.
+        engine: Knows which values this rank holds.
+        snapshots: Parts that know what of their states has to be copied, by name. The states of other parts are copied whole.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RunState:
         """Everything that an exact resume needs. Tensors are not copied.
 
         Args:
-            passing: what `passing_state` returned earlier, after the last change of a weight. None: now.
+            passing: What `passing_state` returned earlier, after the last change of a weight. None: now.
         """
         passing = passing or self.passing_state()
         parts = {name: _settled(state) for name, state in passing["parts"].items()}
@@ -110,12 +110,12 @@ class RunState:
         Memory holds at most one more copy of the weights and of the optimizer's state. Changed settings give a GRPOWarning.
 
         Args:
-            state: the state, or a checkpoint's state with placeholders for tensors.
-            load: replaces the placeholders among the weights. The default is for a state without placeholders.
-            load_part: replaces the placeholders in the state of a part, when the weights are in place. None: `load`.
+            state: The state, or a checkpoint's state with placeholders for tensors.
+            load: Replaces the placeholders among the weights. The default is for a state without placeholders.
+            load_part: Replaces the placeholders in the state of a part, when the weights are in place. None: `load`.
 
         Raises:
-            CheckpointError: names the item that is missing, has another type, or has another shape. Nothing is changed.
+            CheckpointError: Names the item that is missing, has another type, or has another shape. Nothing is changed.
         """
         present = self.state_dict()
         self._require_fit(present, state)

@@ -25,10 +25,10 @@ class StateSource:
     `iteration -> states` is called in each iteration; a run resumes exactly if the result depends only on the iteration.
 
     Args:
-        states: the states.
-        num_per_iteration: number of states of an iteration. None: all of a sequence.
-        seed: decides the order of a sequence.
-        first: the number of the first draw. An iterator has passed the states of earlier draws already.
+        states: The states.
+        num_per_iteration: Number of states of an iteration. None: all of a sequence.
+        seed: Decides the order of a sequence.
+        first: The number of the first draw. An iterator has passed the states of earlier draws already.
     """
 
     def __init__(self, states: Any, num_per_iteration: int | None, seed: int, first: int = 0) -> None:
@@ -44,6 +44,7 @@ class StateSource:
             require_rows("states", states)
             if len(states) == 0:
                 raise ContractError("No states to train on: pass at least one.")
+            # from the seed and the epoch's number alone, so that a resumed run needs no cursor
             self._epoch = lru_cache(2)(lambda k: np.random.default_rng((seed, k)).permutation(len(states)))
             self._draw, self.first = self._from_sequence, states[0]
         elif isinstance(states, Iterable):

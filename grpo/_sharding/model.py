@@ -54,9 +54,9 @@ class ShardedModel:
     """Divides the weights of a policy, and makes its methods gather what they need.
 
     Args:
-        policy: the policy. Its parameters become `DTensor`s, and its methods that score, sample, or read weights are replaced
+        policy: The policy. Its parameters become `DTensor`s, and its methods that score, sample, or read weights are replaced
             by methods that gather weights first.
-        plan: how to divide and to gather.
+        plan: How to divide and to gather.
     """
 
     def __init__(self, policy: Any, plan: Plan) -> None:
@@ -78,6 +78,7 @@ class ShardedModel:
         for unit in self._units:  # these setters are not recursive
             unit.set_custom_all_gather(_AllGather(plan.gather))
             unit.set_custom_reduce_scatter(_SumScatter(plan.scatter))
+            # on every unit: the setters of FSDP2 are not recursive, and a unit without them takes means in silence
             unit.set_gradient_divide_factor(1.0)  # losses are normalised by the counts of all ranks
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_reduce_scatter_unused_params(True, recurse=False)  # ranks may reach other parameters
@@ -105,6 +106,7 @@ class ShardedModel:
         """Make a forward and a backward pass only because other ranks make one. The gradient is 0, and does not count."""
         self._is_accompanying = True
         try:
+            # the gradient must be 0 and exist, because the reduction of gradients needs every rank
             (0.0 * loss()).backward()
         finally:
             self._is_accompanying = False

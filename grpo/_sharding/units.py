@@ -16,7 +16,7 @@ def units_of(policy: Any) -> tuple[list[nn.Module], list[nn.Module]]:
     Without `shard_units`, a policy that is a module is one unit.
 
     Raises:
-        ConfigError: the policy is not a module and has no `shard_units`, or it has weights that cannot be divided.
+        ConfigError: The policy is not a module and has no `shard_units`, or it has weights that cannot be divided.
         ContractError: `shard_units` returned anything but modules.
     """
     name = type(policy).__name__

@@ -44,13 +44,13 @@ def commit(target: Path, encode: Encode, manifest: Manifest, engine: Engine) -> 
     """Write the checkpoint `target`. All ranks call this function, and it returns when the checkpoint is on the disk.
 
     Args:
-        target: the checkpoint's folder.
-        encode: converts the state of this rank.
-        manifest: says what the checkpoint holds. Its files are added here.
-        engine: joins the ranks.
+        target: The checkpoint's folder.
+        encode: Converts the state of this rank.
+        manifest: Says what the checkpoint holds. Its files are added here.
+        engine: Joins the ranks.
 
     Raises:
-        CheckpointError: the disk is full or not writable, `target` is not a checkpoint, or the ranks do not share a file
+        CheckpointError: The disk is full or not writable, `target` is not a checkpoint, or the ranks do not share a file
             system. Earlier checkpoints are intact, and the temporary folder is removed.
     """
     plan: tuple[Path, int] | None = None
@@ -208,16 +208,19 @@ def _finish(temporary: Path, target: Path, manifest: Manifest) -> None:
     """Add the manifest, and move everything to its place."""
     write_file(temporary / MANIFEST, encoded(manifest))
     sync_folder(temporary)
+    # no part of a new checkpoint is visible before this one step
     if not target.exists():
         temporary.rename(target)
         sync_folder(target.parent)
         return
     moved = []
     try:
+        # two renames cannot exchange two folders at once, so new files get new names beside the old ones
         for name in sorted(manifest.rank_folders):
             (temporary / name).rename(target / name)
             moved.append(target / name)
         sync_folder(target)
+        # this step commits: before it the old files count, after it the new ones
         (temporary / MANIFEST).replace(target / MANIFEST)
     except OSError:
         for path in moved:  # the old manifest is in place and does not name them

@@ -67,12 +67,12 @@ def decode(text: bytes, places: Mapping[str, Place]) -> Any:
     """Return the state with placeholders for tensors, arrays and objects.
 
     Args:
-        text: what `encode` wrote.
-        places: the dtype and shape of each stored tensor by name.
+        text: What `encode` wrote.
+        places: The dtype and shape of each stored tensor by name.
 
     Raises:
-        CheckpointError: an object's class is not imported, or is not a frozen dataclass that can be restored.
-        ValueError: the text is not what `encode` writes.
+        CheckpointError: An object's class is not imported, or is not a frozen dataclass that can be restored.
+        ValueError: The text is not what `encode` writes.
     """
     return _Decoder(places).value(json.loads(text), 0)
 
@@ -150,10 +150,10 @@ def loaded(
     """Return `value` with every placeholder replaced. Each stored tensor is read once, with `read(name)`.
 
     Args:
-        value: what `decode` returned, or a part of it.
-        read: reads a tensor.
-        read_rows: reads a tensor that is divided among the files of the ranks. None: there is none.
-        objects: the objects that were restored for other parts, by their numbers. The objects of this part are added.
+        value: What `decode` returned, or a part of it.
+        read: Reads a tensor.
+        read_rows: Reads a tensor that is divided among the files of the ranks. None: there is none.
+        objects: The objects that were restored for other parts, by their numbers. The objects of this part are added.
 
     Raises:
         CheckpointError: `from_state` of a class raised.

@@ -17,8 +17,8 @@ class DividedTensors:
     """The rows of all ranks, joined in rank order, and divided anew if the engine divides weights.
 
     Args:
-        files: the files of tensors of all ranks that wrote the checkpoint.
-        engine: joins the ranks that read. None: this process reads whole tensors.
+        files: The files of tensors of all ranks that wrote the checkpoint.
+        engine: Joins the ranks that read. None: this process reads whole tensors.
     """
 
     def __init__(self, files: Sequence[TensorFile], engine: Engine | None) -> None:
@@ -28,7 +28,7 @@ class DividedTensors:
         """Read the whole tensor, or the rows of this rank as a divided tensor.
 
         Raises:
-            DamagedCheckpointError: the ranks' rows are not those of one tensor.
+            DamagedCheckpointError: The ranks' rows are not those of one tensor.
         """
         if self._engine is None or not self._engine.divides_weights:
             return self._rows(saved, slice(0, saved.shape[0]))

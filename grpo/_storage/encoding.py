@@ -38,7 +38,7 @@ def encode(state: Mapping[str, Any], sink: Callable[[bytes], object]) -> dict[st
     Tensors are not copied. Equal views of one storage are stored once, and so is an object with `to_state` that occurs again.
 
     Raises:
-        CheckpointError: a value has a type that a checkpoint cannot hold. The message names its place.
+        CheckpointError: A value has a type that a checkpoint cannot hold. The message names its place.
     """
     encoder = _Encoder(sink)
     encoder.encode(state, "state")

@@ -51,8 +51,8 @@ class HashingWriter:
     """Writes a file and hashes it. Large chunks are hashed in other threads, while the file is written and synced.
 
     Args:
-        file: the new file.
-        threads: executors of one thread each. They take turns, so that the chunks of a block are hashed in order.
+        file: The new file.
+        threads: Executors of one thread each. They take turns, so that the chunks of a block are hashed in order.
     """
 
     def __init__(self, file: BufferedWriter, threads: Sequence[ThreadPoolExecutor]) -> None:
@@ -65,8 +65,8 @@ class HashingWriter:
         """Write one chunk.
 
         Args:
-            chunk: the bytes.
-            is_constant: the chunk's memory is in use anyway, and nobody changes it until the file is complete, so that this
+            chunk: The bytes.
+            is_constant: The chunk's memory is in use anyway, and nobody changes it until the file is complete, so that this
                 method need not wait for the hash.
         """
         begin = 0
@@ -163,7 +163,7 @@ def size_of(folder: Path, name: str) -> int:
     """Return the size of a regular file in a checkpoint. `name` may have one folder, as `rank-0/state.json` has.
 
     Raises:
-        DamagedCheckpointError: the file is missing, or the file or its folder is a link or not a regular file.
+        DamagedCheckpointError: The file is missing, or the file or its folder is a link or not a regular file.
     """
     path = folder / name
     try:
@@ -228,7 +228,7 @@ def read_exactly(file: FileIO, buffer: memoryview, path: Path) -> None:
     """Fill `buffer` from the file's position.
 
     Raises:
-        DamagedCheckpointError: the file ends too early.
+        DamagedCheckpointError: The file ends too early.
     """
     filled = 0
     while filled < len(buffer):

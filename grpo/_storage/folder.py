@@ -36,14 +36,14 @@ class CheckpointFolder:
     run; without it, each save takes the lock. Where there are several ranks, all of them call each method.
 
     Args:
-        folder: where the checkpoints go. It is created if it is missing.
-        keep_last: number of newest checkpoints to keep. Checkpoints that cannot be read are not counted and never deleted.
-        engine: joins the ranks. None: one process.
+        folder: Where the checkpoints go. It is created if it is missing.
+        keep_last: Number of newest checkpoints to keep. Checkpoints that cannot be read are not counted and never deleted.
+        engine: Joins the ranks. None: one process.
         asynchronous: `save` copies the tensors and returns, and a second thread writes. The next call waits for it.
 
     Raises:
         ConfigError: `keep_last` is below 1, or `asynchronous` is set on several ranks.
-        CheckpointError: on entering, another process writes to the folder; on leaving, an asynchronous save has failed.
+        CheckpointError: On entering, another process writes to the folder; on leaving, an asynchronous save has failed.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class CheckpointFolder:
         """Write one checkpoint. Once it is written, delete the checkpoints that are neither among the newest nor the best.
 
         Args:
-            state: what this rank saves.
-            iteration: the number of completed iterations.
-            update: the number of finished updates of an iteration that is not finished. None: the last iteration is finished.
-            score: decides which checkpoint is the best. A NaN or infinite score counts as no score.
+            state: What this rank saves.
+            iteration: The number of completed iterations.
+            update: The number of finished updates of an iteration that is not finished. None: the last iteration is finished.
+            score: Decides which checkpoint is the best. A NaN or infinite score counts as no score.
 
         Raises:
-            CheckpointError: the checkpoint cannot be written, or an earlier asynchronous save has failed.
+            CheckpointError: The checkpoint cannot be written, or an earlier asynchronous save has failed.
         """
         self._wait()
         manifest = without_files(iteration=iteration, update=update, score=score, num_ranks=self._engine.num_ranks)
@@ -147,7 +147,7 @@ class CheckpointFolder:
         """Return the path of the newest checkpoint with an intact manifest. None: there is no checkpoint.
 
         Raises:
-            CheckpointError: there are checkpoints, and the manifests of all of them are damaged.
+            CheckpointError: There are checkpoints, and the manifests of all of them are damaged.
         """
         self._wait()
         newest: Path | None = self._of_first_rank(self._newest)
@@ -157,11 +157,11 @@ class CheckpointFolder:
         """Require that no intact checkpoint in the folder is ahead of a trainer. A run may replace damaged ones.
 
         Args:
-            iteration: the number of iterations that the trainer has completed.
-            update: the number of finished updates of an iteration that is not finished. None: the last iteration is finished.
+            iteration: The number of iterations that the trainer has completed.
+            update: The number of finished updates of an iteration that is not finished. None: the last iteration is finished.
 
         Raises:
-            CheckpointError: names the newest checkpoint that is ahead, or a checkpoint that the disk does not give.
+            CheckpointError: Names the newest checkpoint that is ahead, or a checkpoint that the disk does not give.
         """
         self._wait()
         self._of_first_rank(lambda: self._require_at_most(iteration, update))

@@ -33,8 +33,8 @@ class FolderLock:
     Closing any descriptor of a locked file in the same process would release its lock: nothing else may open the file.
 
     Args:
-        path: the lock file, in an existing folder. It is removed when the lock is released.
-        purpose: what the holder of the lock writes to, for error messages.
+        path: The lock file, in an existing folder. It is removed when the lock is released.
+        purpose: What the holder of the lock writes to, for error messages.
     """
 
     def __init__(self, path: Path, purpose: Path) -> None:
@@ -45,7 +45,7 @@ class FolderLock:
         """Take the lock.
 
         Raises:
-            CheckpointError: another process, or another trainer of this process, holds the lock; or the file cannot be made.
+            CheckpointError: Another process, or another trainer of this process, holds the lock; or the file cannot be made.
         """
         key = str(self._path)
         with _guard:
@@ -99,6 +99,7 @@ class FolderLock:
             self._warn("this system has no locks for files")
             return
         try:
+            # the system drops a record lock with its process; a file that only exists would outlive a killed run
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in HELD_BY_ANOTHER:

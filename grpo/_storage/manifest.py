@@ -106,7 +106,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of a checkpoint.
 
     Raises:
-        DamagedCheckpointError: the manifest is missing, damaged, or of another program. The message names the field.
+        DamagedCheckpointError: The manifest is missing, damaged, or of another program. The message names the field.
     """
     path = folder / MANIFEST
     size = size_of(folder, MANIFEST)

@@ -44,7 +44,7 @@ class Checkpoint:
         """Return `part`, which is the state or a value in it, with tensors, arrays and objects read from the disk.
 
         Raises:
-            CheckpointError: the file of tensors is missing or has changed, or an object's `from_state` raised.
+            CheckpointError: The file of tensors is missing or has changed, or an object's `from_state` raised.
         """
         try:
             return loaded(part, self._tensors.read, self._objects, self._divided.read)
@@ -61,19 +61,20 @@ def open_checkpoint(path: str | Path, engine: Engine | None, check: Check | None
     """Open one checkpoint, or the newest intact one of a folder of checkpoints. All ranks call this function.
 
     Args:
-        path: a checkpoint's folder, or a folder of checkpoints, of which damaged ones are skipped.
-        engine: joins the ranks. Each rank gets its own state. None: this process reads the state of rank 0, however many ranks
+        path: A checkpoint's folder, or a folder of checkpoints, of which damaged ones are skipped.
+        engine: Joins the ranks. Each rank gets its own state. None: this process reads the state of rank 0, however many ranks
             wrote the checkpoint.
-        check: called before the tensors are read. A `DamagedCheckpointError` that it raises skips the checkpoint, and any
+        check: Called before the tensors are read. A `DamagedCheckpointError` that it raises skips the checkpoint, and any
             other error is raised.
 
     Raises:
-        CheckpointError: a file is missing, truncated, altered, or written by another program, another version or another number
+        CheckpointError: A file is missing, truncated, altered, or written by another program, another version or another number
             of ranks. The message names the file.
     """
     folder = as_path(path)
     ranks: Engine = engine or OneProcess()
     with ranks.together():
+        # rank 0 lists for all: ranks that list by themselves could load different iterations
         own = _candidates(folder) if ranks.rank == 0 else []
     candidates: list[Path] = ranks.gather_objects(own)[0]
     problems: list[str] = []
@@ -119,7 +120,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """The folders in `folder` that have a manifest, intact or not. Links and hidden folders are left out.
 
     Raises:
-        CheckpointError: the folder cannot be listed.
+        CheckpointError: The folder cannot be listed.
     """
     try:
         with os.scandir(folder) as entries:

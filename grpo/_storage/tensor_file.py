@@ -139,11 +139,11 @@ class TensorFile:
     """A file of tensors whose header fits its size. Its tensors are read one at a time.
 
     Args:
-        folder: the checkpoint.
-        name: the file's name in the folder.
+        folder: The checkpoint.
+        name: The file's name in the folder.
 
     Raises:
-        DamagedCheckpointError: the header does not describe the file. No tensor has been read.
+        DamagedCheckpointError: The header does not describe the file. No tensor has been read.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -177,7 +177,7 @@ class TensorFile:
         """Read one tensor into new memory.
 
         Raises:
-            DamagedCheckpointError: the file has changed, or is missing.
+            DamagedCheckpointError: The file has changed, or is missing.
         """
         place = self.places[name]
         return self._values(place, place.start, place.shape)

@@ -28,9 +28,9 @@ class MeteredObjective:
     """Calls the loss, checks its result, and adds its metrics to a meter.
 
     Args:
-        config: the settings of the loss, and whether it is compiled.
-        own: the user's whole objective. None: `grpo_objective`.
-        meter: adds up the metrics.
+        config: The settings of the loss, and whether it is compiled.
+        own: The user's whole objective. None: `grpo_objective`.
+        meter: Adds up the metrics.
     """
 
     def __init__(self, config: GRPOConfig, own: Objective | None, meter: Meter) -> None:

@@ -20,16 +20,16 @@ class OptimizerStep:
     """Accumulates gradients and applies them, or skips the update when they are not finite.
 
     Args:
-        config: learning rate, bound on the gradient norm, precision.
-        policy: the policy whose parameters are trained.
-        optimizer: the user's optimizer, or a function that builds it from the list of trained tensors. None: AdamW without
+        config: Learning rate, bound on the gradient norm, precision.
+        policy: The policy whose parameters are trained.
+        optimizer: The user's optimizer, or a function that builds it from the list of trained tensors. None: AdamW without
             weight decay.
-        lr_scheduler: stepped once per applied update. A function builds it from the optimizer.
-        engine: adds up the gradients of several ranks.
-        meter: records the gradient norm and the learning rate of each update.
+        lr_scheduler: Stepped once per applied update. A function builds it from the optimizer.
+        engine: Adds up the gradients of several ranks.
+        meter: Records the gradient norm and the learning rate of each update.
 
     Raises:
-        ConfigError: the optimizer holds none of the policy's parameters, or float16 is set and the engine divides weights.
+        ConfigError: The optimizer holds none of the policy's parameters, or float16 is set and the engine divides weights.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class OptimizerStep:
         """Add the gradient of this micro-batch. Do nothing if the policy has no trainable parameters.
 
         Raises:
-            ContractError: the loss has no gradient but there are parameters to train, or the loss has a gradient but there
+            ContractError: The loss has no gradient but there are parameters to train, or the loss has a gradient but there
                 are none.
         """
         if bool(self.parameters) != loss.requires_grad:
@@ -114,10 +114,10 @@ class OptimizerStep:
         """Step the optimizer if everything is finite. All checks need one transfer to the host.
 
         Args:
-            sum_of_scores: the sum over the update's steps on this rank. It is finite only if every score is finite.
+            sum_of_scores: The sum over the update's steps on this rank. It is finite only if every score is finite.
 
         Raises:
-            ContractError: a log-prob is not finite, or no parameter has received a gradient.
+            ContractError: A log-prob is not finite, or no parameter has received a gradient.
             NonFiniteGradientError: `config.max_skipped_updates` updates in a row had to be skipped.
         """
         if not self.parameters:

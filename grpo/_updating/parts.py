@@ -50,10 +50,10 @@ class Parts:
     """The parts of a learner that have a state, the weights of its policies, and the global random generators.
 
     Args:
-        policy: the policy.
-        reference_policy: the reference. None: there is none.
-        reward_model: the reward model.
-        engine: knows which values this rank holds.
+        policy: The policy.
+        reference_policy: The reference. None: there is none.
+        reward_model: The reward model.
+        engine: Knows which values this rank holds.
     """
 
     def __init__(self, policy: Any, reference_policy: Any, reward_model: Any, engine: Engine) -> None:
@@ -69,8 +69,8 @@ class Parts:
         """Add those of these parts that have `state_dict` and `load_state_dict`, by name.
 
         Args:
-            is_lasting: whether their states change only together with weights.
-            parts: the parts. None and objects without a state are left out.
+            is_lasting: Whether their states change only together with weights.
+            parts: The parts. None and objects without a state are left out.
         """
         found = {name: part for name, part in parts.items() if isinstance(part, HasState)}
         self.by_name |= found

@@ -20,7 +20,7 @@ def prepare(config: GRPOConfig, engine: Engine, policy: Any, reward_model: Any, 
         The seed for the order of rows and states. It is equal on all ranks.
 
     Raises:
-        ConfigError: the reference is not sound, or the ranks start from different weights.
+        ConfigError: The reference is not sound, or the ranks start from different weights.
     """
     require_reference(config, policy, reference_policy)
     policies = [policy] if reference_policy is None else [policy, reference_policy]

@@ -116,7 +116,7 @@ def require_batch(batch: Any) -> None:
 
     Raises:
         ContractError: `batch` is no `ExperienceBatch`, has no rows, or its fields have different numbers of rows.
-        RewardError: a reward of a step that counts is NaN or infinite, or a part of a reward is infinite.
+        RewardError: A reward of a step that counts is NaN or infinite, or a part of a reward is infinite.
     """
     if not isinstance(batch, ExperienceBatch):
         raise ContractError(

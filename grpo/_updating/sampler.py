@@ -10,8 +10,8 @@ class SamplerSync:
     """Keeps the weights of a policy's separate sampler up to date. Does nothing if the policy has no `sync_sampler`.
 
     Args:
-        policy: the policy.
-        num_steps: returns the number of optimizer steps that have begun.
+        policy: The policy.
+        num_steps: Returns the number of optimizer steps that have begun.
     """
 
     def __init__(self, policy: Any, num_steps: Callable[[], int]) -> None:

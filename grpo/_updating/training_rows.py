@@ -126,7 +126,7 @@ class ReplayBuffer:
     moved since then, for any number of iterations.
 
     Args:
-        limit: number of iterations; 0 keeps nothing.
+        limit: Number of iterations; 0 keeps nothing.
     """
 
     def __init__(self, limit: int) -> None:

@@ -49,11 +49,11 @@ class Update:
     """One optimizer step on some of the rows of an iteration.
 
     Args:
-        rows: the rows of the iteration.
-        selected: the rows of the update.
-        context: what all updates use.
+        rows: The rows of the iteration.
+        selected: The rows of the update.
+        context: What all updates use.
         counts: `counts_of` this update, summed over all ranks. None: there is one rank.
-        is_first: whether no update of this iteration came before.
+        is_first: Whether no update of this iteration came before.
     """
 
     def __init__(

@@ -20,10 +20,10 @@ class UpdateRows:
     """The rows of one iteration as its updates read them.
 
     Args:
-        rows: the rows of this rank.
-        context: what the updates of all iterations use.
-        all_ranks: the rows of all ranks.
-        row_order: the state of the generator of the order of rows. None: its present state.
+        rows: The rows of this rank.
+        context: What the updates of all iterations use.
+        all_ranks: The rows of all ranks.
+        row_order: The state of the generator of the order of rows. None: its present state.
         counts: `counts_of` each update, summed over all ranks. None: the ranks have not told one another.
     """
 

@@ -18,7 +18,7 @@ class Updates:
     """Prepares the updates of each iteration.
 
     Args:
-        context: what the updates of all iterations use.
+        context: What the updates of all iterations use.
         advantages: `AdvantageEstimator`, or a user's `ExperienceBatch -> [N] or [N, T]`.
     """
 

@@ -99,10 +99,10 @@ def judge_conditionals(owner: str, entries: Entries, score: ScoreSteps, aligned:
     """Test samples given their other entries.
 
     Args:
-        owner: name of the sampling method, for messages.
-        entries: the samples.
-        score: scores other actions.
-        aligned: whether each entry is a step, in order. If it is, entries are tested given the entries before them.
+        owner: Name of the sampling method, for messages.
+        entries: The samples.
+        score: Scores other actions.
+        aligned: Whether each entry is a step, in order. If it is, entries are tested given the entries before them.
     """
     return _judge_cells(owner, _conditionals(entries, score, aligned), aligned)
 

@@ -76,24 +76,24 @@ def check_policy(
     policy in a million. If nothing could be tested, the report begins with NOT CHECKED.
 
     Args:
-        policy: your policy.
-        states: a few of your states, at least two, and of different lengths if states have lengths. More: slower, but
+        policy: Your policy.
+        states: A few of your states, at least two, and of different lengths if states have lengths. More: slower, but
             more mistakes are found.
-        num_actions_per_state: actions sampled per state.
-        num_samples: number of actions drawn in one call for the first state, to compare their frequencies with their
+        num_actions_per_state: Actions sampled per state.
+        num_samples: Number of actions drawn in one call for the first state, to compare their frequencies with their
             log-probs. Larger finds smaller differences (4096 finds a standard deviation that is 10 % off) and needs more
             memory. 0: no comparison, for language models.
-        seed: seed of all random numbers of the checks.
-        strict: raise if a rule is broken.
-        device: device to test on. The policy is moved back afterwards. None: where the policy is.
-        skip: names of rules to leave out.
+        seed: Seed of all random numbers of the checks.
+        strict: Raise if a rule is broken.
+        device: Device to test on. The policy is moved back afterwards. None: where the policy is.
+        skip: Names of rules to leave out.
 
     Returns:
         One result per rule. Use `print(report)` and `report.ok`.
 
     Raises:
         ContractError: `strict` is set and a rule is broken. The message lists all failures.
-        ConfigError: there are no states, a number is out of range, or `skip` contains an unknown name.
+        ConfigError: There are no states, a number is out of range, or `skip` contains an unknown name.
     """
     if len(states) == 0 or num_actions_per_state < 1 or num_samples < 0:
         raise ConfigError(
@@ -258,16 +258,16 @@ def check_reward_model(reward_model: Any, states: Rows, actions: Rows, *, strict
     """Check every rule for a `RewardModel` or a plain `(states, actions) -> rewards`.
 
     Args:
-        reward_model: your reward model or function.
+        reward_model: Your reward model or function.
         states: N states, one per row.
         actions: N actions.
-        strict: raise if a rule is broken.
+        strict: Raise if a rule is broken.
 
     Returns:
         One result per rule. Use `print(report)` and `report.ok`.
 
     Raises:
-        ContractError: there are no rows, the numbers of states and actions differ, or `strict` is set and a rule is
+        ContractError: There are no rows, the numbers of states and actions differ, or `strict` is set and a rule is
             broken. The message lists all failures.
 
     Example:

@@ -302,11 +302,11 @@ def check_objective(
     The identities are those of a loss without sampler correction and critic. No test is statistical.
 
     Args:
-        objective: the loss, as passed to `GRPOTrainer(objective=...)`; or the settings of the built-in loss, for a surrogate of
+        objective: The loss, as passed to `GRPOTrainer(objective=...)`; or the settings of the built-in loss, for a surrogate of
             your own: `ObjectiveConfig(surrogate=my_surrogate)`.
-        seed: seed of the numbers that the loss is tested with.
-        strict: raise if a rule is broken.
-        skip: names of rules to leave out. A loss that is meant to differ from REINFORCE at ratio 1 leaves out
+        seed: Seed of the numbers that the loss is tested with.
+        strict: Raise if a rule is broken.
+        skip: Names of rules to leave out. A loss that is meant to differ from REINFORCE at ratio 1 leaves out
             "policy gradient".
 
     Returns:

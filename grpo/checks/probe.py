@@ -57,12 +57,12 @@ class PolicyProbe:
     """A policy under test, and its samples and scores. Every rule for policies gets this object.
 
     Args:
-        policy: the policy under test. Every rule but the first relies on its six methods.
+        policy: The policy under test. Every rule but the first relies on its six methods.
         states: B states.
-        num_actions: number of actions per state, G.
-        seed: seed of all random numbers.
-        num_samples: number of actions drawn for the first state, for tests of distributions.
-        device: device to test on. None: where the policy is.
+        num_actions: Number of actions per state, G.
+        seed: Seed of all random numbers.
+        num_samples: Number of actions drawn for the first state, for tests of distributions.
+        device: Device to test on. None: where the policy is.
     """
 
     def __init__(

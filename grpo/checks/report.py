@@ -84,7 +84,7 @@ class CheckReport:
         """Raise if any rule is broken.
 
         Raises:
-            ContractError: the message lists all failures.
+            ContractError: The message lists all failures.
         """
         if not self.ok:
             listed = "\n".join(f"- {result.name}: {result.message}" for result in self.failures)
@@ -136,10 +136,10 @@ def run_rules(
     """The result of every rule. After a failure, only the rules that need the failed rule are skipped.
 
     Args:
-        rules: the rules in order. Each rule comes after the rules that it needs.
-        subject: the object that each rule is called with.
-        prepare: called before each rule that needs another rule.
-        skip: names of rules to leave out.
+        rules: The rules in order. Each rule comes after the rules that it needs.
+        subject: The object that each rule is called with.
+        prepare: Called before each rule that needs another rule.
+        skip: Names of rules to leave out.
 
     Raises:
         ConfigError: `skip` contains an unknown name.

@@ -76,10 +76,10 @@ def judge_samples(owner: str, actions: Rows, log_probs: Float[Tensor, " N"], sco
     """Test whether N actions sampled in one state are distributed according to their log-probs.
 
     Args:
-        owner: name of the sampling method, for messages.
+        owner: Name of the sampling method, for messages.
         actions: N actions.
-        log_probs: log-prob of each whole action.
-        score: returns log-probs of other actions, to test densities. None: only the log-probs of `actions` are known.
+        log_probs: Log-prob of each whole action.
+        score: Returns log-probs of other actions, to test densities. None: only the log-probs of `actions` are known.
     """
     numbers = as_numbers(actions)
     keys = [action_key(action) for action in actions]
@@ -133,10 +133,10 @@ def judge_counts(owner: str, keys: Sequence[Hashable], log_probs: Float[Tensor, 
     """Chi-square test of how often each action was sampled. Rare and unseen actions share one cell.
 
     Args:
-        owner: name of the sampling method, for messages.
-        keys: one key per sample, equal for equal actions.
-        log_probs: log-prob of each sample's action.
-        tests: number of tests of this verdict; multiplies the p-value.
+        owner: Name of the sampling method, for messages.
+        keys: One key per sample, equal for equal actions.
+        log_probs: Log-prob of each sample's action.
+        tests: Number of tests of this verdict; multiplies the p-value.
     """
     first = {key: place for place, key in reversed(list(enumerate(keys)))}
     counts = dict.fromkeys(first, 0)
@@ -268,11 +268,11 @@ def judge_lines(
     divided by the integral over the whole line, is uniform for every distribution of the other numbers.
 
     Args:
-        owner: name of the sampling method, for messages.
-        values: the samples.
-        axes: the axis of each sample's line.
-        own: the density at each sample.
-        density: maps numbers [M, D], and the index of the sample on whose line each of them is [M], to densities [M].
+        owner: Name of the sampling method, for messages.
+        values: The samples.
+        axes: The axis of each sample's line.
+        own: The density at each sample.
+        density: Maps numbers [M, D], and the index of the sample on whose line each of them is [M], to densities [M].
     """
     count = len(values)
     every = torch.arange(count)

@@ -54,12 +54,12 @@ def judge_draws(
     """Test whether N actions sampled in one state, and their steps, are distributed according to their log-probs.
 
     Args:
-        owner: name of the sampling method, for messages.
+        owner: Name of the sampling method, for messages.
         actions: N actions.
-        log_probs: log-prob of each step.
-        mask: the steps that the policy decided.
-        score: scores other actions. None: only the log-probs of `actions` are known.
-        noise: for actions of D real numbers, the numbers that the policy draws but does not decide. None: not known.
+        log_probs: Log-prob of each step.
+        mask: The steps that the policy decided.
+        score: Scores other actions. None: only the log-probs of `actions` are known.
+        noise: For actions of D real numbers, the numbers that the policy draws but does not decide. None: not known.
     """
     log_probs = zero_outside(log_probs.cpu().double(), mask.cpu())
     mask = mask.cpu()

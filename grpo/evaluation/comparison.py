@@ -39,20 +39,20 @@ def compare_policies(
     """Compare the rewards of two policies in the same states, with the same reward model and the same random numbers.
 
     Args:
-        original: the result of `measure_policy` before training, because training changes a policy in place. Or another
+        original: The result of `measure_policy` before training, because training changes a policy in place. Or another
             policy, which is measured now.
-        trained: a `PolicyModel`.
+        trained: A `PolicyModel`.
         states: B states. If `original` is a measurement: the same states.
-        reward_model, reward, label, progress: as in `measure_policy`.
+        reward_model, reward, label, progress: As in `measure_policy`.
         num_actions_per_state: None: as `original` was measured, or the default of `measure_policy`.
         batch_size: None: as `original` was measured, or the default of `measure_policy`.
         seed: None: as `original` was measured, or the default of `measure_policy`.
-        confidence: confidence level of the interval of the improvement. Larger: a wider interval.
+        confidence: Confidence level of the interval of the improvement. Larger: a wider interval.
 
     Raises:
-        ConfigError: a number is out of range or differs from how `original` was measured, or both policies are one object.
+        ConfigError: A number is out of range or differs from how `original` was measured, or both policies are one object.
         ContractError: `original` was measured in other states.
-        ProtocolError, RewardError: as in `measure_policy`.
+        ProtocolError, RewardError: As in `measure_policy`.
 
     Example:
         >>> before = measure_policy(policy, problems, reward)  # doctest: +SKIP
@@ -78,7 +78,7 @@ def _as_measured(original: PolicyMeasurement, states: Rows, given: dict[str, int
     """Return the settings with which `original` was measured, to measure the trained policy in the same way.
 
     Raises:
-        ConfigError: an argument differs from the setting with which `original` was measured.
+        ConfigError: An argument differs from the setting with which `original` was measured.
         ContractError: `original` was measured in other states.
     """
     _require_same_states(original, states)
@@ -176,9 +176,9 @@ def paired_interval(
     The interval is too narrow for fewer than about 20 states, which cannot show how much states differ.
 
     Args:
-        differences: after - before, one per state.
-        confidence: confidence level of the interval. Larger: a wider interval.
-        seed: seed of the resampling, which uses its own generator.
+        differences: After - before, one per state.
+        confidence: Confidence level of the interval. Larger: a wider interval.
+        seed: Seed of the resampling, which uses its own generator.
 
     Returns:
         Low and high. None for a single state.

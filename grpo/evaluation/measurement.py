@@ -93,23 +93,23 @@ def measure_policy(
     several processes, each process measures by itself.
 
     Args:
-        policy: a `PolicyModel`. `sync_sampler` is called first where the policy has it.
+        policy: A `PolicyModel`. `sync_sampler` is called first where the policy has it.
         states: B states.
-        reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`. Rewards per step are added up.
-        num_actions_per_state: actions sampled per state. Larger: less noise, more work.
-        batch_size: states sampled at a time. Smaller: less memory and more forward passes. If a policy draws one random number
+        reward_model: A `RewardModel`, or a plain `(states, actions) -> rewards`. Rewards per step are added up.
+        num_actions_per_state: Actions sampled per state. Larger: less noise, more work.
+        batch_size: States sampled at a time. Smaller: less memory and more forward passes. If a policy draws one random number
             per step, smaller batches also let two policies share more of their random numbers.
-        seed: seed of all random numbers.
-        reward: what to do when the reward model raises or returns NaN. None: the defaults of `RewardConfig`.
-        label: maps a state to its name in reports. None: a string is its own name; for anything else, the first 200
+        seed: Seed of all random numbers.
+        reward: What to do when the reward model raises or returns NaN. None: the defaults of `RewardConfig`.
+        label: Maps a state to its name in reports. None: a string is its own name; for anything else, the first 200
             characters of its `repr`.
-        progress: show a progress bar.
+        progress: Show a progress bar.
 
     Raises:
-        ProtocolError: the policy or the reward model lacks methods.
-        ConfigError: a number is out of range.
-        ContractError: there are no states, or the policy breaks its contract.
-        RewardError: the reward model raised or returned NaN, or all rows of a state were dropped.
+        ProtocolError: The policy or the reward model lacks methods.
+        ConfigError: A number is out of range.
+        ContractError: There are no states, or the policy breaks its contract.
+        RewardError: The reward model raised or returned NaN, or all rows of a state were dropped.
     """
     bounds = {"num_actions_per_state": (num_actions_per_state, 1), "batch_size": (batch_size, 1), "seed": (seed, 0)}
     for name, (value, bound) in bounds.items():

@@ -80,7 +80,7 @@ class ComparisonReport:
         """Return the whole report as one JSON object, with the field names as keys. None becomes null; there is no NaN.
 
         Args:
-            path: a file to write the JSON to. Missing folders are created. None: no file is written.
+            path: A file to write the JSON to. Missing folders are created. None: no file is written.
         """
         text = json.dumps(asdict(self), indent=2, allow_nan=False)
         if path is not None:
@@ -93,7 +93,7 @@ class ComparisonReport:
         """Read a report from the JSON text that `to_json` returned or wrote: `from_json(path.read_text())`.
 
         Raises:
-            ConfigError: the text is not JSON, or has other keys than a report of this version.
+            ConfigError: The text is not JSON, or has other keys than a report of this version.
         """
         try:
             values = json.loads(text)
@@ -117,7 +117,7 @@ class ComparisonReport:
         """Return a text with a summary, the parts of the reward, and the states from the largest gain to the largest loss.
 
         Args:
-            max_rows: number of states to show, half from the top and half from the bottom. None: all.
+            max_rows: Number of states to show, half from the top and half from the bottom. None: all.
         """
         ranked = sorted(self.states, key=lambda state: -state.difference)
         rows = [_row(state.before, state.after, state.label) for state in ranked]

@@ -218,6 +218,26 @@ def test_every_link_leads_to_an_existing_file_and_heading() -> None:
                 assert not anchor or anchor in anchors(linked), f"{page.relative_to(root)}: {target}"
 
 
+def test_each_decision_has_its_number_once_a_status_and_a_line_in_the_table() -> None:
+    """The table of `docs/decisions/README.md` has the decisions of all pages, in their order, with the status of each."""
+    folder = DOCS / "decisions"
+    table = (folder / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[(\d{4})\]\((\w+\.md)#\S+\) \| (.+) \| (.+) \|$", table, re.MULTILINE)
+    pages = re.findall(r"\*\*\[.+\]\((\w+\.md)\)\*\*", table)
+    assert sorted(pages) == sorted(path.name for path in folder.glob("*.md") if path.name != "README.md")
+    written = []
+    for page in pages:
+        text = (folder / page).read_text(encoding="utf-8")
+        for number, title, status in re.findall(r"^## (\d{4}): (.+)\n\*(.*)$", text, re.MULTILINE):
+            superseded = re.match(r"Superseded by \[(\d{4})\]", status)
+            assert superseded or re.match(r"Accepted, \d{4}-\d\d-\d\d", status), number
+            written.append((number, page, title, f"superseded by {superseded[1]}" if superseded else "accepted"))
+        assert len(re.findall(r"^## ", text, re.MULTILINE)) == len([1 for row in written if row[1] == page]), page
+    assert listed == written
+    numbers = [number for number, *_ in written]
+    assert len(set(numbers)) == len(numbers) > 100
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings."""
     return {heading_anchor(line) for line in re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)}

@@ -72,11 +72,11 @@ def assert_equal(
     """Two sides of one formula are equal; where they differ, the failure shows both values side by side.
 
     Args:
-        formula: what was computed, in words.
-        ours: our value.
-        theirs: the other library's value.
-        case: the seed and the settings, for the failure.
-        allowed: largest absolute difference, for all entries or for each. None: `TOLERANCE` times their largest entry.
+        formula: What was computed, in words.
+        ours: Our value.
+        theirs: The other library's value.
+        case: The seed and the settings, for the failure.
+        allowed: Largest absolute difference, for all entries or for each. None: `TOLERANCE` times their largest entry.
     """
     ours, theirs = ours.detach(), theirs.detach()
     assert ours.shape == theirs.shape, (

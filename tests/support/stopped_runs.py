@@ -44,10 +44,10 @@ class Calls:
     """Counts the calls of one phase of a trainer, and stops the run at one of them.
 
     Args:
-        trainer: the trainer whose calls are counted.
-        phase: one of `PHASES`.
-        stop: stops the run.
-        at: the number of the call, from 1. None: count only.
+        trainer: The trainer whose calls are counted.
+        phase: One of `PHASES`.
+        stop: Stops the run.
+        at: The number of the call, from 1. None: count only.
     """
 
     def __init__(self, trainer: GRPOTrainer, phase: str, stop: Callable[[], None], at: int | None) -> None:

@@ -1,9 +1,10 @@
-"""The examples in the docstrings of `grpo` run and give what they say."""
+"""Docstrings: the examples of `grpo` run and give what they say, and all entries of arguments and errors have one style."""
 
 import ast
 import doctest
 import importlib
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,3 +48,21 @@ def test_every_docstring_example_runs_and_prints_what_it_shows(
             results = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=report.append)
             assert results.attempted + sum(doctest.SKIP in shown.options for shown in example.examples) > 0
             assert results.failed == 0, "".join(report)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRY = re.compile(r"^    (?=\S)[\w*, `]+: (.)", re.MULTILINE)
+
+
+def test_entries_of_arguments_and_errors_begin_as_sentences(subtests: pytest.Subtests) -> None:
+    """`name: Meaning.` and not `name: meaning.`, as in Google's style."""
+    for path in sorted([*ROOT.glob("grpo/**/*.py"), *ROOT.glob("adapters/**/*.py")]):
+        name = path.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
+            if not text:
+                continue
+            for section in re.findall(r"^(?:Args|Raises):\n((?:    .*\n?|\n)+)", text, re.MULTILINE):
+                lower = [entry[0].strip() for entry in ENTRY.finditer(section) if entry[1].islower()]
+                with subtests.test(where=f"{name}: {getattr(node, 'name', '')}"):
+                    assert not lower

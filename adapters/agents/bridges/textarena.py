@@ -30,7 +30,7 @@ class TextArena:
         options: Options of the game, as `textarena.make` takes them.
 
     Raises:
-        ConfigError: textarena is not installed, or there are other players and no opponent.
+        ConfigError: The package textarena is not installed, or there are other players and no opponent.
     """
 
     def __init__(

@@ -214,6 +214,7 @@ def _require_counterpart(policy: Any, language: HFPolicy, config: GRPOConfig, kl
     ends = {language.tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
     if {*language.end_token_ids} != ends:
         refuse("policy.end_token_ids", list(language.end_token_ids))
+    # TRL copies an adapter as the reference; ours is the model without it, so the KL would differ
     if kl_coef > 0 and (reference is None or hasattr(language.model, "peft_config")):
         refuse("objective.kl_coef", kl_coef)
     if config.reference_sync_every is not None and kl_coef == 0:

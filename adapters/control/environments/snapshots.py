@@ -3,14 +3,14 @@
 Gymnasium's classic control, toy text and MuJoCo environments, and Gymnasium-Robotics' mazes, are supported. Other environments
 implement `Snapshotable`.
 
-A snapshot contains, for each layer from the outermost wrapper to the environment:
-- attributes that are plain data, including settings, because some tasks draw new settings in every episode;
+A layer is a wrapper or the environment itself. A snapshot contains, for each layer:
+- all attributes that are plain data. Settings are among them, because some tasks draw new settings in every episode;
 - random generators (`np_random`), so that random events continue as in the original environment;
-- MuJoCo's integration state, and the quantities derived from it;
+- MuJoCo's integration state, and the quantities that MuJoCo derives from it;
 - environments inside the environment (a maze contains a robot), and the running statistics of normalising wrappers.
 
-A snapshot does not contain spaces (nor the generator of `action_space.sample()`), rendering objects, the MuJoCo model, or
-global random generators.
+A snapshot does not contain spaces (so `action_space.sample()` is not restored), rendering objects, the MuJoCo model, or global
+random generators.
 """
 
 import pickle
@@ -61,8 +61,9 @@ SETTING_NAMES = (
     "mujoco._structs.MjModel.",
 )
 
-# After `mj_step` these lag one substep behind positions and velocities, and some rewards use their change across a step
-# (Ant: xpos, Humanoid: xipos). With `mj_forward` alone, the first reward after a restore would differ from the original.
+# `mj_step` leaves these fields one substep older than positions and velocities. Some rewards are differences of such fields
+# before and after a step (Ant: xpos, Humanoid: xipos). `mj_forward` would make the fields current, and the first reward after a
+# restore would differ from the original's. Therefore, a snapshot stores them.
 DERIVED_FIELDS = (
     *("xpos", "xquat", "xmat", "xipos", "ximat", "geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "subtree_com"),
     *("cinert", "cvel", "cacc", "cfrc_int", "cfrc_ext", "qacc", "qfrc_actuator", "qfrc_constraint", "actuator_force"),
@@ -112,11 +113,11 @@ class Snapshotable(Protocol):
     """
 
     def snapshot(self) -> Any:
-        """Return everything that determines the future, as picklable data. The caller copies it."""
+        """Return everything on which later steps depend, as data that can be pickled. The caller copies what is returned."""
         ...
 
     def restore(self, state: Any) -> None:
-        """Restore `state`. The instance may have run other episodes, or may never have been reset."""
+        """Continue from `state`. Before, this instance may have run other episodes, or may never have been reset."""
         ...
 
 
@@ -189,11 +190,12 @@ def restore_snapshot(env: gymnasium.Env, snapshot: Snapshot) -> Any:
 
 
 def environment_state(owner: Any) -> dict[str, Any]:
-    """Return the attributes that can influence the future of an object. The values are not copied.
+    """Return the attributes of an object on which its later steps depend. The values are not copied.
 
-    Attributes that are views of the same array are restored as separate arrays: store one array, and create views when needed.
-    The MuJoCo model is assumed to be constant: a task that changes it (masses, goals that are bodies) must add the changes to
-    the returned state.
+    Two limits:
+    - Two attributes that are views of one array are restored as two arrays. Keep one array, and make the views when needed.
+    - The MuJoCo model is not stored. A task that changes its model (masses, goals that are bodies) must add the changes to
+      the returned state.
 
     Raises:
         ConfigError: An attribute has a type that cannot be classified as state or setting.

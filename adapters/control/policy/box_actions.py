@@ -87,6 +87,7 @@ class Gaussian(_BoxDistribution):
             dtype: (torch.from_numpy(centres).to(dtype), torch.from_numpy(half_widths).to(dtype))
             for dtype in (torch.float32, torch.float64)
         }
+        # log-probs are densities in the environment's units: change of variables from u to the action
         self._log_half_widths = float(np.log(half_widths).sum())
 
     def _scaled(self, values: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:

@@ -81,6 +81,7 @@ def _is_plain(values: Tensor) -> bool:
 
 def _array(values: Tensor) -> NDArray[np.float32]:
     """A NumPy array that shares the tensor's memory."""
+    # shared, and not copied: an update of the weights is in effect at once
     shared: NDArray[Any] = values.detach().numpy()
     return shared
 

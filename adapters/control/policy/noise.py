@@ -32,6 +32,7 @@ class StepNoise:
     def __init__(self, distribution: ActionDistribution, num_members: int, seed: int) -> None:
         self._distribution = distribution
         self._seed = seed
+        # a counter per row: an episode does not depend on the others that still run, nor on a lost worker
         self._philox = np.random.Philox(key=0)
         self._generator = np.random.Generator(self._philox)
         self._at_start = self._philox.state

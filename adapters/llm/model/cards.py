@@ -1,6 +1,7 @@
 """Saving a model with its model card, and uploading it to the Hugging Face Hub."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,13 +17,80 @@ MARK = "<!-- Written when the model was saved. Remove this line, and the next sa
 """Line of a card that may be replaced."""
 PACKAGES = ("model-agnostic-grpo", "torch", "transformers", "peft")
 """Packages whose versions are in the card."""
+TEMPLATE = """\
+---
+{{ card_data }}
+---
+{{ mark }}
+# {{ title }}
+
+{{ "An adapter" if library_name == "peft" else "A language model" }}
+{%- if base_model %} of [{{ base_title }}](https://huggingface.co/{{ base_model }}){% endif %}, trained by Group Relative \
+Policy Optimization with model-agnostic-grpo.
+
+```python
+from adapters.llm import HFPolicy
+
+policy = HFPolicy.from_pretrained({{ source }})
+```
+{% if run %}
+## Training
+
+| fact | value |
+| --- | --- |
+| iterations | {{ run.iterations }} |
+| reward | {{ run.reward }} |
+| processes | {{ run.processes }} |
+{% if run.metrics %}
+The last iteration's metrics:
+
+| metric | value |
+| --- | --- |
+{% for name, value in run.metrics %}| {{ name }} | {{ value }} |
+{% endfor %}{% endif %}
+The settings, for `GRPOConfig.from_dict`:
+
+```json
+{{ run.settings }}
+```
+{% endif %}
+## Sampling in training
+
+```json
+{{ sampling }}
+```
+
+## Versions
+
+| package | version |
+| --- | --- |
+{% for name, value in versions %}| {{ name }} | {{ value }} |
+{% endfor %}"""
+"""The card, as a Jinja template of `ModelCard.from_template`."""
+
+
+def base_on_hub(model: Any) -> str | None:
+    """Name of the model on the Hub that a model was loaded from, or None if it came from a local folder or is new.
+
+    A relative folder, such as `outputs/model`, can look like a name on the Hub, and can be gone when the model is saved.
+    Therefore, call this soon after loading. The name must be valid on the Hub and must not be a folder; and the Hub's cache
+    must have the model, because transformers loads each model of the Hub through the cache.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    name = str(getattr(model.config, "_name_or_path", None) or "")
+    if not _is_repository(name) or Path(name).exists():
+        return None
+    cached = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "snapshots"
+    return name if cached.is_dir() else None
 
 
 def save_with_card(
     save: Callable[[], None],
     folder: str | Path,
     *,
-    model: Any,
+    base_model: str | None,
     sampling: Mapping[str, Any],
     trainer: Any,
     is_adapter: bool,
@@ -35,7 +103,7 @@ def save_with_card(
     Args:
         save: Writes everything but the card to the folder.
         folder: The folder.
-        model: The model, whose configuration names the model that it was trained from.
+        base_model: Name on the Hub of the model that was trained. None: it is not on the Hub.
         sampling: The sampling settings.
         trainer: The `GRPOTrainer` of the run, whose settings and results the card has. None: they are not known.
         is_adapter: Whether only an adapter is saved.
@@ -44,13 +112,12 @@ def save_with_card(
         token: Token of the account. None uses the token of `hf auth login`.
 
     Raises:
-        ConfigError: `push_to_hub` is no text, or `trainer` has no settings.
+        ConfigError: `push_to_hub` is not the name of a repository, or `trainer` has no settings.
     """
-    repository: Any = push_to_hub
-    if repository is not None and not (isinstance(repository, str) and repository):
+    if push_to_hub is not None and not _is_repository(push_to_hub):
         raise ConfigError(
             "HFPolicy.save_pretrained: push_to_hub must be the name of a repository, 'user/name', or None; got "
-            f"{describe(repository)}."
+            f"{describe(push_to_hub)}."
         )
     if trainer is not None and not hasattr(trainer, "config"):
         raise ConfigError(
@@ -61,7 +128,7 @@ def save_with_card(
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()} if folder.is_dir() else {}
     text = card.read_text(encoding="utf-8") if card.is_file() else MARK
     if MARK in text:
-        text = model_card(model, sampling, trainer, is_adapter=is_adapter, repository=push_to_hub)
+        text = str(model_card(base_model, sampling, trainer, is_adapter=is_adapter, repository=push_to_hub))
     save()
     card.write_text(text, encoding="utf-8")  # last, because PEFT writes a card, too
     if push_to_hub is not None:
@@ -70,31 +137,28 @@ def save_with_card(
 
 
 def model_card(
-    model: Any, sampling: Mapping[str, Any], trainer: Any, *, is_adapter: bool, repository: str | None
-) -> str:
-    """A model card in Markdown: what was trained from what, the run's settings and results, and how to load it."""
-    from huggingface_hub import ModelCardData
+    base_model: str | None, sampling: Mapping[str, Any], trainer: Any, *, is_adapter: bool, repository: str | None
+) -> Any:
+    """The `ModelCard`: what was trained from what, the run's settings and results, and how to load the model."""
+    from huggingface_hub import ModelCard, ModelCardData
 
-    base = str(getattr(model.config, "_name_or_path", "") or "")
-    is_public = base != "" and not Path(base).exists()
     data = ModelCardData(
-        base_model=base if is_public else None,  # the Hub refuses the names of local folders
+        base_model=base_model,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["grpo", "reinforcement-learning", *(["lora"] if is_adapter else [])],
     )
-    name = repository or "FOLDER"
-    what = "An adapter" if is_adapter else "A language model"
-    source = f" of [{base}](https://huggingface.co/{base})" if is_public else ""
-    parts = [
-        f"---\n{data.to_yaml()}\n---\n{MARK}\n# {name.rpartition('/')[2] if repository else 'Model card'}\n",
-        f"{what}{source}, trained by Group Relative Policy Optimization with model-agnostic-grpo.\n",
-        f'```python\nfrom adapters.llm import HFPolicy\n\npolicy = HFPolicy.from_pretrained("{name}")\n```\n',
-        *([] if trainer is None else [_run(trainer)]),
-        f"## Sampling in training\n\n{_as_json(sampling)}\n",
-        f"## Versions\n\n{_table(('package', 'version'), _versions())}\n",
-    ]
-    return "\n".join(parts)
+    return ModelCard.from_template(
+        data,
+        template_str=TEMPLATE,
+        mark=MARK,
+        title=repository.rpartition("/")[2].replace("_", r"\_") if repository else "Model card",  # `_` is emphasis
+        base_title=(base_model or "").replace("_", r"\_"),
+        source=json.dumps(repository or "FOLDER"),
+        run=None if trainer is None else _run(trainer),
+        sampling=json.dumps(sampling, indent=2),
+        versions=_versions(),
+    )
 
 
 def upload(folder: Path, names: list[str], repository: str, *, private: bool | None, token: str | None) -> None:
@@ -118,27 +182,35 @@ def upload(folder: Path, names: list[str], repository: str, *, private: bool | N
         raise
 
 
-def _run(trainer: Any) -> str:
-    """The sections of the run's results and settings."""
+def _is_repository(name: Any) -> bool:
+    """Whether the Hub accepts a name. An absolute path, a path of three or more parts and "" are not accepted."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # its table of lazy imports has it
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:  # recovery: the caller decides what an invalid name means
+        return False
+    return True
+
+
+def _run(trainer: Any) -> dict[str, Any]:
+    """The run's results and settings."""
     latest = trainer.history[-1] if trainer.history else {}
-    metrics = [
-        (f"`{name}`", f"{value:.4g}")
-        for name, value in sorted(latest.items())
-        if name.startswith(("eval/", "completions/"))
-        or (name.startswith("rewards/") and name.endswith(("/mean", "/std")))
-    ]
     weights = trainer.reward_model.weights if isinstance(trainer.reward_model, WeightedRewards) else {}
-    parts = ", ".join(f"`{name}` (weight {weight:g})" for name, weight in weights.items())
-    facts = [
-        ("iterations", str(trainer.iteration)),
-        ("reward", parts or f"`{reward_name(trainer.reward_model)}`"),
-        ("processes", str(trainer.engine.num_ranks)),
-    ]
-    return (
-        f"## Training\n\n{_table(('fact', 'value'), facts)}\n\n"
-        + (f"The last iteration's metrics:\n\n{_table(('metric', 'value'), metrics)}\n\n" if metrics else "")
-        + f"The settings, for `GRPOConfig.from_dict`:\n\n{_as_json(trainer.config.to_dict())}\n"
-    )
+    parts = ", ".join(f"{_code(name)} (weight {weight:g})" for name, weight in weights.items())
+    return {
+        "iterations": trainer.iteration,
+        "reward": parts or _code(reward_name(trainer.reward_model)),
+        "processes": trainer.engine.num_ranks,
+        "metrics": [
+            (_code(name), f"{value:.4g}")
+            for name, value in sorted(latest.items())
+            if name.startswith(("eval/", "completions/"))
+            or (name.startswith("rewards/") and name.endswith(("/mean", "/std")))
+        ],
+        "settings": json.dumps(trainer.config.to_dict(), indent=2),
+    }
 
 
 def _versions() -> list[tuple[str, str]]:
@@ -151,9 +223,8 @@ def _versions() -> list[tuple[str, str]]:
     return found
 
 
-def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
-    return "\n".join(f"| {left} | {right} |" for left, right in [head, ("---", "---"), *rows])
-
-
-def _as_json(values: Mapping[str, Any]) -> str:
-    return f"```json\n{json.dumps(values, indent=2)}\n```"
+def _code(text: str) -> str:
+    """Text as it is, in monospace, in a cell of a Markdown table."""
+    fence = "`" * (1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
+    space = " " if text[:1] in "` " or text[-1:] in "` " else ""  # Markdown removes one space at each end
+    return fence + space + " ".join(text.splitlines()).replace("|", r"\|") + space + fence

@@ -59,12 +59,14 @@ class ValueHead(nn.Module):
             )
         self.hidden_size, self.bootstrap_truncated = hidden_size, bootstrap_truncated
         last = nn.Linear(width, 1)
+        # values start at 0, so that the first advantages depend on rewards alone
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
         self.layers = nn.Sequential(nn.Linear(hidden_size, width), nn.ReLU(), nn.Dropout(dropout), last)
 
     def forward(self, hidden: Float[Tensor, "M H"]) -> Float[Tensor, " M"]:
         """The value of each of M states."""
+        # in float32, whatever the model computes in
         with torch.autocast(hidden.device.type, enabled=False):
             return self.layers(hidden.to(next(self.parameters()))).squeeze(1)
 

@@ -25,7 +25,7 @@ class JSONSchemaMatch:
 
     Raises:
         ConfigError: The schema is invalid.
-        ImportError: jsonschema is not installed.
+        ImportError: The package jsonschema is not installed.
 
     Example:
         >>> JSONSchemaMatch({"type": "object", "required": ["city"]})('{"city": "Oslo"}')

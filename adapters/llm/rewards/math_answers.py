@@ -31,7 +31,7 @@ class MathMatch(Settings):
         [1.0, 0.0]
 
     Raises:
-        ImportError: math-verify is not installed.
+        ImportError: The package math-verify is not installed.
     """
 
     column: str = "answer"

@@ -7,7 +7,8 @@ r"""Verifiers: reward functions of one completion, for `CompletionRewards`.
     }
     GRPOTrainer(..., reward_model=CompletionRewards(rewards, weights={"format": 0.1, "right": 1.0, "length": 0.5}))
 
-If a row's column is None, a verifier returns None ("does not apply"). No verifier executes or evaluates a model's output.
+A verifier that reads a column of the row returns None where the column is None: the reward does not apply to this row. No
+verifier runs the text of a completion as code.
 """
 
 import re
@@ -44,7 +45,7 @@ class Between(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactMatch(Settings):
-    """1 if the completion equals a column of its row, else 0.
+    """Reward 1 if the completion equals the right answer, which is a column of the row, else 0.
 
     Example:
         >>> ExactMatch(ignore_case=True)("  New\\n York", {"answer": "new york"})
@@ -54,7 +55,8 @@ class ExactMatch(Settings):
     column: str = "answer"
     """Column with the right answer. Numbers are compared as text."""
     extract: Callable | None = None
-    """Maps the text to the part to compare, or to None for reward 0. If `extract` is None, the whole text is compared."""
+    """Function that returns the part of the completion to compare. If it returns None, the reward is 0. Without a function, the
+    whole completion is compared."""
     ignore_case: bool = False
     """Whether to ignore upper and lower case."""
     ignore_spacing: bool = True
@@ -75,11 +77,11 @@ class ExactMatch(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegexMatch(Settings):
-    r"""1 if a regular expression matches, else 0. With a column, the captured group must also equal the column.
+    r"""Reward 1 if a regular expression matches, else 0. With `column`, the captured group must also equal the column.
 
-    Python's regular expressions backtrack. A repetition inside a repetition, like `(a+)+$`, can take exponential time on text
-    that almost matches, and Python cannot interrupt it. Write each repetition so that it cannot also match the text that
-    follows (`[^<]*<`, not `.*<`). `max_chars` limits the time of patterns that are quadratic.
+    Some patterns take very long, and Python cannot interrupt a match. A repetition inside a repetition, such as `(a+)+$`, takes
+    exponential time on text that almost matches. `.*<` takes quadratic time, because `.` also matches `<`: write `[^<]*<`.
+    `max_chars` bounds quadratic time, and does not help against exponential time.
 
     Example:
         >>> RegexMatch(pattern=r"#### (-?\d+)", column="answer")("#### 3, no: #### 4", {"answer": 4})
@@ -89,9 +91,9 @@ class RegexMatch(Settings):
     pattern: str
     """Regular expression in the syntax of `re`. Write flags inside the pattern: `(?is)`."""
     how: Literal["search", "full"] = "search"
-    """Whether the pattern matches anywhere (the last match counts), or the whole text."""
+    """"search": the pattern may match anywhere, and the last match counts. "full": it must match the whole text."""
     column: str | None = None
-    """Column that the captured group must equal, without surrounding whitespace. None requires only a match."""
+    """Column that the captured group must equal. Whitespace at both ends does not count. None: a match is enough."""
     group: str | int = 1
     """The captured group to compare with `column`."""
     max_chars: int = setting(50_000, at_least=1)
@@ -137,7 +139,7 @@ class RegexMatch(Settings):
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """The last match of a search from the left. Matches do not overlap."""
+    """The last of the matches that a search from the left finds. A match begins where the one before it ends, or later."""
     last = deque(pattern.finditer(text), maxlen=1)
     return last[0] if last else None
 

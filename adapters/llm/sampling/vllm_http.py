@@ -15,6 +15,8 @@ START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logpr
 """Command that starts a server that accepts weights, and reports with every token its weights' version and its log-prob."""
 
 NUM_RETRIES = 4
+FIRST_WAIT = 0.5
+"""Seconds before a request is repeated for the first time. Each further wait is twice as long."""
 
 
 class ServerLostError(SamplerError):
@@ -87,7 +89,7 @@ class VLLMServer:
                 warn_user(
                     f"VLLMServerSampler: the connection to the vLLM server at {self.base_url} failed ({failure}); retrying."
                 )
-                time.sleep(0.5 * 2**attempt)
+                time.sleep(FIRST_WAIT * 2**attempt)
         raise AssertionError("unreachable")
 
     def _refusal(self, path: str, refusal: urllib.error.HTTPError) -> SamplerError:

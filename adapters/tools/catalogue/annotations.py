@@ -23,6 +23,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """
     parameters = parameters_of(function)
     adapters = {name: adapter_of(parameter) for name, parameter in parameters.items()}
+    # pydantic reads every annotation; a list of our own was never complete
     found, definitions = pydantic.TypeAdapter.json_schemas(
         [(name, "validation", adapter) for name, adapter in adapters.items()]
     )

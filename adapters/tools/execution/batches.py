@@ -91,6 +91,7 @@ class Batch:
         """Start the threads: at most one for each worker, and one for each concurrent remote call."""
         for (waiting, number), at_once in zip(self._waiting, (num_workers, max_concurrency), strict=True):
             for _ in range(min(number, at_once)):
+                # no ThreadPoolExecutor: Python joins its threads at exit, and a call that hangs would delay it
                 threading.Thread(target=self._take, args=(waiting,), name="ToolExecutor", daemon=True).start()
 
     def give_up(self) -> None:

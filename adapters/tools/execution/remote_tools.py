@@ -71,6 +71,7 @@ class RemoteLoop:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        # measured here, because samples of the current task charged the wrong call for short blocks
         self._schedule = self.loop.call_soon
         vars(self.loop)["call_soon"] = self._call_soon  # tasks and futures schedule each of their steps with it
         self._lock = threading.Lock()

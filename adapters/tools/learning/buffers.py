@@ -20,8 +20,8 @@ class ExperienceBuffer(Generic[ItemT]):
     """A bounded queue, first in, first out. A full buffer drops its oldest items. Safe to use from several threads.
 
     Args:
-        capacity: maximum number of items. Larger: items stay longer, and more memory is used.
-        item_type: a class with `to_dict` and `from_dict`: `state_dict` stores dicts. None: it stores the items themselves.
+        capacity: Maximum number of items. Larger: items stay longer, and more memory is used.
+        item_type: A class with `to_dict` and `from_dict`: `state_dict` stores dicts. None: it stores the items themselves.
 
     Raises:
         ConfigError: `capacity` is no integer >= 1, or `item_type` lacks `to_dict` or `from_dict`.
@@ -91,7 +91,7 @@ class GroupBuffer(Generic[IdT, ItemT]):
     """Items collected by group, without a bound on their number. Safe to use from several threads.
 
     Args:
-        item_type: a class with `to_dict` and `from_dict`: `state_dict` stores dicts. None: it stores the items themselves.
+        item_type: A class with `to_dict` and `from_dict`: `state_dict` stores dicts. None: it stores the items themselves.
 
     Raises:
         ConfigError: `item_type` lacks `to_dict` or `from_dict`.
@@ -130,7 +130,7 @@ class GroupBuffer(Generic[IdT, ItemT]):
         """Remove and return the groups, in the order of their first items.
 
         Args:
-            min_size: groups with fewer items stay in the buffer. Set it to the size of a complete group: a group that
+            min_size: Groups with fewer items stay in the buffer. Set it to the size of a complete group: a group that
                 is drained in two parts gets two baselines.
         """
         require_integers("GroupBuffer.drain", 1, min_size=min_size)

@@ -48,6 +48,7 @@ class ToolNetwork(nn.Module):
         self.value_query = nn.Linear(widths[-1], num_text_features)
         for weight in (*self.tool_query.parameters(), *self.value_query.parameters()):
             nn.init.zeros_(weight)
+        # 1/2 and not 0: an untrained policy is useful; at 1, rewards against a description are found late
         self.similarity = nn.Parameter(torch.tensor([0.5, 0.0])) if num_features is None else None
         self.evidence = nn.Parameter(torch.tensor([0.5, 0.15])) if num_features is None else None
 

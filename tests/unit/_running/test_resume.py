@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from grpo import CheckpointError, ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, ObjectiveConfig, RewardConfig
-from grpo._running import run as run_module
+from grpo._running.run import Stopwatch
 from grpo.checkpoint import open_checkpoint, read_checkpoint, write_checkpoint
 from tests.support.checkpoint_runs import built, names_in
 from tests.support.objective_inputs import as_users_run_it
@@ -149,25 +150,51 @@ def test_an_iteration_that_was_not_recorded_is_forgotten_by_step(tmp_path: Path)
     assert rest[0]["rewards/mean"] != metrics["rewards/mean"]
 
 
-def test_checkpoints_are_also_written_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An iteration takes 20 seconds, and a checkpoint is due after a minute: after iterations 3, 6 and 7, the last one."""
-    clock = [0.0]
-    monkeypatch.setattr(run_module.time, "monotonic", lambda: clock[0])
+@pytest.mark.parametrize(("every", "expected"), [(timedelta(microseconds=1), [1, 2, 3]), (timedelta(days=1), [3])])
+def test_checkpoints_are_also_written_by_the_clock(tmp_path: Path, every: timedelta, expected: list[int]) -> None:
+    """The last iteration always leaves a checkpoint."""
+    trainer, _ = by_hand(policy=TablePolicy())
+    trainer.train(
+        ["a", "b"], num_iterations=3, checkpoint_dir=tmp_path, checkpoint_every=every, keep_last=9, progress=False
+    )
+    assert names_in(tmp_path) == [f"iteration-{number:08d}" for number in expected]
+
+
+def test_a_stopwatch_measures_from_its_last_start() -> None:
+    """20 seconds pass between two looks; after the restart, the third look is again the first to see a minute."""
+    clock = iter(range(0, 200, 20))
+    watch = Stopwatch(clock=lambda: float(next(clock)))
+    assert [watch.has_reached(timedelta(minutes=1)) for _ in range(3)] == [False, False, True]
+    watch.restart()
+    assert [watch.has_reached(timedelta(minutes=1)) for _ in range(3)] == [False, False, True]
+
+
+def test_a_checkpoint_restarts_the_time_to_the_next(tmp_path: Path) -> None:
+    """Iteration 1 takes half a second, and the others only a few milliseconds, unless the machine is busy."""
+    at: dict[int, float] = {}
+
+    class Watching:
+        def on_iteration(self, trainer: Any, metrics: Any) -> None:
+            at[trainer.iteration] = time.monotonic()
 
     def reward(states: Any, actions: Any) -> list[float]:
-        clock[0] += 20.0
+        time.sleep(0.0 if at else 0.5)
         return [float(action) for action in actions]
 
     trainer, _ = by_hand(policy=TablePolicy(), rewards=reward)
     trainer.train(
         ["a", "b"],
-        num_iterations=7,
+        num_iterations=4,
+        callbacks=[Watching()],
         checkpoint_dir=tmp_path,
-        checkpoint_every=timedelta(minutes=1),
+        checkpoint_every=timedelta(seconds=0.5),
         keep_last=9,
         progress=False,
     )
-    assert names_in(tmp_path) == [f"iteration-{number:08d}" for number in (3, 6, 7)]
+    written = [int(name.rpartition("-")[2]) for name in names_in(tmp_path)]
+    assert {1, 4} <= set(written)
+    if at[4] - at[1] < 0.5:
+        assert written == [1, 4]
 
 
 def test_a_time_between_checkpoints_of_0_is_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Model cards of saved policies, and uploads by the real huggingface_hub to a server in this process."""
 
 import base64
+import html
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +14,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from peft import LoraConfig
 
 from adapters.llm import CompletionRewards, HFPolicy, SamplingConfig, add_lora
@@ -21,6 +24,8 @@ from tests.support.llm_models import character_tokenizer, tiny_model
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing.*:FutureWarning",  # PEFT uses the old name
 )
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def policy(**options: Any) -> HFPolicy:
@@ -59,19 +64,91 @@ def test_the_card_has_the_run_and_its_settings_can_be_loaded(tmp_path: Path) -> 
     assert {"grpo", "lora"} <= set(data.tags)
 
 
-def test_a_card_without_a_run_names_the_base_model_unless_it_is_a_local_folder(tmp_path: Path) -> None:
-    trained = policy()
-    trained.model.get_base_model().config._name_or_path = "someone/base"
-    trained.save_pretrained(tmp_path / "hub")
-    card = ModelCard.load(tmp_path / "hub" / "README.md")
-    assert card.data.base_model == "someone/base"
-    assert "An adapter of [someone/base](https://huggingface.co/someone/base)" in card.text
-    assert "## Training" not in card.text.replace("## Sampling in training", "")
-    trained.model.get_base_model().config._name_or_path = str(tmp_path / "hub")
-    trained.save_pretrained(tmp_path / "merged", merge=True)
-    card = ModelCard.load(tmp_path / "merged" / "README.md")
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of a model in the Hub's cache on this machine. Nothing is downloaded."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # PEFT reads it
+    cached = tmp_path / "cache" / "models--some_one--a_base_"
+    saved(cached / "snapshots" / COMMIT)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(COMMIT)
+    return "some_one/a_base_"
+
+
+def saved(folder: Path) -> Path:
+    """A folder with a model and its tokenizer."""
+    tiny_model().save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def card_of(trained: HFPolicy, folder: Path, **options: Any) -> ModelCard:
+    trained.save_pretrained(folder, **options)
+    return ModelCard.load(folder / "README.md")
+
+
+def rendered(card: ModelCard) -> str:
+    return MarkdownIt("commonmark").enable("table").render(card.text)
+
+
+@pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")  # PEFT looks for it on the Hub
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=2, target_modules=["q_proj"])], ids=["whole", "adapter"])
+def test_a_model_of_the_hub_is_the_base_model(base: str, tmp_path: Path, lora: Any) -> None:
+    trained = HFPolicy.from_pretrained(base, lora=lora, device="cpu")
+    card = card_of(trained, tmp_path / "trained")
+    assert card.data.base_model == base
+    assert (card.data.library_name, card.data.tags[-1]) == (
+        ("transformers", "reinforcement-learning") if lora is None else ("peft", "lora")
+    )
+    assert f'of <a href="https://huggingface.co/{base}">{base}</a>, trained by' in rendered(card)
+    assert "\n## Training\n" not in card.text
+    again = HFPolicy.from_pretrained(tmp_path / "trained", device="cpu")
+    assert card_of(again, tmp_path / "again").data.base_model == (None if lora is None else base)
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+@pytest.mark.parametrize(
+    "name", ["outputs/model", "some_one/a_base_", "./a_base", "{tmp_path}/model", "a: b # c's/model"]
+)
+def test_a_local_folder_is_never_the_base_model(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_gone: bool
+) -> None:
+    """Some of these folders have names that are valid on the Hub, and one has the name of a model that is in the cache."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    name = name.format(tmp_path=tmp_path)
+    saved(Path(name))
+    trained = HFPolicy.from_pretrained(name, device="cpu")
+    if is_gone:
+        shutil.rmtree(name)
+    card = card_of(trained, tmp_path / "trained")
+    assert card.data.base_model is None
+    assert "A language model, trained by" in card.text
+    assert name not in card.content
+
+
+def test_a_new_model_has_no_base_model(tmp_path: Path) -> None:
+    card = card_of(policy(), tmp_path, merge=True)
     assert card.data.base_model is None
     assert card.data.library_name == "transformers"
+
+
+@pytest.mark.parametrize(
+    "name", ["a|b", "`a`", "*a*_b_", "a: #b", "{{ a }}", "<b>a</b>", "a\\", "[a](b)", "---", '"a"']
+)
+def test_names_of_rewards_are_shown_as_they_are(tmp_path: Path, name: str) -> None:
+    trained = policy()
+    rewards = CompletionRewards({name: short}, weights={name: 0.5})
+    trainer = GRPOTrainer(config=GRPOConfig(group_size=2, seed=0), policy=trained, reward_model=rewards)
+    trainer.train(["1+1="], num_iterations=1, progress=False)
+    card = card_of(trained, tmp_path, trainer=trainer)
+    cell = f"<code>{html.escape(name)}</code>"
+    page = rendered(card)
+    assert f"<td>reward</td>\n<td>{cell} (weight 0.5)</td>" in page
+    assert f"<td><code>{html.escape(f'rewards/{name}/mean')}</code></td>\n<td>" in page
+    assert {"grpo", "lora"} <= set(card.data.tags)
 
 
 def test_a_card_that_somebody_has_changed_is_kept(tmp_path: Path) -> None:
@@ -179,10 +256,17 @@ def test_a_refusal_is_passed_on_and_says_that_the_files_are_saved(hub: list[tupl
 
 def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     trained = policy()
-    with pytest.raises(
-        ConfigError, match=r"push_to_hub must be the name of a repository, 'user/name', or None; got bool"
-    ):
-        trained.save_pretrained(tmp_path / "x", push_to_hub=True)  # type: ignore[arg-type]
+    for name, got in {
+        True: "bool",
+        "": "str ''",
+        "a/b/c": "str 'a/b/c'",
+        "a/b c": "str 'a/b c'",
+        "a/`b`": "str",
+    }.items():
+        with pytest.raises(
+            ConfigError, match=rf"push_to_hub must be the name of a repository, 'user/name', or None; got {got}"
+        ):
+            trained.save_pretrained(tmp_path / "x", push_to_hub=name)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"trainer must be the run's GRPOTrainer, or None; got int 3"):
         trained.save_pretrained(tmp_path / "x", trainer=3)
     assert not (tmp_path / "x").exists()

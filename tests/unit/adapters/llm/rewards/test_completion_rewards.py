@@ -21,7 +21,7 @@ from grpo import GRPOConfig, GRPOTrainer, RewardConfig
 from grpo._rewarding.calls import RewardCalls
 from grpo.checks import check_reward_model
 from grpo.errors import ConfigError, ContractError, ProtocolError, RewardError, RewardTimeoutError
-from grpo.rewards import ask_for_rewards
+from grpo.rewards import ask_for_rewards, call_in_process
 from tests.support.reward_faults import children
 
 
@@ -318,7 +318,8 @@ def test_async_functions_work_inside_a_running_loop() -> None:
 
 
 def within(functions: Any, timeout: float | None = 60.0, **settings: Any) -> RewardCalls:
-    return RewardCalls(CompletionRewards(functions), RewardConfig(timeout=timeout, **settings))
+    config = RewardConfig(timeout=timeout, **settings)
+    return RewardCalls(CompletionRewards(functions), config, in_process=call_in_process)
 
 
 def test_a_slow_awaited_call_times_out_and_names_its_row() -> None:

@@ -262,14 +262,17 @@ def test_a_module_imported_during_a_call_is_refused_with_advice(executor: ToolEx
 
 
 def test_processor_time_is_limited_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit of each call is the time used before it, rounded down to a second, plus 1 second and the configured limit."""
-    used, limits = iter([0.3, 4.7]), []
-    monkeypatch.setattr("time.process_time", lambda: next(used))
+    """The limit of a call is the time used before it, rounded down to a second, plus 1 second and the configured limit."""
+    limits = []
     monkeypatch.setattr("resource.setrlimit", lambda kind, values: limits.append((kind, *values)))
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    for seconds in (2, None, 2):
+    for seconds in (2, None, 9):
+        before, limits[:] = int(time.process_time()), []
         limit_cpu(seconds)
-    assert limits == [(resource.RLIMIT_CPU, 3, hard), (resource.RLIMIT_CPU, 7, hard)]
+        during = range(before, int(time.process_time()) + 1)
+        expected = [(resource.RLIMIT_CPU, used + 1 + seconds, hard) for used in during] if seconds else []
+        assert limits == [limit for limit in expected if limit in limits]
+        assert len(limits) == (seconds is not None)
 
 
 @pytest.mark.slow
