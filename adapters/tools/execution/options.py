@@ -32,7 +32,7 @@ class ExecutorOptions(Settings):
     writable for the workers' user. None creates a new folder, which `close` removes."""
     fresh_folder: bool = False
     """Whether each call in a worker runs in an empty folder within `root`, which is removed after the call."""
-    confinement: Literal["auto"] | Kind = "auto"
+    confinement: Literal["auto", Kind] = "auto"
     """How workers are kept from other files and processes: "bubblewrap" (mount and process namespaces), "landlock" (file rules
     of Linux 6.2), or "user" (their user id alone). "auto" takes the first of these that works."""
     readable: tuple[Path | str, ...] = ()

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from adapters.tools import ExecutorOptions
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.execution.confinement import readable_paths
 from adapters.tools.execution.confinement.bubblewrap import Bubblewrap
 from adapters.tools.execution.confinement.landlock import Landlock
 from adapters.tools.execution.executor import ToolExecutor
+from adapters.tools.execution.options import ExecutorOptions
 from adapters.tools.execution.workers import WorkerLimits
 from grpo.errors import ConfigError, GRPOWarning
 from tests.support import confined_tools, tool_functions
@@ -143,9 +143,10 @@ def test_tools_run_if_the_program_was_started_through_links(kind: Any) -> None:
             name.unlink()
             name.symlink_to(other / "python")
         program = (
-            "from adapters.tools import Tool, ToolCall, ToolCatalogue, ExecutorOptions, ToolExecutor\n"
+            "from adapters.tools import Tool, ToolCall, ToolCatalogue, ToolExecutor, ExecutorOptions\n"
             "from tests.support.tool_functions import add\n"
-            f"with ToolExecutor(ToolCatalogue([Tool.from_function(add)]), confinement={kind!r}) as executor:\n"
+            f"options = ExecutorOptions(confinement={kind!r})\n"
+            "with ToolExecutor(ToolCatalogue([Tool.from_function(add)]), options=options) as executor:\n"
             "    print(executor.run([ToolCall(tool='add', arguments={'a': 1, 'b': 2})])[0].output)\n"
         )
         run = subprocess.run(
@@ -170,7 +171,7 @@ def test_readable_folders_may_be_above_the_tools_folder_or_within_it(shared: Pat
             written = outcomes(made, ("write", root / "inner" / "file"), ("write", shared / "new"), ("write", "/etc/x"))
             assert written[0] == "done"
             assert not {"done"} & set(written[1:])
-            expected = str(root) if readable == ["/tmp"] or kind == "landlock" else "/tmp"
+            expected = str(root) if readable == ("/tmp",) or kind == "landlock" else "/tmp"
             assert output_of(made, "temporary")["folder"] == expected
             (root / "inner" / "file").unlink()
 
@@ -233,6 +234,7 @@ import tests.support.light_packages
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.execution.executor import ToolExecutor
+from adapters.tools.execution.options import ExecutorOptions
 from adapters.tools.execution.workers import WorkerLimits
 from tests.support.confined_tools import core_can_be_dumped, secrets
 
@@ -240,7 +242,8 @@ warnings.simplefilter("ignore")
 limits = WorkerLimits(first_uid=61_000 if sys.argv[1] == "own" else None)
 call = ToolCall(tool="secrets", arguments={"secret": os.environ["API_KEY"], "program": os.getpid()})
 for kind in sys.argv[2:]:
-    with ToolExecutor(ToolCatalogue([Tool.from_function(secrets)]), num_workers=1, confinement=kind, limits=limits) as executor:
+    options = ExecutorOptions(confinement=kind, limits=limits)
+    with ToolExecutor(ToolCatalogue([Tool.from_function(secrets)]), num_workers=1, options=options) as executor:
         print(kind, executor.run([call])[0].output, core_can_be_dumped())
 """
 
@@ -297,7 +300,7 @@ def test_a_kind_that_does_not_work_here_is_refused_and_not_replaced(monkeypatch:
     ):
         ToolExecutor(CATALOGUE, options=ExecutorOptions(confinement="landlock"))
     with pytest.raises(
-        ConfigError, match=r"confinement must be 'auto' or one of \('bubblewrap', 'landlock', 'user'\); got 'no'"
+        ConfigError, match="confinement must be one of 'auto', 'bubblewrap', 'landlock', 'user'; got 'no'"
     ):
         ToolExecutor(CATALOGUE, options=ExecutorOptions(confinement="no"))  # type: ignore[arg-type]
     monkeypatch.setenv("PATH", "/nowhere")
@@ -328,12 +331,14 @@ import tests.support.light_packages
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.execution.executor import ToolExecutor
+from adapters.tools.execution.options import ExecutorOptions
 from tests.support.tool_functions import add
 
 for kind in sys.argv[1:]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with ToolExecutor(ToolCatalogue([Tool.from_function(add)]), num_workers=1, confinement=kind) as executor:
+        options = ExecutorOptions(confinement=kind)
+        with ToolExecutor(ToolCatalogue([Tool.from_function(add)]), num_workers=1, options=options) as executor:
             results = executor.run([ToolCall(tool="add", arguments={"a": 1})] * 2)
         print(executor.confinement, [result.output for result in results], *(each.message for each in said))
 """
