@@ -24,7 +24,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -37,7 +37,7 @@ import torch
 from gymnasium.vector import SyncVectorEnv
 from torch import Tensor
 
-from adapters.control import EpisodePolicy, EpisodeStart, episode_starts, make_pool, preset_for
+from adapters.control import EpisodeOptions, EpisodePolicy, EpisodeStart, episode_starts, make_pool, preset_for
 from adapters.control.training.evaluation import EVALUATION_SEED
 from benchmarks._ppo import PPO
 from benchmarks._timing import keep_freed_memory
@@ -356,7 +356,7 @@ def report_training(repeats: int, seconds: float, *, quick: bool) -> None:
     script = repeated(lambda seed: script_learner(CARTPOLE, steps, seed), seconds)
     report_speed("CartPole, training : CleanRL-style PPO", ours, script, repeats, "at least 3")
     if HAS_SB3 and HAS_MUJOCO:
-        options = {"max_episode_steps": 50} if quick else {}
+        options = {"options": EpisodeOptions(max_episode_steps=50)} if quick else {}
         steps = 400 if quick else 16_000
         report_speed(
             "HalfCheetah, training : SB3 PPO, defaults",
@@ -371,7 +371,7 @@ def report_rollouts(repeats: int, *, quick: bool) -> None:
     """Print the steps per second of rollouts without training."""
     if HAS_MUJOCO:
         steps = 50 if quick else 1_000
-        policy = preset_for(HALF_CHEETAH).make_policy(num_members=16, max_episode_steps=steps)
+        policy = replace(preset_for(HALF_CHEETAH), max_episode_steps=steps).make_policy(num_members=16)
         report_speed(
             "HalfCheetah, rollout of 16 : raw environments",
             our_rollout(policy, 16),
@@ -380,9 +380,9 @@ def report_rollouts(repeats: int, *, quick: bool) -> None:
             "at least 0.6",
         )
     torch.manual_seed(0)
-    preset, num_members = preset_for(CARTPOLE), 64
-    as_they_are = {"normalize_observations": False}  # the bare loop keeps no statistics
-    policy = preset.make_policy(num_members=num_members, **as_they_are)
+    preset = replace(preset_for(CARTPOLE), normalize_observations=False)  # the bare loop keeps no statistics
+    num_members = 64
+    policy = preset.make_policy(num_members=num_members)
     loop = bare_loop(policy, num_members, 50 if quick else 2_000)
     short = our_rollout(policy, 128 if quick else 4_096)
     report_speed("CartPole, 64 members, untrained : bare loop", short, loop, repeats, "at least 0.77")

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adapters.tools import Tool, ToolCall, ToolCatalogue, ToolExecutor, ToolSelectionPolicy
+from adapters.tools import ExecutorOptions, Tool, ToolCall, ToolCatalogue, ToolExecutor, ToolSelectionPolicy
 from adapters.tools.policy.distribution import CONTAINED, EVIDENCE_GAIN, SIMILARITY_GAIN
 from benchmarks import _slow_tools
 from benchmarks._timing import keep_freed_memory, time_pairs
@@ -44,7 +44,9 @@ NUM_TOOLS, NUM_VALUES = 1_000, 4
 
 def executor_of(tool: Tool, num_workers: int) -> ToolExecutor:
     """An executor for one tool. The workers only sleep, so there may be more workers than cores."""
-    return ToolExecutor(ToolCatalogue([tool]), num_workers=num_workers, max_concurrency=CONCURRENCY)
+    return ToolExecutor(
+        ToolCatalogue([tool]), num_workers=num_workers, options=ExecutorOptions(max_concurrency=CONCURRENCY)
+    )
 
 
 def timed_run(executor: ToolExecutor, calls: list[ToolCall]) -> float:

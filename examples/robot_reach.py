@@ -9,6 +9,7 @@ trained policy, to runs/robot_reach/, and prints a message if the film cannot be
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import gymnasium as gym
@@ -91,8 +92,8 @@ def main() -> None:
     torch.set_num_threads(1)  # more threads do not help networks this small
     torch.manual_seed(args.seed)
 
-    preset = preset_for("Reacher-v5")
-    policy = preset.make_policy(initial_log_std=-1.0)  # small movements at first, since effort costs
+    preset = replace(preset_for("Reacher-v5"), initial_log_std=-1.0)  # small movements at first, since effort costs
+    policy = preset.make_policy()
     trainer = preset.make_trainer(policy, seed=args.seed, reward_model=REWARD)
     report("before", policy)
     train_control(

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from adapters.tools import (
+    ExecutorOptions,
     ToolExecutor,
     ToolReport,
     ToolRewards,
@@ -151,7 +152,7 @@ def main() -> None:
 
     policy = ToolSelectionPolicy(catalogue)
     curve = LearningCurve(policy, held_out, CONFIG.num_states_per_iteration * CONFIG.group_size)
-    with ToolExecutor(everything, num_workers=2, log_path=folder / "calls.jsonl") as executor:
+    with ToolExecutor(everything, num_workers=2, options=ExecutorOptions(log_path=folder / "calls.jsonl")) as executor:
         make_workbench_files(executor.root)
         rewards = ToolRewards(executor, standard_rewards(everything), reuse_results=True)
         trainer = GRPOTrainer(config=replace(CONFIG, seed=args.seed), policy=policy, reward_model=rewards)

@@ -33,22 +33,22 @@ class ExperienceCollector:
     """Collects the rows of an iteration: `collect` samples actions and gets rewards, `complete` adds missing scores.
 
     Args:
-        policy: a `PolicyModel`. Its optional capabilities are looked up here, once.
-        reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`.
-        group_size: actions per state (G). Larger: better baselines, fewer states for the same work.
-        reference_policy: a frozen `PolicyModel` to score as the reference. None: ask the policy's own `ScoresReference`.
-        use_reference: whether to score a reference.
-        micro_batch_size: rows per forward pass when scoring. None: all rows at once.
-        reward: what to do when the reward model raises, or returns NaN or infinity.
-        autocast: returns a context manager in which policy and reference compute.
-        before_sampling: called before actions are sampled. It brings a separate sampler up to date.
-        in_process: makes the calls of `reward.timeout` in another process. None: nobody does.
-        engine: joins the ranks. None: one process.
-        group_by: maps a state to a key; equal keys share a group. None: each position of `states` has a group of its own.
-        needs: the optional batch fields that training reads: any of "old_log_probs", "entropy", "values", "state_keys".
+        policy: A `PolicyModel`. Its optional capabilities are looked up here, once.
+        reward_model: A `RewardModel`, or a plain `(states, actions) -> rewards`.
+        group_size: Actions per state (G). Larger: better baselines, fewer states for the same work.
+        reference_policy: A frozen `PolicyModel` to score as the reference. None: ask the policy's own `ScoresReference`.
+        use_reference: Whether to score a reference.
+        micro_batch_size: Rows per forward pass when scoring. None: all rows at once.
+        reward: What to do when the reward model raises, or returns NaN or infinity.
+        autocast: Returns a context manager in which policy and reference compute.
+        before_sampling: Called before actions are sampled. It brings a separate sampler up to date.
+        in_process: Makes the calls of `reward.timeout` in another process. None: nobody does.
+        engine: Joins the ranks. None: one process.
+        group_by: Maps a state to a key; equal keys share a group. None: each position of `states` has a group of its own.
+        needs: The optional batch fields that training reads: any of "old_log_probs", "entropy", "values", "state_keys".
 
     Raises:
-        ProtocolError: a policy or the reward model lacks methods. The error names all of them.
+        ProtocolError: A policy or the reward model lacks methods. The error names all of them.
         ConfigError: `use_reference` is set, but there is no reference.
     """
 
@@ -95,8 +95,8 @@ class ExperienceCollector:
         """Sample `group_size` actions per state and ask for their rewards; no gradient.
 
         Raises:
-            ContractError: there are no states, or the policy returned a wrong number of actions or wrong scores.
-            RewardError: the reward model raised or returned NaN, and `RewardConfig` does not allow it.
+            ContractError: There are no states, or the policy returned a wrong number of actions or wrong scores.
+            RewardError: The reward model raised or returned NaN, and `RewardConfig` does not allow it.
         """
         rows = self.sample_rows(states)
         start = time.perf_counter()
@@ -108,7 +108,7 @@ class ExperienceCollector:
 
         Args:
             states: B states.
-            ahead: whether the policy changes before the rows are used. The rows then have the log-probs under the policy that
+            ahead: Whether the policy changes before the rows are used. The rows then have the log-probs under the policy that
                 sampled them, and no other scores, because `complete` scores them when they are used.
         """
         start = time.perf_counter()
@@ -160,7 +160,7 @@ class ExperienceCollector:
         """Add the fields that training reads and `batch` lacks: scores before any update, reference log-probs, state keys.
 
         Raises:
-            ContractError: log-probs or exact entropies of sampled steps are not finite, or the policy scores other steps than
+            ContractError: Log-probs or exact entropies of sampled steps are not finite, or the policy scores other steps than
                 the batch has.
         """
         start = time.perf_counter()
@@ -205,10 +205,10 @@ class ExperienceCollector:
         """Return the rows of each forward pass, as positions within `selected`, from the policy's plan or else in order.
 
         Args:
-            states: the states of all rows.
-            actions: the actions of all rows.
-            selected: the rows to plan for. None: all rows.
-            num_halvings: how often to halve `micro_batch_size`, or each part of the policy's plan.
+            states: The states of all rows.
+            actions: The actions of all rows.
+            selected: The rows to plan for. None: all rows.
+            num_halvings: How often to halve `micro_batch_size`, or each part of the policy's plan.
         """
         selected = slice(0, len(states)) if selected is None else selected
         count = num_selected(selected)

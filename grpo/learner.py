@@ -34,24 +34,24 @@ class Learner:
     """Improves any policy on any reward, iteration by iteration. `GRPOTrainer` adds runs: schedules, checkpoints, signals.
 
     Args:
-        config: all settings of training.
-        policy: a `PolicyModel`. Optional capabilities are looked up here, once.
-        reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`.
-        reference_policy: a frozen copy, `copy.deepcopy(policy)`. Switches on the KL term, which keeps the policy close to it.
-        optimizer: the optimizer that is stepped, or a function that builds it from the list of trained tensors, such as
+        config: All settings of training.
+        policy: A `PolicyModel`. Optional capabilities are looked up here, once.
+        reward_model: A `RewardModel`, or a plain `(states, actions) -> rewards`.
+        reference_policy: A frozen copy, `copy.deepcopy(policy)`. Switches on the KL term, which keeps the policy close to it.
+        optimizer: The optimizer that is stepped, or a function that builds it from the list of trained tensors, such as
             `functools.partial(torch.optim.SGD, lr=0.1)`. None: AdamW without weight decay over `policy.get_parameters()`.
-        lr_scheduler: stepped once per applied update, or a function that builds it from the optimizer.
-        objective: replaces `grpo_objective`: any `ObjectiveInputs -> ObjectiveOutput`.
-        advantages: replaces `AdvantageEstimator`: any `ExperienceBatch -> [N] or [N, T]`. On several ranks, it gets the rows of
+        lr_scheduler: Stepped once per applied update, or a function that builds it from the optimizer.
+        objective: Replaces `grpo_objective`: any `ObjectiveInputs -> ObjectiveOutput`.
+        advantages: Replaces `AdvantageEstimator`: any `ExperienceBatch -> [N] or [N, T]`. On several ranks, it gets the rows of
             its own rank only.
-        group_by: maps a state to a key, such as its text. States of one iteration with equal keys share a group, so their
+        group_by: Maps a state to a key, such as its text. States of one iteration with equal keys share a group, so their
             rewards are compared; they must be the same for the policy, too. Each rank and each draw of dynamic sampling has
             its own groups. None: each position of `states` has a group of its own.
-        engine: joins ranks, such as `Replicated`. Each rank passes its own states; `batch_size` is per rank. None: one process.
+        engine: Joins ranks, such as `Replicated`. Each rank passes its own states; `batch_size` is per rank. None: one process.
 
     Raises:
-        ProtocolError: the policy or the reward model lacks methods. The message names every missing method.
-        ConfigError: settings and arguments contradict one another, or a setting needs `GRPOTrainer.train`.
+        ProtocolError: The policy or the reward model lacks methods. The message names every missing method.
+        ConfigError: Settings and arguments contradict one another, or a setting needs `GRPOTrainer.train`.
     """
 
     is_alone: ClassVar[bool] = True  # nobody honours the settings that need a run
@@ -123,15 +123,15 @@ class Learner:
 
         Args:
             states: B states.
-            more_states: returns further states for `config.dynamic_sampling_rounds`. `train` passes its own function.
+            more_states: Returns further states for `config.dynamic_sampling_rounds`. `train` passes its own function.
 
         Returns:
             Metrics by name (`train/...`, `rewards/...`, `group_stats/...`, `rows/...`, `steps/...`, `time/...`). What an
             iteration did not measure is absent: without an advantage, no row is scored, and there is no ratio.
 
         Raises:
-            ContractError: the policy broke its contract.
-            RewardError: the reward model raised, or returned NaN.
+            ContractError: The policy broke its contract.
+            RewardError: The reward model raised, or returned NaN.
             NonFiniteGradientError: `config.max_skipped_updates` updates in a row had to be skipped.
         """
         return self.update(self.collect(states, more_states=more_states))

@@ -361,15 +361,15 @@ def ask_for_rewards(
     """Ask a reward model once for the rewards of N rows, outside of training.
 
     Args:
-        reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`.
+        reward_model: A `RewardModel`, or a plain `(states, actions) -> rewards`.
         states: N states.
         actions: N actions.
-        group_ids: the group of each row, [N], for a reward model that compares the actions of a group. None: not known.
-        timeout: seconds per call, as `RewardConfig.timeout`. None: no deadline.
-        max_concurrent: largest number of calls that are awaited at the same time.
+        group_ids: The group of each row, [N], for a reward model that compares the actions of a group. None: not known.
+        timeout: Seconds per call, as `RewardConfig.timeout`. None: no deadline.
+        max_concurrent: Largest number of calls that are awaited at the same time.
 
     Raises:
-        RewardError: the reward model did not return one number per row or per step. What it raises is not caught.
+        RewardError: The reward model did not return one number per row or per step. What it raises is not caught.
         ConfigError: `timeout` is given, and a part cannot run in another process.
 
     Example:

@@ -10,7 +10,6 @@ from ._common.global_state import preserved_mode, preserved_random_state
 from ._processes.calls import call_in_process
 from ._running.advisor import RunAdvisor
 from ._running.ahead import Ahead
-from ._running.evaluation import evaluated, evaluation_metrics, samples_of
 from ._running.in_progress import IterationInProgress
 from ._running.interrupts import Interrupts
 from ._running.progress import RunProgress
@@ -18,6 +17,7 @@ from ._running.ranks import run_on_all_ranks
 from ._running.restoring import load_into
 from ._running.run import Run, at_least_one, opened_folder
 from ._running.safe_points import SafePoints
+from ._running.samples import samples_of
 from ._running.schedule import set_learning_rate
 from ._running.state import HasSnapshot, RunState
 from ._running.state_source import StateSource, iterations_of
@@ -26,6 +26,7 @@ from ._updating.update_rows import UpdateRows
 from .checkpoint import CheckpointFolder, require_encodable, write_checkpoint
 from .engine import CallsInProcess, on_all_ranks
 from .errors import TrainingInterrupted, warn_user
+from .evaluation.measurement import evaluation_metrics, measured_rows
 from .learner import Learner
 from .metrics import timed
 from .sinks import MetricSink, Samples
@@ -109,7 +110,8 @@ class GRPOTrainer(Learner):
 
     @on_all_ranks
     def evaluate(self, states: Rows, *, num_actions_per_state: int | None = None) -> dict[str, float]:
-        """Return statistics of the rewards of newly sampled actions, without training.
+        """Return statistics of the rewards of newly sampled actions, without training: `measure_policy(...).metrics()` of all
+        states at once, with the random numbers that come next.
 
         Global random generators and the policy's mode are restored. A reward model or a policy that has a state may change:
         evaluating on a bandit pulls its arms. On several ranks, the samples of all ranks count.
@@ -126,10 +128,10 @@ class GRPOTrainer(Learner):
         self.sampler.sync()
         with preserved_mode(self.policy), preserved_random_state():
             with self.interrupts.at_once():
-                samples = evaluated(self.collector, states, num_actions)
+                rows, _ = measured_rows(self.collector, states, num_actions)
             if self.samples is not None:
-                self.samples.append(samples)
-            return evaluation_metrics(samples, self.engine)
+                self.samples.append(rows)
+            return evaluation_metrics(rows.rewards, rows.reward_components, rows.num_steps, self.engine)
 
     # A run
 

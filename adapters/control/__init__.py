@@ -43,6 +43,7 @@ from .policy.distributions import (
 )
 from .policy.episode_policy import EpisodePolicy
 from .policy.networks import CNNTorso, mlp_torso
+from .policy.options import EpisodeOptions
 from .training.episode_rewards import EnvironmentReward, StepReward, effort
 from .training.evaluation import Evaluation, evaluate_policy
 from .training.plots import plot_learning_curves
@@ -63,6 +64,7 @@ __all__ = [
     "EnvironmentPool",
     "EnvironmentReward",
     "Episode",
+    "EpisodeOptions",
     "EpisodePolicy",
     "EpisodeStart",
     "Evaluation",

@@ -24,9 +24,6 @@ Example:
             trainer.train(["add two and two", "say it louder"], num_iterations=100)
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 try:
     import jsonschema as _jsonschema  # noqa: F401  # only to raise the error below
     import pydantic as _pydantic  # noqa: F401
@@ -53,6 +50,11 @@ from .errors import (
     WorkerDiedError,
     WorkerLostError,
 )
+from .execution.commands import Command, CommandFailedError
+from .execution.executor import ToolExecutor
+from .execution.mcp_tools import MCPServer
+from .execution.options import ExecutorOptions
+from .execution.workers import WorkerLimits
 from .learning.buffers import ExperienceBuffer, GroupBuffer, mini_batches
 from .learning.evaluation import Abstention, Accuracy, ToolReport, classify_error, evaluate_tools
 from .learning.records import SampleError, ToolGroup, ToolSample
@@ -75,37 +77,12 @@ from .text.encoders import HashingEncoder
 from .text.fill import fill_from_request
 from .text.fitted import FittedEncoder, JoinedEncoder
 
-if TYPE_CHECKING:
-    from .execution.commands import Command, CommandFailedError
-    from .execution.executor import ToolExecutor
-    from .execution.mcp_tools import MCPServer
-    from .execution.workers import WorkerLimits
-else:  # a policy needs no executor: a service that only chooses tools does not import it
-    _IMPORTED_AT_FIRST_USE = {
-        "Command": "commands",
-        "CommandFailedError": "commands",
-        "MCPServer": "mcp_tools",
-        "ToolExecutor": "executor",
-        "WorkerLimits": "workers",
-    }
-
-    def __getattr__(name: str) -> Any:
-        """Import a name of the table when it is first used."""
-        if name not in _IMPORTED_AT_FIRST_USE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f".execution.{_IMPORTED_AT_FIRST_USE[name]}", __name__), name)
-        globals()[name] = value
-        return value
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *_IMPORTED_AT_FIRST_USE})
-
-
 __all__ = [
     "Abstention",
     "Accuracy",
     "Command",
     "CommandFailedError",
+    "ExecutorOptions",
     "ExperienceBuffer",
     "FittedEncoder",
     "GroupBuffer",

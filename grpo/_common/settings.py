@@ -211,4 +211,6 @@ def _spell(kind: Any) -> str:
         return "one of " + ", ".join(map(repr, get_args(kind)))
     if get_origin(kind) is tuple:
         return f"a tuple of {_spell(get_args(kind)[0])}"
+    if get_origin(kind) is types.UnionType:
+        return " or ".join(map(_spell, get_args(kind)))
     return "None" if kind is types.NoneType else "a finite number" if kind is float else str(kind.__name__)

@@ -21,14 +21,14 @@ def call_in_process(calls: Sequence[Call], *, timeout: float) -> list[Any]:
     killed and reaped. If this process is killed, they end as well.
 
     Args:
-        calls: the calls. At the first error, the others are left out.
-        timeout: seconds per call.
+        calls: The calls. At the first error, the others are left out.
+        timeout: Seconds per call.
 
     Raises:
-        ConfigError: an argument holds tensors of a GPU, which another process cannot read.
-        DeadlineError: a call did not answer in time. The message names it.
-        CallError: the process died, or an answer cannot be pickled.
-        Exception: what a call raised. A note shows its traceback.
+        ConfigError: An argument holds tensors of a GPU, which another process cannot read.
+        DeadlineError: A call did not answer in time. The message names it.
+        CallError: The process died, or an answer cannot be pickled.
+        Exception: What a call raised. A note shows its traceback.
 
     Example:
         >>> call_in_process([Call(name="sum", function=sum, arguments=([1, 2],))], timeout=60.0)

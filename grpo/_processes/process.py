@@ -47,9 +47,9 @@ class Process:
         """Make the calls one after another, and return their answers. Each call has `timeout` seconds.
 
         Raises:
-            DeadlineError: a call did not answer in time.
-            CallError: the process died, or an answer cannot be pickled.
-            Exception: what a call raised.
+            DeadlineError: A call did not answer in time.
+            CallError: The process died, or an answer cannot be pickled.
+            Exception: What a call raised.
         """
         self._start(calls)
         answers: list[Any] = []

@@ -48,7 +48,7 @@ def checked(owner: str, answer: Any, num_rows: int, *, one_step_is_a_step: bool 
     """What a reward model returned, as the `Rewards` of N rows.
 
     Raises:
-        RewardError: the answer, or a part of it, is not one number per row or per step.
+        RewardError: The answer, or a part of it, is not one number per row or per step.
     """
     if not isinstance(answer, Rewards):
         return Rewards(values=as_rewards(owner, answer, num_rows, one_step_is_a_step=one_step_is_a_step))
@@ -60,10 +60,10 @@ class CheckedCall:
     """Asks a reward model once, within limits, and checks what it returns.
 
     Args:
-        reward_model: a `RewardModel`.
-        timeout: seconds per call of each part. None: no deadline.
-        max_concurrent: largest number of calls that are awaited at the same time.
-        in_process: makes calls in another process. None: nobody does.
+        reward_model: A `RewardModel`.
+        timeout: Seconds per call of each part. None: no deadline.
+        max_concurrent: Largest number of calls that are awaited at the same time.
+        in_process: Makes calls in another process. None: nobody does.
 
     Raises:
         ConfigError: `timeout` is given, and a part cannot run in another process.
@@ -105,7 +105,7 @@ class CheckedCall:
         """Join the answers for parts of the rows, which are of one kind. Rewards per step are padded to the steps of the mask.
 
         Raises:
-            RewardError: every row has one reward per step, and one step.
+            RewardError: Every row has one reward per step, and one step.
         """
         width = max(answer.values.shape[-1] for answer in answers) if mask is None else mask.shape[1]
         total = join_steps([answer.values for answer in answers], width)

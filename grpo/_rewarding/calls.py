@@ -59,12 +59,12 @@ class RewardCalls:
     """Asks a reward model for rewards, and handles its failures as `RewardConfig` says.
 
     Args:
-        reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`.
-        config: what to do when a call of the reward model fails, or returns NaN or infinity.
-        in_process: makes calls in another process, for `config.timeout`. None: nobody does.
-        waiting: tells the other ranks that this process waits. None: there are no other ranks.
-        clock: returns seconds. None: `time.monotonic`.
-        sleep: waits for some seconds. None: `time.sleep`.
+        reward_model: A `RewardModel`, or a plain `(states, actions) -> rewards`.
+        config: What to do when a call of the reward model fails, or returns NaN or infinity.
+        in_process: Makes calls in another process, for `config.timeout`. None: nobody does.
+        waiting: Tells the other ranks that this process waits. None: there are no other ranks.
+        clock: Returns seconds. None: `time.monotonic`.
+        sleep: Waits for some seconds. None: `time.sleep`.
 
     Raises:
         ConfigError: `config.timeout` is set, and the reward model cannot run in another process.
@@ -112,13 +112,13 @@ class RewardCalls:
         Args:
             states: N states.
             actions: N actions.
-            mask: the valid steps. None: they are not known.
-            group_ids: the group of each row, for a reward model that compares the actions of a group. None: not known.
-            keep_counts: go on counting. If False, the next call counts from 0, unless this call raises.
+            mask: The valid steps. None: they are not known.
+            group_ids: The group of each row, for a reward model that compares the actions of a group. None: not known.
+            keep_counts: Go on counting. If False, the next call counts from 0, unless this call raises.
 
         Raises:
-            ConfigError: the reward model compares actions, and there are no group ids.
-            RewardError: the reward model raised (the error is chained), returned a wrong shape, or returned NaN or infinity,
+            ConfigError: The reward model compares actions, and there are no group ids.
+            RewardError: The reward model raised (the error is chained), returned a wrong shape, or returned NaN or infinity,
                 and `config` does not allow it.
         """
         self.reward_model.eval()

@@ -38,15 +38,15 @@ def await_all(
     open stay usable. This also works inside a running event loop. A call that fails cancels the others.
 
     Args:
-        calls: the calls.
-        timeout: seconds per call, from the moment at which it starts. It is cancelled then. If it goes on nevertheless, because
+        calls: The calls.
+        timeout: Seconds per call, from the moment at which it starts. It is cancelled then. If it goes on nevertheless, because
             it blocks without awaiting or ignores the cancellation, it is left alone in its thread, and the next calls get a new
             event loop. None: no deadline.
-        max_concurrent: largest number of calls at the same time. Larger is faster, and puts more load on servers.
+        max_concurrent: Largest number of calls at the same time. Larger is faster, and puts more load on servers.
 
     Raises:
-        DeadlineError: a call did not answer in time. The message names it.
-        CallError: a call tried to exit, or cancelled itself.
+        DeadlineError: A call did not answer in time. The message names it.
+        CallError: A call tried to exit, or cancelled itself.
 
     Example:
         >>> async def double(number): return 2 * number

@@ -19,13 +19,13 @@ def without_missing(name: str, found: Kept, config: RewardConfig, counts: Mutabl
     """Apply `config.not_applicable` to rows to which no part applies, and `config.non_finite` to other rows without a reward.
 
     Args:
-        name: the name of the reward model in messages.
-        found: the rewards, and which of the N rows they belong to.
-        config: what happens to the rows.
-        counts: counts of dropped rows and of rewards set to 0, which are raised.
+        name: The name of the reward model in messages.
+        found: The rewards, and which of the N rows they belong to.
+        config: What happens to the rows.
+        counts: Counts of dropped rows and of rewards set to 0, which are raised.
 
     Raises:
-        RewardError: a setting is "raise" and such a row exists, or no row is left.
+        RewardError: A setting is "raise" and such a row exists, or no row is left.
     """
     rewards, kept = found
     unanswered = _unanswered(rewards)

@@ -74,12 +74,12 @@ def ask(
     """Make all calls of a reward model for these rows, and return its answer, which is not checked.
 
     Args:
-        reward_model: a `RewardModel`.
+        reward_model: A `RewardModel`.
         states: N states.
         actions: N actions.
-        timeout: seconds per call. Functions that are not async run in another process, which is killed then. None: no deadline.
-        max_concurrent: largest number of calls that are awaited at the same time.
-        in_process: makes calls in another process. None: all functions with a deadline are async.
+        timeout: Seconds per call. Functions that are not async run in another process, which is killed then. None: no deadline.
+        max_concurrent: Largest number of calls that are awaited at the same time.
+        in_process: Makes calls in another process. None: all functions with a deadline are async.
     """
     plan = planned(reward_model, states, actions)
     awaited = [place for place, call in enumerate(plan.calls) if is_async(call.function)]
@@ -109,12 +109,12 @@ def require_killable(reward_model: Any, timeout: float | None, *, has_processes:
     """Check that each call of a reward model can have a deadline. `async def` functions can, and so can all without a timeout.
 
     Args:
-        reward_model: a `RewardModel`.
-        timeout: seconds per call. None: no deadline.
-        has_processes: whether the caller can make calls in other processes, as a run can.
+        reward_model: A `RewardModel`.
+        timeout: Seconds per call. None: no deadline.
+        has_processes: Whether the caller can make calls in other processes, as a run can.
 
     Raises:
-        ConfigError: a part would run in another process, but there are no such processes, or the part keeps a state or is on
+        ConfigError: A part would run in another process, but there are no such processes, or the part keeps a state or is on
             a GPU.
     """
     if timeout is None:

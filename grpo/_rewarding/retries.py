@@ -14,10 +14,10 @@ class Retries:
     It is also a circuit breaker: open after `breaker_failures` failed calls in a row, and closed by one successful call.
 
     Args:
-        name: the function that is called, in messages.
-        config: the number of retries, the delays, and the settings of the breaker.
-        clock: returns seconds.
-        sleep: waits for some seconds.
+        name: The function that is called, in messages.
+        config: The number of retries, the delays, and the settings of the breaker.
+        clock: Returns seconds.
+        sleep: Waits for some seconds.
     """
 
     def __init__(

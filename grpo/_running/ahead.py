@@ -58,12 +58,12 @@ class Ahead:
     """The iterations of a run that are sampled before the policy is updated on them.
 
     Args:
-        config: how many iterations are sampled ahead, and what to do when a reward fails.
-        collector: samples, and asks for rewards.
-        sampler: keeps a separate sampler's weights up to date.
-        engine: joins the ranks.
-        interrupts: the signals that stop a run.
-        counters: the number of finished iterations, and the seed of the data.
+        config: How many iterations are sampled ahead, and what to do when a reward fails.
+        collector: Samples, and asks for rewards.
+        sampler: Keeps a separate sampler's weights up to date.
+        engine: Joins the ranks.
+        interrupts: The signals that stop a run.
+        counters: The number of finished iterations, and the seed of the data.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class Ahead:
         """The rows of the next iteration. Before it waits for them, it samples the iterations whose policy this is.
 
         Args:
-            draw: returns the states of an iteration.
-            num_left: number of iterations that the run still has to make.
+            draw: Returns the states of an iteration.
+            num_left: Number of iterations that the run still has to make.
 
         Returns:
             The rows, with their rewards. None: nothing is sampled ahead.

@@ -13,7 +13,7 @@ class Task(Generic[Result]):
     """One piece of work, done once, in any thread.
 
     Args:
-        work: returns the result.
+        work: Returns the result.
     """
 
     def __init__(self, work: Callable[[], Result]) -> None:
@@ -69,8 +69,8 @@ class Background:
     """Does tasks one after another, in a thread that ends with the process.
 
     Args:
-        name: the name of the thread.
-        in_order: do each task at once, in the thread that submits it. The results are the same.
+        name: The name of the thread.
+        in_order: Do each task at once, in the thread that submits it. The results are the same.
     """
 
     def __init__(self, name: str, *, in_order: bool) -> None:
@@ -100,8 +100,8 @@ class Background:
         """End the thread after the tasks that were submitted.
 
         Args:
-            drops: begin none of the tasks that have not begun.
-            waits: return when the thread has ended.
+            drops: Begin none of the tasks that have not begun.
+            waits: Return when the thread has ended.
         """
         self._is_closed = drops
         self._tasks.put(None)

@@ -30,13 +30,13 @@ class SafePoints:
     safe point is therefore the current weights, with the noted state.
 
     Args:
-        run_state: the state that is noted.
-        interrupts: the signals that stop a run at a safe point.
-        engine: joins the ranks.
-        optimizer_step: knows whether weights are being changed.
-        in_progress: the iteration whose updates are being made.
-        progress: the progress of the run.
-        counters: the number of finished iterations.
+        run_state: The state that is noted.
+        interrupts: The signals that stop a run at a safe point.
+        engine: Joins the ranks.
+        optimizer_step: Knows whether weights are being changed.
+        in_progress: The iteration whose updates are being made.
+        progress: The progress of the run.
+        counters: The number of finished iterations.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SafePoints:
         """Note a safe point. Raises `TrainingInterrupted` if a signal has arrived.
 
         Args:
-            is_saved: whether a checkpoint holds this state, or nothing has been done yet, so that nothing can be lost.
+            is_saved: Whether a checkpoint holds this state, or nothing has been done yet, so that nothing can be lost.
         """
         if self._folder is not None:
             self._last, self._last_place = self._run_state.passing_state(), self._place()

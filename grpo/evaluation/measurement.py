@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float64, Int
 from torch import Tensor
 from tqdm import tqdm
 
 from grpo._common.global_state import preserved_mode, preserved_random_state, seed_everything
-from grpo._rewarding.calls import RewardCalls
 from grpo._storage.encoding import encode
 from grpo._storage.tensor_file import chunks_of
 from grpo.config import RewardConfig
+from grpo.engine import Engine, OneProcess
 from grpo.errors import CheckpointError, ConfigError, ContractError, RewardError
 from grpo.experience_collector import ExperienceCollector
 from grpo.policy_base import SyncsSampler
-from grpo.sinks import as_text
+from grpo.sinks import Samples, as_text
 from grpo.types import Rows, row_totals, select_rows
 
 
@@ -45,6 +45,8 @@ class PolicyMeasurement:
     """Named parts of the reward, before weighting. NaN: the row was dropped, or the part does not apply to it."""
     reward_failures: Mapping[str, float]
     """Number of rows dropped, rewards set to 0 and calls repeated, by metric name."""
+    num_steps: Float64[Tensor, "B G"] | None
+    """Number of decisions in each row. NaN: the row was dropped. None: sampling does not tell the steps."""
     answers: tuple[Answer, ...]
     """One action for each state: the first sampled action that has a reward."""
     labels: tuple[str, ...]
@@ -71,6 +73,10 @@ class PolicyMeasurement:
         """The mean of each named part of the reward, over the rows it applies to. Every state has the same weight."""
         means = {name: float(part.nanmean(1).nanmean()) for name, part in self.components.items()}
         return {name: mean for name, mean in means.items() if math.isfinite(mean)}
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of `GRPOTrainer.evaluate`. Every row has the same weight."""
+        return evaluation_metrics(self.rewards, self.components, self.num_steps, OneProcess())
 
 
 def measure_policy(
@@ -115,18 +121,21 @@ def measure_policy(
     for name, (value, bound) in bounds.items():
         if value < bound:
             raise ConfigError(f"measure_policy: {name} must be >= {bound}; got {value}.")
-    collector = ExperienceCollector(policy=policy, reward_model=reward_model, group_size=num_actions_per_state)
-    calls = RewardCalls(reward_model, reward or RewardConfig())
+    collector = ExperienceCollector(
+        policy=policy, reward_model=reward_model, group_size=num_actions_per_state, reward=reward
+    )
     if len(states) == 0:
         raise ContractError("No states to measure in: pass at least one.")
-    batches = _measure_batches(collector, calls, states, batch_size=batch_size, seed=seed, progress=progress)
+    batches = _measure_batches(collector, states, batch_size=batch_size, seed=seed, progress=progress)
     labels = tuple(map(label or _label, _as_list(states)))
     rewards = torch.cat([batch.rewards for batch in batches])
     _require_rewards(rewards, labels)
+    steps = [batch.num_steps for batch in batches if batch.num_steps is not None]
     return PolicyMeasurement(
         rewards=rewards,
         components=_joined_components(batches),
-        reward_failures={name: sum(batch.failures[name] for batch in batches) for name in batches[0].failures},
+        reward_failures=dict(collector.costs.of_this_rank().counts),
+        num_steps=torch.cat(steps) if steps else None,
         answers=tuple(answer for batch in batches for answer in batch.answers),
         labels=labels,
         fingerprints=fingerprints_of(states),
@@ -135,16 +144,58 @@ def measure_policy(
     )
 
 
+def measured_rows(
+    collector: ExperienceCollector, states: Rows, num_actions_per_state: int
+) -> tuple[Samples, Int[Tensor, " K"]]:
+    """Sample actions and ask for their rewards.
+
+    Returns:
+        The K of B * G rows that have a reward, and their positions [K] among all rows. State 0's rows are first.
+    """
+    row_states, row_actions, group_ids, mask, rewards = collector.sample_with_rewards(states, num_actions_per_state)
+    kept = torch.arange(len(group_ids)) if rewards.kept is None else rewards.kept.nonzero().squeeze(1)
+    steps = None if mask is None else mask.cpu()[kept]
+    rows = Samples(
+        kind="eval",
+        states=select_rows(row_states, kept),
+        actions=select_rows(row_actions, kept),
+        group_ids=group_ids[kept],
+        rewards=row_totals(rewards.values, steps),
+        reward_components={name: row_totals(part, steps) for name, part in rewards.components.items()},
+        num_steps=None if steps is None else steps.sum(1),
+    )
+    return rows, kept
+
+
+def evaluation_metrics(
+    rewards: Tensor, components: Mapping[str, Tensor], num_steps: Tensor | None, engine: Engine
+) -> dict[str, float]:
+    """The metrics of an evaluation, over the rows of all ranks. NaN: the row was dropped, or a part does not apply to it."""
+
+    def of_all_ranks(values: Tensor) -> Tensor:
+        return engine.gather(values[~values.isnan()].double().cpu())[0]
+
+    rewards = of_all_ranks(rewards)
+    metrics = {"eval/avg_reward": float(rewards.mean()), "eval/avg_reward_std": float(rewards.std(correction=0))}
+    for name, part in components.items():
+        mean = float(of_all_ranks(part).mean())
+        if not math.isnan(mean):
+            metrics[f"eval/{name}/mean"] = mean
+    if num_steps is not None:
+        metrics["eval/steps_mean"] = float(of_all_ranks(num_steps).mean())
+    return metrics
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MeasuredBatch:
     rewards: Tensor
     components: dict[str, Tensor]
+    num_steps: Tensor | None
     answers: tuple[Answer, ...]
-    failures: dict[str, float]
 
 
 def _measure_batches(
-    collector: ExperienceCollector, calls: RewardCalls, states: Rows, *, batch_size: int, seed: int, progress: bool
+    collector: ExperienceCollector, states: Rows, *, batch_size: int, seed: int, progress: bool
 ) -> list[_MeasuredBatch]:
     """Measure all states, `batch_size` at a time. Restore the random generators and the policy's mode."""
     policy, num_states = collector.policy, len(states)
@@ -159,42 +210,34 @@ def _measure_batches(
         for start in range(0, num_states, batch_size):
             seed_everything(int(np.random.SeedSequence((seed, start)).generate_state(1, np.uint64)[0]))
             chosen = select_rows(states, torch.arange(start, min(start + batch_size, num_states)))
-            batches.append(_measure_batch(collector, calls, chosen))
+            batches.append(_measure_batch(collector, chosen))
             bar.update(len(chosen))
     return batches
 
 
-def _measure_batch(collector: ExperienceCollector, calls: RewardCalls, states: Rows) -> _MeasuredBatch:
-    """Sample actions. Return their rewards and the parts of the rewards, each [B, G], and one action per state as text."""
-    row_states, row_actions, sampled = collector.sample(states, collector.group_size)
-    mask = None if sampled is None else sampled.mask.cpu()
-    group_ids = torch.arange(len(states)).repeat_interleave(collector.group_size)
-    with torch.no_grad():
-        found = calls(row_states, row_actions, mask, group_ids=group_ids)
-    kept = torch.ones(len(row_states), dtype=torch.bool) if found.kept is None else found.kept
-    mask = None if mask is None else mask[kept]
+def _measure_batch(collector: ExperienceCollector, states: Rows) -> _MeasuredBatch:
+    """Sample actions. Return their rewards, the parts of the rewards and the steps, each [B, G], and an action per state."""
+    num_states, group_size = len(states), collector.group_size
+    rows, kept = measured_rows(collector, states, group_size)
 
     def by_state(values: Tensor) -> Tensor:
-        rows = torch.full(kept.shape, math.nan, dtype=torch.float64)
-        rows[kept] = row_totals(values, mask).double()
-        return rows.view(len(states), -1)
+        placed = torch.full((num_states * group_size,), math.nan, dtype=torch.float64)
+        placed[kept] = values.double()
+        return placed.view(num_states, group_size)
 
-    rewards = by_state(found.values)
     return _MeasuredBatch(
-        rewards=rewards,
-        components={name: by_state(part) for name, part in found.components.items()},
-        answers=_first_answers(row_actions, rewards),
-        failures=found.metrics,
+        rewards=by_state(rows.rewards),
+        components={name: by_state(part) for name, part in rows.reward_components.items()},
+        num_steps=None if rows.num_steps is None else by_state(rows.num_steps),
+        answers=_first_answers(rows, (kept // group_size).tolist()),
     )
 
 
-def _first_answers(row_actions: Rows, rewards: Float64[Tensor, "B G"]) -> tuple[Answer, ...]:
-    """The first action of each state that has a reward. If no action has a reward, the reward is NaN."""
-    num_actions = rewards.shape[1]
-    firsts = (~rewards.isnan()).int().argmax(1).tolist()  # the first of equal maxima
+def _first_answers(rows: Samples, state_of_row: list[int]) -> tuple[Answer, ...]:
+    """The first row of each state that has one."""
+    firsts = {state: row for row, state in reversed([*enumerate(state_of_row)])}
     return tuple(
-        Answer(text=as_text(row_actions[state * num_actions + first]), reward=float(rewards[state, first]))
-        for state, first in enumerate(firsts)
+        Answer(text=as_text(rows.actions[row]), reward=float(rows.rewards[row])) for _, row in sorted(firsts.items())
     )
 
 

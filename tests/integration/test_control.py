@@ -15,6 +15,7 @@ from torch import Tensor
 
 from adapters.control import (
     EnvironmentReward,
+    EpisodeOptions,
     EpisodePolicy,
     EpisodeStart,
     StepReward,
@@ -26,6 +27,7 @@ from grpo.checks import check_policy, check_reward_model
 from grpo.errors import ConfigError
 from grpo.surrogates import Clip
 from tests.support.control_environments import GOALS, UNIT, Chance, Spaces, space_of_everything
+from tests.support.control_policies import policy_of
 
 HAS_ROBOTICS = importlib.util.find_spec("gymnasium_robotics") is not None
 STARTS = [EpisodeStart(seed=1), EpisodeStart(seed=2)]
@@ -40,7 +42,7 @@ class Case:
     num_samples: int = 30
 
     def policy(self, **options: Any) -> EpisodePolicy:
-        return EpisodePolicy(self.environment, **{"num_members": 6, "hidden": (8,)} | self.options | options)
+        return policy_of(self.environment, **{"num_members": 6, "hidden": (8,)} | self.options | options)
 
 
 def nested(actions: spaces.Space, observations: spaces.Space = UNIT) -> Case:
@@ -213,7 +215,7 @@ def test_state_keys_find_the_recurring_states_of_frozen_lake() -> None:
 
 
 def test_ratios_of_whole_episodes_are_1_and_are_refused_where_steps_are_split() -> None:
-    policy = EpisodePolicy("CartPole-v1", num_members=6, hidden=(8,), split_steps=False)
+    policy = EpisodePolicy("CartPole-v1", num_members=6, options=EpisodeOptions(hidden=(8,), split_steps=False))
     history = trained(
         policy,
         EnvironmentReward(per="episode"),
@@ -230,7 +232,9 @@ def test_splitting_steps_does_not_change_the_gradient() -> None:
 
     def weights(split_steps: bool) -> Tensor:
         torch.manual_seed(4)
-        policy = EpisodePolicy("CartPole-v1", num_members=6, hidden=(8,), split_steps=split_steps)
+        policy = EpisodePolicy(
+            "CartPole-v1", num_members=6, options=EpisodeOptions(hidden=(8,), split_steps=split_steps)
+        )
         optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
         config = GRPOConfig(group_size=3, seed=0, objective=ObjectiveConfig(aggregation="step_mean"))
         trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward(), optimizer=optimizer)
@@ -250,7 +254,9 @@ def test_a_reference_policy_stays_frozen_while_the_kl_grows(subtests: pytest.Sub
     for split_steps in (True, False):
         with subtests.test(split_steps=split_steps):
             torch.manual_seed(0)
-            policy = EpisodePolicy("CartPole-v1", num_members=6, hidden=(8,), split_steps=split_steps)
+            policy = EpisodePolicy(
+                "CartPole-v1", num_members=6, options=EpisodeOptions(hidden=(8,), split_steps=split_steps)
+            )
             reference = copy.deepcopy(policy)
             frozen = [value.clone() for value in reference.parameters()]
             objective = ObjectiveConfig(kl_coef=0.1, kl_estimator="k3")
@@ -262,7 +268,11 @@ def test_a_reference_policy_stays_frozen_while_the_kl_grows(subtests: pytest.Sub
 
 def test_dynamic_sampling_counts_the_steps_of_all_samples() -> None:
     lengths: list[int] = []
-    policy = EpisodePolicy("Pendulum-v1", num_members=6, hidden=(8,), max_episode_steps=5, normalize_observations=True)
+    policy = EpisodePolicy(
+        "Pendulum-v1",
+        num_members=6,
+        options=EpisodeOptions(hidden=(8,), max_episode_steps=5, normalize_observations=True),
+    )
     is_first = iter([True])
 
     def rewards(states: Any, actions: Sequence[Episode]) -> Tensor:
@@ -280,7 +290,7 @@ def test_dynamic_sampling_counts_the_steps_of_all_samples() -> None:
 
 def test_rewarded_actions_become_more_likely() -> None:
     torch.manual_seed(0)
-    policy = EpisodePolicy(lambda: Spaces(UNIT, spaces.Discrete(4)), num_members=8, hidden=(8,))
+    policy = EpisodePolicy(lambda: Spaces(UNIT, spaces.Discrete(4)), num_members=8, options=EpisodeOptions(hidden=(8,)))
     config = GRPOConfig(group_size=8, seed=0, learning_rate=0.02, advantage=AdvantageConfig(scale="batch"))
     trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward())
     returns = [
@@ -297,7 +307,7 @@ def test_stable_baselines_can_evaluate_an_episode_policy() -> None:
     peer = pytest.importorskip("stable_baselines3.common.evaluation", reason="stable-baselines3 is not installed")
     from stable_baselines3.common.monitor import Monitor
 
-    policy = EpisodePolicy("CartPole-v1", num_members=2, hidden=(4,))
+    policy = EpisodePolicy("CartPole-v1", num_members=2, options=EpisodeOptions(hidden=(4,)))
     with torch.no_grad():
         policy.actor[1].weight.zero_()
         policy.actor[1].bias.copy_(torch.tensor([0.0, 0.1]))  # always to the right
@@ -306,6 +316,6 @@ def test_stable_baselines_can_evaluate_an_episode_policy() -> None:
     returns, lengths = peer.evaluate_policy(policy, environment, n_eval_episodes=4, return_episode_rewards=True)
     assert returns == lengths
     assert set(lengths) <= set(range(8, 12))  # the pole falls at once
-    boxes = EpisodePolicy("Pendulum-v1", num_members=1, hidden=(4,))
+    boxes = EpisodePolicy("Pendulum-v1", num_members=1, options=EpisodeOptions(hidden=(4,)))
     mean, _ = peer.evaluate_policy(boxes, Monitor(gymnasium.make("Pendulum-v1")), n_eval_episodes=1)
     assert -2000 < mean < -1

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from adapters.tools import (
+    ExecutorOptions,
     MCPServer,
     ServerLostError,
     ToolCall,
@@ -128,7 +129,7 @@ def test_all_tools_of_five_servers_are_read_and_answer(repository: Path, subtest
             for tool in servers.enter_context(MCPServer(command, env=environment)).tools()
         )
         calls = right_calls(repository)
-        with ToolExecutor(catalogue, num_workers=1, timeout=60.0) as executor:
+        with ToolExecutor(catalogue, num_workers=1, options=ExecutorOptions(timeout=60.0)) as executor:
             for name, arguments, part in calls:
                 with subtests.test(name):
                     [result] = executor.run([ToolCall(tool=name, arguments=arguments)])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from adapters.tools import (
+    ExecutorOptions,
     Tool,
     ToolCatalogue,
     ToolExecutor,
@@ -41,7 +42,9 @@ def test_a_run_survives_misbehaving_tools_and_learns_to_avoid_them(tmp_path):
     torch.manual_seed(0)
     policy = ToolSelectionPolicy(catalogue)
     log = tmp_path / "calls.jsonl"
-    with ToolExecutor(catalogue, num_workers=2, max_output_bytes=1_000, log_path=log) as executor:
+    with ToolExecutor(
+        catalogue, num_workers=2, options=ExecutorOptions(max_output_bytes=1_000, log_path=log)
+    ) as executor:
         config = GRPOConfig(group_size=8, learning_rate=0.05, seed=0, objective=ObjectiveConfig(entropy_coef=0.01))
         trainer = GRPOTrainer(config=config, policy=policy, reward_model=ToolRewards(executor, {"executed": executed}))
         history = trainer.train(["do something", "anything at all"], num_iterations=30, progress=False)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from adapters.bandits import BanditReward, SoftmaxPolicy, random_walk_testbed
-from adapters.control import EnvironmentReward, EpisodePolicy, episode_starts
+from adapters.control import EnvironmentReward, EpisodeOptions, EpisodePolicy, episode_starts
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
 from tests.support.tool_policies import TEXTS
 from tests.support.tool_policies import policy as tool_policy
@@ -30,7 +30,11 @@ def bandit(seed: int) -> Any:
 def control(seed: int) -> Any:
     """Episodes with normalised observations, whose statistics are buffers of the policy; updates draw single steps."""
     torch.manual_seed(seed)
-    policy = EpisodePolicy("CartPole-v1", num_members=4, max_episode_steps=12, normalize_observations=True, hidden=(8,))
+    policy = EpisodePolicy(
+        "CartPole-v1",
+        num_members=4,
+        options=EpisodeOptions(max_episode_steps=12, normalize_observations=True, hidden=(8,)),
+    )
     settings = {"advantage": AdvantageConfig(scale="batch"), "batch_size": 60, "num_epochs_per_update": 2}
     return trainer_of(policy, EnvironmentReward(), seed, **settings), episode_starts(2, seed=3), {}
 
@@ -38,7 +42,9 @@ def control(seed: int) -> Any:
 def critic(seed: int) -> Any:
     """Continuous actions with a critic."""
     torch.manual_seed(seed)
-    policy = EpisodePolicy("Pendulum-v1", num_members=4, max_episode_steps=6, critic=True, hidden=(8,))
+    policy = EpisodePolicy(
+        "Pendulum-v1", num_members=4, critic=True, options=EpisodeOptions(max_episode_steps=6, hidden=(8,))
+    )
     settings = {"advantage": AdvantageConfig(credit="gae", scale="batch"), "batch_size": 40}
     return trainer_of(policy, EnvironmentReward(), seed, **settings), episode_starts(2, seed=3), {}
 

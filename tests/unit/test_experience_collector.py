@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo import ActionScores, ConfigError, ContractError, ExperienceBatch, ProtocolError, RewardConfig, SampledActions
-from grpo._running.evaluation import evaluated
+from grpo.evaluation.measurement import measured_rows
 from grpo.experience_collector import ExperienceCollector
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import ExactSampling, GroupScoring, Planning, RowScoring, TablePolicy
@@ -248,7 +248,8 @@ def test_rewards_receive_the_samplers_steps() -> None:
     assert mask is not None
     assert mask.tolist() == [[True, True], [True, False]]
     assert rewards.values.tolist() == [[1, 2], [3, 0]]
-    assert evaluated(collector, [0], 2).rewards.tolist() == [3, 3]
+    rows, _ = measured_rows(collector, [0], 2)
+    assert rows.rewards.tolist() == [3, 3]
 
 
 def test_failures_of_evaluations_and_collections_are_counted_until_they_are_reported() -> None:
@@ -273,7 +274,8 @@ def test_failures_of_evaluations_and_collections_are_counted_until_they_are_repo
 def test_rewards_of_fresh_actions_are_one_number_per_row() -> None:
     policy = scripted()
     collector = collector_of(policy, group_size=99)
-    assert evaluated(collector, ["a", "b"], 3).rewards.tolist() == [0, 1, 1, 11, 10, 12]
+    rows, _ = measured_rows(collector, ["a", "b"], 3)
+    assert rows.rewards.tolist() == [0, 1, 1, 11, 10, 12]
     assert policy.calls == {"generate": 1}
 
 

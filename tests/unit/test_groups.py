@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo import ConfigError, ExperienceBatch, GRPOConfig, GRPOTrainer, PairwiseRewards, group_relative_advantages
-from grpo._running.evaluation import evaluated
+from grpo.evaluation.measurement import measured_rows
 from tests.support.bad_input_places import Grouping, Plain
 from tests.support.objective_inputs import as_users_run_it
 
@@ -96,7 +96,8 @@ def test_win_rates_are_compared_within_shared_groups_also_in_evaluations() -> No
     )
     trainer = trainer_of(reward_model=rewards, group_by=str)
     assert trainer.collect(["a", "a"]).rewards.tolist() == pytest.approx([1 / 6, 5 / 6] * 2)
-    assert evaluated(trainer.collector, ["a", "a"], 2).group_ids.tolist() == [0] * 4
+    rows, _ = measured_rows(trainer.collector, ["a", "a"], 2)
+    assert rows.group_ids.tolist() == [0] * 4
 
 
 def test_wrong_keys_and_functions_are_refused(subtests: pytest.Subtests) -> None:

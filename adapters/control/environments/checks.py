@@ -205,7 +205,7 @@ def _check_time_limit(probe: EnvironmentProbe) -> Verdict:
     if limit is None:
         return failed(
             "Episodes must have a time limit; the environment has none, neither in its registration nor as "
-            "gymnasium.wrappers.TimeLimit. Pass EpisodePolicy(max_episode_steps=...), and the same number here."
+            "gymnasium.wrappers.TimeLimit. Pass EpisodeOptions(max_episode_steps=...), and the same number here."
         )
     return passed(f"At most {limit:,} steps.")
 

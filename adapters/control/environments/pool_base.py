@@ -115,8 +115,8 @@ def require_equal_members(env: gymnasium.Env) -> None:
             raise ConfigError(
                 f"{environment_name(env)}: the members of a pool must not keep statistics of their own, because equal starts "
                 f"would have different observations or rewards, and evaluations would change them; {type(layer).__name__} "
-                "keeps a running mean. Remove this wrapper, and pass EpisodePolicy(normalize_observations=True), which has one "
-                "mean for all members; rewards need no scale, because advantages are normalised (AdvantageConfig.scale)."
+                "keeps a running mean. Remove this wrapper, and pass EpisodeOptions(normalize_observations=True), which has "
+                "one mean for all members; rewards need no scale, because advantages are normalised (AdvantageConfig.scale)."
             )
 
 

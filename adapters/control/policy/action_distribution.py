@@ -3,6 +3,7 @@
 Axes: n rows, P parameters per row, K concatenated categories, D numbers of a flattened action.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -84,6 +85,58 @@ class ActionDistribution(Protocol):
 def wide(parameters: Float[Tensor, "n P"]) -> Float[Tensor, "n P"]:
     """Convert to at least float32. bfloat16 has only 3 decimal digits, too few for the ratio of two probabilities."""
     return parameters.float() if parameters.dtype.itemsize < 4 else parameters
+
+
+class WithoutCategories(ABC):
+    """Base class of distributions that have no categories to mask: each method refuses a mask."""
+
+    num_categories = 0
+
+    def sample(
+        self,
+        parameters: Float[Tensor, "n P"],
+        noise: Float[Tensor, "n num_noise"],
+        allowed: Bool[Tensor, "n K"] | None = None,
+    ) -> Shaped[Tensor, "n *action"]:
+        """Sample an action per row. It depends only on the row's parameters and noise."""
+        refuse_mask(self, allowed)
+        return self._sample(parameters, noise)
+
+    def mode(
+        self, parameters: Float[Tensor, "n P"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Shaped[Tensor, "n *action"]:
+        """The deterministic action of each row."""
+        refuse_mask(self, allowed)
+        return self._mode(parameters)
+
+    def log_prob(
+        self,
+        parameters: Float[Tensor, "n P"],
+        actions: Shaped[Tensor, "n *action"],
+        allowed: Bool[Tensor, "n K"] | None = None,
+    ) -> Float[Tensor, " n"]:
+        """log pi(actions[i] | parameters[i]) in nats, summed over the dimensions of the action."""
+        refuse_mask(self, allowed)
+        return self._log_prob(parameters, actions)
+
+    def entropy(
+        self, parameters: Float[Tensor, "n P"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Float[Tensor, " n"] | None:
+        """Exact entropy of each row in nats. None if there is no closed form."""
+        refuse_mask(self, allowed)
+        return self._entropy(parameters)
+
+    @abstractmethod
+    def _sample(self, parameters: Tensor, noise: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _mode(self, parameters: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _log_prob(self, parameters: Tensor, actions: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _entropy(self, parameters: Tensor) -> Tensor | None: ...
 
 
 def refuse_mask(distribution: object, allowed: Tensor | None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
@@ -14,7 +14,7 @@ from torch.nn import functional
 from grpo.arguments import require_instances
 from grpo.errors import ConfigError, ContractError
 
-from .action_distribution import as_batch_of, refuse_mask, wide
+from .action_distribution import WithoutCategories, as_batch_of, wide
 
 LOG_STD_LOW, LOG_STD_HIGH = -20.0, 2.0
 """Range to which log_std is clamped, as in the code of Haarnoja et al. 2018, arXiv:1801.01290."""
@@ -36,11 +36,10 @@ def gaussian_log_prob(parameters: Float[Tensor, "n 2*D"], values: Float[Tensor, 
     return (-0.5 * scaled.square() - log_std).sum(-1) - values.shape[-1] * HALF_LOG_2PI
 
 
-class _BoxDistribution:
+class _BoxDistribution(WithoutCategories):
     """Base class for boxes: two parameters per dimension, and conversion to and from the environment."""
 
     action_dtype = torch.float32
-    num_categories = 0
 
     def __init__(self, space: spaces.Box) -> None:
         require_instances(type(self).__name__, spaces.Box, "a Box space", space=space)
@@ -99,40 +98,22 @@ class Gaussian(_BoxDistribution):
         """Standard normal noise."""
         return rng.standard_normal((num_steps, self.num_noise), dtype=np.float32)
 
-    def sample(
-        self,
-        parameters: Float[Tensor, "n 2*D"],
-        noise: Float[Tensor, "n D"],
-        allowed: Bool[Tensor, "n K"] | None = None,
-    ) -> Float[Tensor, "n D"]:
+    def _sample(self, parameters: Float[Tensor, "n 2*D"], noise: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
         """centre + half_width * (mean + std * noise)."""
-        refuse_mask(self, allowed)
         return self._scaled(gaussian_sample(wide(parameters), noise))
 
-    def mode(
-        self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None
-    ) -> Float[Tensor, "n D"]:
+    def _mode(self, parameters: Float[Tensor, "n 2*D"]) -> Float[Tensor, "n D"]:
         """Return the mean in the environment's units."""
-        refuse_mask(self, allowed)
         return self._scaled(wide(parameters).chunk(2, -1)[0])
 
-    def log_prob(
-        self,
-        parameters: Float[Tensor, "n 2*D"],
-        actions: Float[Tensor, "n D"],
-        allowed: Bool[Tensor, "n K"] | None = None,
-    ) -> Float[Tensor, " n"]:
+    def _log_prob(self, parameters: Float[Tensor, "n 2*D"], actions: Float[Tensor, "n D"]) -> Float[Tensor, " n"]:
         """log pi(actions), summed over dimensions."""
-        refuse_mask(self, allowed)
         parameters = wide(parameters)
         centre, half_width = (constant.to(actions.device) for constant in self._constants[parameters.dtype])
         return gaussian_log_prob(parameters, (actions - centre) / half_width) - self._log_half_widths
 
-    def entropy(
-        self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None
-    ) -> Float[Tensor, " n"]:
+    def _entropy(self, parameters: Float[Tensor, "n 2*D"]) -> Float[Tensor, " n"]:
         """Entropy: sum over d of (log_std + log half_width + (1 + log(2 pi)) / 2)."""
-        refuse_mask(self, allowed)
         log_std = wide(parameters).chunk(2, -1)[1].clamp(LOG_STD_LOW, LOG_STD_HIGH)
         return log_std.sum(-1) + (log_std.shape[-1] * (0.5 + HALF_LOG_2PI) + self._log_half_widths)
 
@@ -183,6 +164,8 @@ class SquashedGaussian(_BoundedDistribution):
     log pi(action) = log N(u; mean, std^2) - sum over dimensions of log(d action / d u)
     u = (log x - log(1 - x)) / 2,  d action / d u = 2 (high - low) x (1 - x),  x = (action - low) / (high - low)
 
+    The deterministic action is the squashed mean, which is the median. The mode of the density may lie at the bounds.
+
     Source: Haarnoja et al. 2018, arXiv:1801.01290, appendix C, with tanh written as 2 sigmoid(2u) - 1.
     """
 
@@ -190,46 +173,29 @@ class SquashedGaussian(_BoundedDistribution):
         """Standard normal noise."""
         return rng.standard_normal((num_steps, self.num_noise), dtype=np.float32)
 
-    def sample(
-        self,
-        parameters: Float[Tensor, "n 2*D"],
-        noise: Float[Tensor, "n D"],
-        allowed: Bool[Tensor, "n K"] | None = None,
-    ) -> Float[Tensor, "n D"]:
+    def _sample(self, parameters: Float[Tensor, "n 2*D"], noise: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
         """Squash a Gaussian sample into the bounds."""
-        refuse_mask(self, allowed)
         return self._between((2.0 * gaussian_sample(wide(parameters), noise)).sigmoid())
 
-    def mode(
-        self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None
-    ) -> Float[Tensor, "n D"]:
-        """The squashed mean, which is the median. The mode of the density may differ, and may lie at the bounds."""
-        refuse_mask(self, allowed)
+    def _mode(self, parameters: Float[Tensor, "n 2*D"]) -> Float[Tensor, "n D"]:
         return self._between((2.0 * wide(parameters).chunk(2, -1)[0]).sigmoid())
 
-    def log_prob(
-        self,
-        parameters: Float[Tensor, "n 2*D"],
-        actions: Float[Tensor, "n D"],
-        allowed: Bool[Tensor, "n K"] | None = None,
-    ) -> Float[Tensor, " n"]:
+    def _log_prob(self, parameters: Float[Tensor, "n 2*D"], actions: Float[Tensor, "n D"]) -> Float[Tensor, " n"]:
         """log pi(actions), summed over dimensions."""
-        refuse_mask(self, allowed)
         parameters = wide(parameters)
         log_x, log_rest = self._log_fractions(actions, parameters)
         log_derivatives = (log_x + log_rest).sum(-1) + (self._log_widths + self.num_noise * math.log(2.0))
         return gaussian_log_prob(parameters, 0.5 * (log_x - log_rest)) - log_derivatives
 
-    def entropy(self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None) -> None:
+    def _entropy(self, parameters: Float[Tensor, "n 2*D"]) -> None:
         """Return None, because there is no closed form."""
-        refuse_mask(self, allowed)
 
 
 class Beta(_BoundedDistribution):
     """Per dimension, x = (action - low) / (high - low) has density x^(alpha - 1) (1 - x)^(beta - 1) / B(alpha, beta).
 
     The parameters are raw_alpha and raw_beta, concatenated: alpha = 1 + softplus(raw_alpha), beta = 1 + softplus(raw_beta).
-    Both are at least 1, so the density has one peak.
+    Both are at least 1, so the density has one peak, which is the deterministic action.
 
     Logarithms are computed in float64, because log B is a small difference of large numbers.
 
@@ -249,14 +215,8 @@ class Beta(_BoundedDistribution):
         """
         return rng.integers(2**24, size=(num_steps, 2)).astype(np.float32)
 
-    def sample(
-        self,
-        parameters: Float[Tensor, "n 2*D"],
-        noise: Float[Tensor, "n 2"],
-        allowed: Bool[Tensor, "n K"] | None = None,
-    ) -> Float[Tensor, "n D"]:
+    def _sample(self, parameters: Float[Tensor, "n 2*D"], noise: Float[Tensor, "n 2"]) -> Float[Tensor, "n D"]:
         """x = g / (g + h) of Gamma variables g and h, drawn by numpy from one random stream per row."""
-        refuse_mask(self, allowed)
         shapes = (1.0 + functional.softplus(parameters.detach().double())).cpu().numpy()
         if not np.isfinite(shapes).all():
             raise ContractError(
@@ -273,32 +233,20 @@ class Beta(_BoundedDistribution):
         of_alpha, of_beta = np.split(gammas, 2, axis=1)
         return self._between(torch.from_numpy(of_alpha / (of_alpha + of_beta)).to(wide(parameters)))
 
-    def mode(
-        self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None
-    ) -> Float[Tensor, "n D"]:
+    def _mode(self, parameters: Float[Tensor, "n 2*D"]) -> Float[Tensor, "n D"]:
         """The peak, x = (alpha - 1) / (alpha + beta - 2). The middle of the range if the density is flat."""
-        refuse_mask(self, allowed)
         alpha_less_1, beta_less_1 = (functional.softplus(wide(parameters)) + 1e-30).chunk(2, -1)
         return self._between(alpha_less_1 / (alpha_less_1 + beta_less_1))
 
-    def log_prob(
-        self,
-        parameters: Float[Tensor, "n 2*D"],
-        actions: Float[Tensor, "n D"],
-        allowed: Bool[Tensor, "n K"] | None = None,
-    ) -> Float[Tensor, " n"]:
+    def _log_prob(self, parameters: Float[Tensor, "n 2*D"], actions: Float[Tensor, "n D"]) -> Float[Tensor, " n"]:
         """log pi(actions), summed over dimensions."""
-        refuse_mask(self, allowed)
         less_1 = functional.softplus(parameters.double())
         log_fractions = torch.cat(self._log_fractions(actions, less_1), dim=-1)
         log_prob = (less_1 * log_fractions).sum(-1) - self._log_normalisers(less_1)
         return log_prob.to(wide(parameters).dtype)
 
-    def entropy(
-        self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None
-    ) -> Float[Tensor, " n"]:
+    def _entropy(self, parameters: Float[Tensor, "n 2*D"]) -> Float[Tensor, " n"]:
         """log B - (alpha - 1) psi(alpha) - (beta - 1) psi(beta) + (alpha + beta - 2) psi(alpha + beta) + log(high - low)."""
-        refuse_mask(self, allowed)
         less_1 = functional.softplus(parameters.double())
         both = less_1.unflatten(-1, (2, -1)).sum(-2)
         slopes = (both * torch.digamma(both + 2.0)).sum(-1) - (less_1 * torch.digamma(less_1 + 1.0)).sum(-1)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from grpo.arguments import require_instances
 from grpo.errors import ContractError
 
-from .action_distribution import as_batch_of, refuse_mask, require_mask_shape, require_range, wide
+from .action_distribution import WithoutCategories, as_batch_of, require_mask_shape, require_range, wide
 
 
 def masked_log_softmax(
@@ -188,11 +188,10 @@ class MultiCategorical:
         return table
 
 
-class Bernoulli:
+class Bernoulli(WithoutCategories):
     """Independent bits of a `MultiBinary` space: pi(bit d is 1) = sigmoid(parameters[d])."""
 
     action_dtype = torch.int64
-    num_categories = 0
 
     def __init__(self, space: spaces.MultiBinary) -> None:
         require_instances("Bernoulli", spaces.MultiBinary, "a MultiBinary space", space=space)
@@ -204,36 +203,21 @@ class Bernoulli:
         """Logistic noise: P(noise < x) = sigmoid(x)."""
         return rng.logistic(size=(num_steps, self.num_noise)).astype(np.float32)
 
-    def sample(
-        self, parameters: Float[Tensor, "n D"], noise: Float[Tensor, "n D"], allowed: Bool[Tensor, "n K"] | None = None
-    ) -> Int64[Tensor, "n D"]:
+    def _sample(self, parameters: Float[Tensor, "n D"], noise: Float[Tensor, "n D"]) -> Int64[Tensor, "n D"]:
         """Sample 0 or 1 per row and bit."""
-        refuse_mask(self, allowed)
         return (noise < parameters).long()
 
-    def mode(
-        self, parameters: Float[Tensor, "n D"], allowed: Bool[Tensor, "n K"] | None = None
-    ) -> Int64[Tensor, "n D"]:
+    def _mode(self, parameters: Float[Tensor, "n D"]) -> Int64[Tensor, "n D"]:
         """The more likely value of each bit."""
-        refuse_mask(self, allowed)
         return (parameters > 0).long()
 
-    def log_prob(
-        self,
-        parameters: Float[Tensor, "n D"],
-        actions: Int64[Tensor, "n D"],
-        allowed: Bool[Tensor, "n K"] | None = None,
-    ) -> Float[Tensor, " n"]:
+    def _log_prob(self, parameters: Float[Tensor, "n D"], actions: Int64[Tensor, "n D"]) -> Float[Tensor, " n"]:
         """log pi(actions), summed over the bits: log sigmoid(x) for 1, log sigmoid(-x) for 0."""
-        refuse_mask(self, allowed)
         logits = wide(parameters)
         return functional.logsigmoid(torch.where(actions.bool(), logits, -logits)).sum(-1)
 
-    def entropy(
-        self, parameters: Float[Tensor, "n D"], allowed: Bool[Tensor, "n K"] | None = None
-    ) -> Float[Tensor, " n"]:
+    def _entropy(self, parameters: Float[Tensor, "n D"]) -> Float[Tensor, " n"]:
         """Entropy in nats, summed over the bits: H = y sigmoid(-y) - log sigmoid(y), y = |x|, where no digits cancel."""
-        refuse_mask(self, allowed)
         size = wide(parameters).abs()
         return (size * torch.sigmoid(-size) - functional.logsigmoid(size)).sum(-1)
 

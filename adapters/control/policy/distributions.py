@@ -9,14 +9,14 @@ from typing import Any, Literal, TypeAlias, assert_never, get_args
 import numpy as np
 import torch
 from gymnasium import spaces
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Float, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo.arguments import describe, require_instances, require_integers
 from grpo.errors import ConfigError, ContractError
 
-from .action_distribution import ActionDistribution, refuse_mask
+from .action_distribution import ActionDistribution, WithoutCategories
 from .box_actions import Beta, Gaussian, SquashedGaussian
 from .composite import Composite
 from .discrete_actions import Bernoulli, Categorical, MultiCategorical
@@ -89,7 +89,7 @@ def _box_distribution(space: spaces.Box, kind: Kind) -> ActionDistribution:
             assert_never(kind)
 
 
-class FromTorch:
+class FromTorch(WithoutCategories):
     """A custom distribution: a function from parameters [n, P] to a `torch.distributions.Distribution` over n rows.
 
     Sampling uses torch's global generator: `num_noise` is 0, and a row's sample depends on the number of rows. A sample has
@@ -107,7 +107,6 @@ class FromTorch:
     """
 
     num_noise = 0
-    num_categories = 0
 
     def __init__(
         self,
@@ -128,18 +127,12 @@ class FromTorch:
         """No noise, [num_steps, 0]."""
         return np.empty((num_steps, 0), dtype=np.float32)
 
-    def sample(
-        self, parameters: Float[Tensor, "n P"], noise: Float[Tensor, "n 0"], allowed: Bool[Tensor, "n K"] | None = None
-    ) -> Shaped[Tensor, "n *action"]:
+    def _sample(self, parameters: Float[Tensor, "n P"], noise: Float[Tensor, "n 0"]) -> Shaped[Tensor, "n *action"]:
         """Sample from the distribution with torch's global generator."""
-        refuse_mask(self, allowed)
         return self._encoded(self._build(parameters).sample())
 
-    def mode(
-        self, parameters: Float[Tensor, "n P"], allowed: Bool[Tensor, "n K"] | None = None
-    ) -> Shaped[Tensor, "n *action"]:
+    def _mode(self, parameters: Float[Tensor, "n P"]) -> Shaped[Tensor, "n *action"]:
         """The distribution's mode."""
-        refuse_mask(self, allowed)
         distribution = self._build(parameters)
         try:
             return self._encoded(distribution.mode)
@@ -149,22 +142,13 @@ class FromTorch:
                 "property `mode` to the distribution that `build` returns, or act with deterministic=False."
             ) from error
 
-    def log_prob(
-        self,
-        parameters: Float[Tensor, "n P"],
-        actions: Shaped[Tensor, "n *action"],
-        allowed: Bool[Tensor, "n K"] | None = None,
-    ) -> Float[Tensor, " n"]:
+    def _log_prob(self, parameters: Float[Tensor, "n P"], actions: Shaped[Tensor, "n *action"]) -> Float[Tensor, " n"]:
         """The distribution's log-prob, summed to one number per row."""
-        refuse_mask(self, allowed)
         values = actions.to(torch.promote_types(parameters.dtype, torch.float32))  # torch takes integers as floats
         return self._per_row(self._build(parameters).log_prob(values), len(parameters))
 
-    def entropy(
-        self, parameters: Float[Tensor, "n P"], allowed: Bool[Tensor, "n K"] | None = None
-    ) -> Float[Tensor, " n"] | None:
+    def _entropy(self, parameters: Float[Tensor, "n P"]) -> Float[Tensor, " n"] | None:
         """The distribution's entropy, summed to one number per row. None if the distribution has no entropy."""
-        refuse_mask(self, allowed)
         try:
             entropy = self._build(parameters).entropy()
         except NotImplementedError:  # there is no closed form

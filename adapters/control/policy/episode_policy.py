@@ -1,9 +1,9 @@
 """A policy whose actions are whole episodes of a Gymnasium environment."""
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, Literal, TypeAlias, assert_never
 
 import numpy as np
 import torch
@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, pad_to_steps
 from adapters.control.environments.pools import EnvironmentPool, make_pool
-from grpo.arguments import describe, require_instances, require_integers, require_numbers
+from grpo.arguments import describe, require_instances, require_integers
 from grpo.errors import ConfigError, ContractError, warn_user
 from grpo.types import ActionScores, SampledActions
 
 from .distributions import ActionDistribution, Gaussian, Kind, SquashedGaussian, distribution_for
 from .fast_forward import fast_forward
-from .networks import Activation, CNNTorso, SharedStd, linear, mlp_torso, num_outputs
+from .networks import CNNTorso, SharedStd, linear, mlp_torso, num_outputs
 from .observations import ObservationEncoder, RunningNormalizer
+from .options import EpisodeOptions
 from .rollouts import Decide, Record, roll_out
 
 ActionMask: TypeAlias = Literal["info"] | Callable[[Tensor], Tensor] | None
@@ -44,22 +45,13 @@ class EpisodePolicy(nn.Module):
         environment: An id, a function that creates an environment, a Gymnasium vector environment, or a pool of `make_pool`.
         num_members: Number of concurrent environments. More members use each forward pass better and take more memory. None
             uses the number of environments of a given vector environment or pool, otherwise 16.
-        torso: Module from observations [n, *shape] to features [n, F], without a memory. None uses `mlp_torso` with `hidden`,
-            or `CNNTorso` for images.
-        hidden: Widths of the default torso.
-        activation: Activation of the default torso.
+        torso: Module from observations [n, *shape] to features [n, F], without a memory. None uses `mlp_torso`, or `CNNTorso`
+            for images.
         distribution: Action distribution: `gaussian` (`auto` for boxes), `squashed`, `beta`, or an `ActionDistribution`.
-        std: Standard deviation of a box's Gaussian actions: `shared` by all observations, or per `observation`.
-        initial_log_std: Initial log standard deviation, in units of half the width of a finite box. A larger value explores
-            more.
         critic: Whether to also predict `values` with a network like the actor's (for `credit="gae"`), or a module from
             observations to [n, 1].
-        normalize_observations: Whether to normalise observations by running statistics. Use it if their parts differ in scale.
         action_mask: Source of the mask of allowed categories. None allows all.
-        max_episode_steps: Maximum length of training episodes, in addition to the environment's own limit. It is required if
-            the environment has no limit of its own, and is then the default for evaluations and videos, too.
-        split_steps: Whether updates use single steps. False updates whole episodes and supports row-level ratios.
-        state_key_decimals: Observations that agree to this many decimals are one state for `credit="gigpo"`.
+        options: All other settings. None uses the defaults of `EpisodeOptions`.
         make: Keywords of `make_pool`: `vectorization`, and keywords of the environment.
 
     Raises:
@@ -74,31 +66,21 @@ class EpisodePolicy(nn.Module):
         *,
         num_members: int | None = None,
         torso: nn.Module | None = None,
-        hidden: Sequence[int] = (64, 64),
-        activation: Activation = "tanh",
         distribution: Kind | ActionDistribution = "auto",
-        std: Literal["shared", "observation"] = "shared",
-        initial_log_std: float = 0.0,
         critic: bool | nn.Module = False,
-        normalize_observations: bool = False,
         action_mask: ActionMask = None,
-        max_episode_steps: int | None = None,
-        split_steps: bool = True,
-        state_key_decimals: int = 3,
+        options: EpisodeOptions | None = None,
         **make: Any,
     ) -> None:
         super().__init__()
-        require_integers(
-            "EpisodePolicy", 1, optional=True, num_members=num_members, max_episode_steps=max_episode_steps
-        )
-        require_integers("EpisodePolicy", 0, state_key_decimals=state_key_decimals)
-        require_numbers("EpisodePolicy", initial_log_std=initial_log_std)
         require_instances("EpisodePolicy", nn.Module | None, "an nn.Module or None", torso=torso)
         require_instances(
             "EpisodePolicy", str | ActionDistribution, "a name or distribution", distribution=distribution
         )
-        require_instances("EpisodePolicy", str, "'shared' or 'observation'", std=std)
         require_instances("EpisodePolicy", nn.Module | bool, "True, False or an nn.Module", critic=critic)
+        require_instances("EpisodePolicy", EpisodeOptions | None, "EpisodeOptions or None", options=options)
+        _require_no_options_among(make)
+        options = options or EpisodeOptions()
         is_info = isinstance(action_mask, str) and action_mask == "info"
         if not (action_mask is None or is_info or callable(action_mask)):
             raise ConfigError(
@@ -117,16 +99,16 @@ class EpisodePolicy(nn.Module):
             self.pool = make_pool(
                 environment, default if num_members is None else num_members, infos=action_mask == "info", **make
             )
-        self.max_episode_steps = max_episode_steps
+        self.max_episode_steps = options.max_episode_steps
         self.time_limit = self._time_limit(None)
         self.encoder = ObservationEncoder(self.pool.observation_space)
         self.distribution = (
             distribution_for(self.pool.action_space, distribution) if isinstance(distribution, str) else distribution
         )
         self.action_mask = action_mask
-        self.state_key_decimals = state_key_decimals
-        self.normalizer = RunningNormalizer(self.encoder.shape) if normalize_observations else None
-        if normalize_observations and self.encoder.is_image:
+        self.state_key_decimals = options.state_key_decimals
+        self.normalizer = RunningNormalizer(self.encoder.shape) if options.normalize_observations else None
+        if options.normalize_observations and self.encoder.is_image:
             raise ConfigError(
                 "EpisodePolicy: normalize_observations=True does not support images. Leave it out: CNNTorso scales pixels."
             )
@@ -135,13 +117,13 @@ class EpisodePolicy(nn.Module):
             if self.encoder.is_image:
                 return CNNTorso(self.encoder.shape)
             self.encoder.require_flat()
-            return mlp_torso(self.encoder.shape[0], hidden, activation)
+            return mlp_torso(self.encoder.shape[0], options.hidden, options.activation)
 
         def outputs_of(module: nn.Module) -> int:
             return num_outputs(module, self.encoder.shape, self.encoder.dtype)
 
         body = new_torso() if torso is None else torso
-        self.actor = nn.Sequential(body, self._head(outputs_of(body), std, initial_log_std))
+        self.actor = nn.Sequential(body, self._head(outputs_of(body), options))
         self.critic: nn.Module | None = critic if isinstance(critic, nn.Module) else None
         if critic is True:
             own = new_torso() if torso is None else copy.deepcopy(torso)
@@ -153,7 +135,7 @@ class EpisodePolicy(nn.Module):
             )
         self._has_warned_of_strangers = self._has_looked_for_twins = False
         self.register_buffer("_sampled_with", torch.full_like(self._fingerprint(), torch.nan))
-        if split_steps:
+        if options.split_steps:
             self.split_steps = (
                 self._split_steps
             )  # an attribute, because a method would declare the capability in both cases
@@ -166,12 +148,13 @@ class EpisodePolicy(nn.Module):
             raise ConfigError(
                 "EpisodePolicy: episodes must have a time limit, because an episode without an end would never end the "
                 "iteration; this environment has none, neither in its registration nor as gymnasium.wrappers.TimeLimit. Pass "
-                "max_episode_steps=..., in steps. If the environment ends its episodes itself, pass its own limit."
+                "options=EpisodeOptions(max_episode_steps=...), in steps. If the environment ends its episodes itself, pass "
+                "its own limit."
             )
         return limit
 
-    def _head(self, num_features: int, std: str, initial_log_std: float) -> nn.Module:
-        num_parameters = self.distribution.num_parameters
+    def _head(self, num_features: int, options: EpisodeOptions) -> nn.Module:
+        num_parameters, std, initial_log_std = self.distribution.num_parameters, options.std, options.initial_log_std
         if not isinstance(self.distribution, Gaussian | SquashedGaussian):
             if std != "shared" or initial_log_std != 0.0:
                 raise ConfigError(
@@ -190,7 +173,7 @@ class EpisodePolicy(nn.Module):
                     head.bias[num_actions:] = initial_log_std
                 return head
             case _:
-                raise ConfigError(f"EpisodePolicy: std must be 'shared' or 'observation'; got {std!r}.")
+                assert_never(std)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EpisodePolicy":
         """Copy the weights and share the environments. Use copies for scoring, or let only one policy sample at a time."""
@@ -470,6 +453,15 @@ class EpisodePolicy(nn.Module):
                 "returned none. Pass a callable (encoded observations -> bool [n, K]), or action_mask=None."
             )
         return torch.from_numpy(np.stack([np.asarray(info["action_mask"]) for info in infos]).astype(bool))
+
+
+def _require_no_options_among(make: Mapping[str, Any]) -> None:
+    """Refuse an option among the keywords of `make_pool`, which would reach the environment."""
+    misplaced = [field.name for field in fields(EpisodeOptions) if field.name in make]
+    if misplaced:
+        raise ConfigError(
+            f"EpisodePolicy takes {', '.join(misplaced)} in options. Pass options=EpisodeOptions({misplaced[0]}=...)."
+        )
 
 
 def draw_seed() -> int:

@@ -8,6 +8,7 @@ from gymnasium import spaces
 
 from adapters.control.environments.pools import make_pool
 from adapters.control.policy.episode_policy import EpisodePolicy
+from adapters.control.policy.options import EpisodeOptions
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
 from grpo.arguments import Settings, require_instances, require_integers, setting
 from grpo.errors import ConfigError
@@ -62,15 +63,19 @@ class ControlPreset(Settings):
     evaluate_every: int = setting(10_000, at_least=1)
     """Training steps between evaluations."""
 
-    def make_policy(self, **options: Any) -> EpisodePolicy:
-        """Create a policy with its own environments. Initial weights are drawn from torch's global generator."""
-        settings: dict[str, Any] = {
-            "num_members": self.num_groups * self.group_size,
-            "initial_log_std": self.initial_log_std,
-            "normalize_observations": self.normalize_observations,
-            "max_episode_steps": self.max_episode_steps,
-        }
-        return EpisodePolicy(self.env_id, **settings | options)
+    def make_policy(self, **arguments: Any) -> EpisodePolicy:
+        """Create a policy with its own environments. Initial weights are drawn from torch's global generator.
+
+        Args:
+            arguments: Other arguments of `EpisodePolicy`. `options` replaces those of the preset.
+        """
+        options = EpisodeOptions(
+            initial_log_std=self.initial_log_std,
+            normalize_observations=self.normalize_observations,
+            max_episode_steps=self.max_episode_steps,
+        )
+        own: dict[str, Any] = {"num_members": self.num_groups * self.group_size, "options": options}
+        return EpisodePolicy(self.env_id, **own | arguments)
 
     def make_config(self, seed: int | None = None) -> GRPOConfig:
         """Create the trainer's settings."""

@@ -11,26 +11,26 @@ import weakref
 from collections.abc import Collection, Sequence
 from concurrent.futures import CancelledError, wait
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, NoReturn
 
 from adapters.tools.catalogue.arguments import ArgumentChecker, RefusedArgumentsError, bounded_text, encode_arguments
 from adapters.tools.catalogue.calls import ToolCall, ToolResult, plain_name
 from adapters.tools.catalogue.schemas import paths_in, slow_keyword
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import ToolError, ToolNotAllowedError, UnknownToolError
-from grpo.arguments import is_finite, require_each, require_integers
+from grpo.arguments import require_each, require_instances, require_integers
 from grpo.errors import ConfigError, GRPOWarning
 
 from .batches import Batch, Turn
-from .call_log import SECRET_NAMES, CallLog, Redact
+from .call_log import CallLog
 from .confinement import Kind, choose
 from .confinement.process import why_no_own_users
 from .fork_server import INSIDE
+from .options import ExecutorOptions
 from .remote_tools import RemoteTools
 from .worker import remove_folder
-from .workers import ERRORS, WorkerLimits, WorkerPool, setup_of
+from .workers import ERRORS, WorkerPool, setup_of
 
 _FOLDER = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _LOOK_SECONDS = 0.5
@@ -61,21 +61,7 @@ class ToolExecutor:
         catalogue: The tools.
         allow: Names of the tools that may be called. None allows the whole catalogue.
         num_workers: Maximum number of worker processes, started on demand. More workers use more memory.
-        timeout: Time limit of one call in seconds, for tools without their own limit. A larger limit waits longer for hangs.
-        max_output_bytes: Size limit of one output as JSON. A larger limit lets more data into this process.
-        max_concurrency: Maximum number of concurrent remote calls. A larger limit puts more load on the servers. A remote tool
-            that awaits other remote calls counts too while it waits.
-        root: The tools' folder: their working directory, and the folder that paths must not leave. Files that tools change must
-            be writable for the workers' user. None creates a new folder, which `close` removes.
-        fresh_folder: Whether each call in a worker runs in an empty folder within `root`, which is removed after the call.
-        confinement: How workers are kept from other files and processes: "bubblewrap" (mount and process namespaces),
-            "landlock" (file rules of Linux 6.2), or "user" (their user id alone). "auto" takes the first of these that works.
-        readable: Files and folders that tools may read, in addition to `root`, the system's programs and libraries, Python,
-            `sys.path` and imported packages. With "user", tools read what their user may read.
-        log_path: File, readable by its owner only, to which one JSON line per call is appended, cancelled calls included.
-        redact: Names of the arguments, at any depth, whose values the log leaves out. Longer names that contain one are meant
-            too; case, "_" and "-" do not matter. Or a function of a tool's name and arguments that returns what to log.
-        limits: Resource limits of each worker.
+        options: All other settings. None uses the defaults of `ExecutorOptions`.
 
     Raises:
         ConfigError: An argument is invalid, workers cannot import a function or read `root`, a schema does not determine which
@@ -96,35 +82,31 @@ class ToolExecutor:
         *,
         allow: Collection[str] | None = None,
         num_workers: int = 4,
-        timeout: float = 10.0,
-        max_output_bytes: int = 100_000,
-        max_concurrency: int = 32,
-        root: Path | str | None = None,
-        fresh_folder: bool = False,
-        confinement: Literal["auto"] | Kind = "auto",
-        readable: Collection[Path | str] = (),
-        log_path: Path | str | None = None,
-        redact: Redact = SECRET_NAMES,
-        limits: WorkerLimits | None = None,
+        options: ExecutorOptions | None = None,
     ) -> None:
         if INSIDE in os.environ:
             raise ConfigError(
                 "ToolExecutor was created while a worker imported the tools. Create it under `if __name__ == '__main__':`, or "
                 "in a function, so that importing the tools' module does not create it."
             )
-        _check(**{name: value for name, value in locals().items() if name != "self"})
+        _check(catalogue, allow, num_workers, options)
+        options = options or ExecutorOptions()
+        root, limits = options.root, options.limits
+        if root is not None and not Path(root).is_dir():
+            raise ConfigError(f"ToolExecutor: root must be an existing folder; got {str(root)!r:.100}.")
         allowed = [tool for name, tool in catalogue.items() if allow is None or name in allow]
         in_workers = [tool for tool in allowed if _needs_worker(tool)]
-        kind, reasons = choose(confinement) if in_workers else ("user", [])
+        kind, reasons = choose(options.confinement) if in_workers else ("user", [])
         if kind is None:
-            raise ConfigError(f"ToolExecutor: confinement={confinement!r} must work on this machine; {reasons[0]}.")
+            raise ConfigError(
+                f"ToolExecutor: confinement={options.confinement!r} must work on this machine; {reasons[0]}."
+            )
         self.confinement: Kind = kind
         """The kind of confinement of the workers."""
         self._catalogue = catalogue
         self._allowed = frozenset(tool.name for tool in allowed)
-        self._at_once = num_workers, max_concurrency
-        self._timeout = timeout
-        self._fresh_folder = fresh_folder
+        self._at_once = num_workers, options.max_concurrency
+        self._options = options
         self._process = os.getpid()
         owned = ExitStack()  # with no reference to `self`, so that an executor that was never closed is closed too
         self._finish = weakref.finalize(self, _finish, self._process, owned)
@@ -132,23 +114,22 @@ class ToolExecutor:
         """The tools' folder."""
         if root is None:
             owned.callback(remove_folder, str(self.root))
-        self._log = CallLog(log_path, redact) if log_path is not None else None
+        self._log = CallLog(options.log_path, options.redact) if options.log_path is not None else None
         if self._log is not None:
             owned.callback(self._log.close)
         root_path = str(self.root)
         self._checkers = {t.name: ArgumentChecker(t.function, t.parameters, root_path) for t in allowed if t.remote}
-        self._remote = RemoteTools(max_output_bytes, max_concurrency)
+        self._remote = RemoteTools(options.max_output_bytes, options.max_concurrency)
         owned.callback(self._remote.close)
-        limits = limits or WorkerLimits()
         setup = setup_of(
             in_workers,
             root=root_path,
             own_root=root is None,
             kind=kind,
-            readable=readable,
-            max_output_bytes=max_output_bytes,
+            readable=options.readable,
+            max_output_bytes=options.max_output_bytes,
             no_own_users=why_no_own_users(limits.first_uid),
-            limits=asdict(limits),
+            limits=limits.to_dict(),
         )
         self._pool = WorkerPool(setup, num_workers)
         owned.callback(self._pool.close)
@@ -275,7 +256,7 @@ class ToolExecutor:
         tool = turn.tool
         if isinstance(tool, ToolError):
             raise tool
-        timeout = tool.timeout if tool.timeout is not None else self._timeout
+        timeout = tool.timeout if tool.timeout is not None else self._options.timeout
         try:
             text = encode_arguments(turn.call.arguments)
             if not tool.remote:
@@ -291,7 +272,7 @@ class ToolExecutor:
             raise ERRORS[error.error](f"{tool.name}: {error}") from None
 
     def _ask(self, turn: Turn, tool: Tool, text: str, timeout: float) -> tuple[Any, int]:
-        is_fresh = self._fresh_folder and turn.folder is None
+        is_fresh = self._options.fresh_folder and turn.folder is None
         folder = f"call-{os.urandom(8).hex()}" if is_fresh else turn.folder
         try:
             return self._pool.call(f'["{tool.name}",{text},{json.dumps(folder)}]'.encode(), timeout, turn)
@@ -322,29 +303,13 @@ def _needs_worker(tool: Tool) -> bool:
     return not tool.remote or slow is not None
 
 
-def _check(**given: Any) -> None:
-    def is_list(value: Any, kind: Any) -> bool:
-        return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(v, kind) for v in value)
-
-    kinds = get_args(Kind)
-    for name, what, is_right in (
-        ("catalogue", "a ToolCatalogue", lambda it: isinstance(it, ToolCatalogue)),
-        ("allow", "a list of tool names, or None", lambda it: it is None or is_list(it, object)),
-        ("timeout", "a finite number > 0, in seconds", lambda it: is_finite(it) and it > 0),
-        ("root", "an existing folder", lambda it: it is None or (isinstance(it, str | Path) and Path(it).is_dir())),
-        ("fresh_folder", "True or False", lambda it: isinstance(it, bool)),
-        ("confinement", f"'auto' or one of {kinds}", lambda it: isinstance(it, str) and it in ("auto", *kinds)),
-        ("readable", "a list of paths", lambda it: is_list(it, str | Path)),
-        ("log_path", "a path, or None", lambda it: it is None or isinstance(it, str | Path)),
-        ("redact", "a list of argument names, or a function", lambda it: callable(it) or is_list(it, str)),
-        ("limits", "WorkerLimits, or None", lambda it: it is None or isinstance(it, WorkerLimits)),
-    ):
-        if not is_right(given[name]):
-            raise ConfigError(f"ToolExecutor: {name} must be {what}; got {given[name]!r:.100}.")
-    require_integers(
-        "ToolExecutor", 1, **{name: given[name] for name in ("num_workers", "max_output_bytes", "max_concurrency")}
-    )
-    unknown = sorted(str(name) for name in given["allow"] or () if name not in given["catalogue"])
+def _check(catalogue: ToolCatalogue, allow: object, num_workers: object, options: object) -> None:
+    require_instances("ToolExecutor", ToolCatalogue, "a ToolCatalogue", catalogue=catalogue)
+    require_instances("ToolExecutor", ExecutorOptions | None, "ExecutorOptions or None", options=options)
+    require_integers("ToolExecutor", 1, num_workers=num_workers)
+    if allow is not None and (isinstance(allow, str) or not isinstance(allow, Collection)):
+        raise ConfigError(f"ToolExecutor: allow must be a list of tool names, or None; got {allow!r:.100}.")
+    unknown = sorted(str(name) for name in allow or () if name not in catalogue)
     if unknown:
         raise ConfigError(
             f"ToolExecutor: allow must name tools of the catalogue; the catalogue has no {', '.join(unknown)}."

@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from adapters.tools import errors
 from adapters.tools.catalogue.tools import Tool
+from grpo.arguments import Settings, setting
 from grpo.errors import ConfigError
 
 from .batches import Turn
@@ -45,34 +46,29 @@ _HOME = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLimits:
+class WorkerLimits(Settings):
     """Resource limits of one worker process and of each process that it starts. None sets no limit.
 
     Raises:
         ConfigError: A limit is not a positive integer.
     """
 
-    memory_bytes: int | None = 2**30
+    memory_bytes: int | None = setting(2**30, at_least=1)
     """Memory of one process in bytes, beyond the memory of the imported modules (`RLIMIT_DATA`, without shared memory and file
     mappings). A larger limit lets tools, and hostile calls, use more memory."""
-    cpu_seconds: int | None = None
+    cpu_seconds: int | None = setting(None, at_least=1)
     """Processor time of one call in seconds. A worker that uses more is killed. The executor's timeout applies in any case."""
-    file_bytes: int | None = 100 * 2**20
+    file_bytes: int | None = setting(100 * 2**20, at_least=1)
     """Size of one written file in bytes. A larger limit lets a call fill more of the disk."""
-    open_files: int | None = 256
+    open_files: int | None = setting(256, at_least=1)
     """Number of open file descriptors. A larger limit lets tools open more files and connections."""
-    processes: int | None = 64
+    processes: int | None = setting(64, at_least=1)
     """Number of processes and threads of one worker with everything that it started. It applies only to workers with their own
     user id. A larger limit lets a fork bomb use more of the machine until it is killed."""
-    first_uid: int | None = 61_000
+    first_uid: int | None = setting(61_000, at_least=1)
     """First user id for workers, if this program runs as root on Linux. Each worker takes the first free of the 999 user
     ids from this id on; the next id belongs to the processes that end workers. No other account may have these 1,000 ids.
     With None, workers keep the program's user."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"WorkerLimits.{name} must be a positive integer, or None; got {value!r}.")
 
 
 class WorkerPool:

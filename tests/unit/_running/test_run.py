@@ -1,6 +1,7 @@
 """A run of many iterations: when it evaluates, what sinks are given, which checkpoint is the best, and what further calls
 of `train` continue."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from itertools import product
@@ -17,8 +18,11 @@ from grpo import (
     GRPOConfig,
     GRPOTrainer,
     GRPOWarning,
+    RewardConfig,
+    Rewards,
     SampledActions,
     WeightedRewards,
+    measure_policy,
 )
 from grpo.checkpoint import best_checkpoint
 from tests.support.checkpoint_runs import built, names_in
@@ -123,7 +127,7 @@ def test_an_evaluation_reports_the_parts_of_the_reward_and_the_number_of_steps()
             log_probs = self.get_log_probabilities(states, actions).unsqueeze(1).expand(-1, 2)
             return ActionScores(log_probs=log_probs, mask=torch.ones(len(actions), 2, dtype=torch.bool))
 
-    long = iter([math.nan, math.nan, 4.0, 6.0])
+    long = itertools.cycle([math.nan, math.nan, 4.0, 6.0])
     rewards = WeightedRewards(
         {
             "right": lambda states, actions: [float(action) for action in actions],
@@ -133,13 +137,34 @@ def test_an_evaluation_reports_the_parts_of_the_reward_and_the_number_of_steps()
     )
     policy = TwoSteps(script=[[0, 1], [1, 1]])
     trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=policy, reward_model=rewards)
-    assert trainer.evaluate(["a", "b"]) == {
+    expected = {
         "eval/avg_reward": pytest.approx((0 + 1 + 3 + 4) / 4),
         "eval/avg_reward_std": pytest.approx(math.sqrt((4 + 1 + 1 + 4) / 4)),
         "eval/right/mean": 0.75,
         "eval/long/mean": 5.0,
         "eval/steps_mean": 1.25,
     }
+    assert trainer.evaluate(["a", "b"]) == expected
+    measured = measure_policy(policy, ["a", "b"], rewards, num_actions_per_state=2, progress=False)
+    assert measured.metrics() == expected
+    assert measured.num_steps is not None
+    assert measured.num_steps.tolist() == [[2, 1], [1, 1]]
+
+
+def test_an_evaluation_of_some_rows_is_that_of_a_measurement() -> None:
+    """The rewards are 0 NaN | NaN 3: rows, not states, have the same weight, and `part` has only the last row."""
+
+    def reward(states: Any, actions: Any) -> Rewards:
+        values = torch.tensor([0.0, math.nan, math.nan, 3.0])
+        return Rewards(values=values, components={"part": torch.tensor([math.nan, 1.0, 1.0, 2.0])})
+
+    policy, settings = TablePolicy(script=[[0, 1], [1, 1]]), RewardConfig(non_finite="drop")
+    trainer = GRPOTrainer(config=GRPOConfig(group_size=2, reward=settings), policy=policy, reward_model=reward)
+    measured = measure_policy(policy, ["a", "b"], reward, num_actions_per_state=2, reward=settings, progress=False)
+    assert trainer.evaluate(["a", "b"]) == measured.metrics()
+    assert measured.metrics() == {"eval/avg_reward": 1.5, "eval/avg_reward_std": 1.5, "eval/part/mean": 2.0}
+    assert [answer.reward for answer in measured.answers] == [0.0, 3.0]
+    assert measured.reward_failures["rows/dropped"] == 2
 
 
 # A further call

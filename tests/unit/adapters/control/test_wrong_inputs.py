@@ -16,6 +16,7 @@ from adapters.control import (
     ControlPreset,
     EnvironmentReward,
     Episode,
+    EpisodeOptions,
     EpisodePolicy,
     EpisodeStart,
     Evaluation,
@@ -68,7 +69,7 @@ def cases() -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
         "allowed": None,
         "final_observation": torch.zeros(3),
     }
-    policy = EpisodePolicy("CartPole-v1", num_members=1, hidden=(4,))
+    policy = EpisodePolicy("CartPole-v1", num_members=1, options=EpisodeOptions(hidden=(4,)))
     env = gymnasium.make("CartPole-v1")
     observation, _ = env.reset(seed=0)
     snapshot = take_snapshot(env, observation)
@@ -87,9 +88,12 @@ def cases() -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
     yield Evaluation, {"returns": np.ones(2), "lengths": np.ones(2, int)}
     yield ControlPreset, {"env_id": "CartPole-v1", **preset, "max_episode_steps": None, "normalize_observations": True}
     yield EpisodePolicy, {
-        "environment": "CartPole-v1", "num_members": 1, "torso": None, "hidden": (4,), "activation": "tanh", "std": "shared",
-        "distribution": "auto", "initial_log_std": 0.0, "critic": False, "action_mask": None, "max_episode_steps": 5,
-        "state_key_decimals": 3, "vectorization": "auto",
+        "environment": "CartPole-v1", "num_members": 1, "torso": None, "distribution": "auto", "critic": False,
+        "action_mask": None, "options": None, "vectorization": "auto",
+    }  # fmt: skip
+    yield EpisodeOptions, {
+        "hidden": (4,), "activation": "tanh", "std": "shared", "initial_log_std": 0.0, "normalize_observations": True,
+        "max_episode_steps": 5, "split_steps": True, "state_key_decimals": 3,
     }  # fmt: skip
     yield policy.sample_actions, {"states": [EpisodeStart(seed=1)], "num_actions_per_state": 1}
     yield policy.score_actions, {"states": None, "actions": policy.generate_actions([EpisodeStart(seed=1)], 1)[0]}

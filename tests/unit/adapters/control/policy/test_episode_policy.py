@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from adapters.control import EpisodePolicy, FromTorch, StepReward, take_snapshot
+from adapters.control import EpisodeOptions, EpisodePolicy, FromTorch, StepReward, take_snapshot
 from adapters.control.environments.episodes import Episode, EpisodeStart
 from adapters.control.environments.pools import make_pool
 from adapters.control.policy.networks import CNNTorso
@@ -106,7 +106,7 @@ def test_final_values_are_the_critics_for_truncated_and_0_for_terminated_episode
     for is_cut_off in (True, False):
         with subtests.test(is_cut_off=is_cut_off):
             make = lambda cut=is_cut_off: Spaces(UNIT, spaces.Discrete(2), is_cut_off=cut)  # noqa: E731
-            policy = EpisodePolicy(make, critic=True, hidden=(4,))
+            policy = EpisodePolicy(make, critic=True, options=EpisodeOptions(hidden=(4,)))
             episodes = rows_of(policy.sample_actions(STARTS, 2).actions)
             scores = policy.score_actions(STARTS, episodes)
             assert policy.critic is not None
@@ -119,7 +119,9 @@ def test_final_values_are_the_critics_for_truncated_and_0_for_terminated_episode
 
 def test_in_a_mixed_batch_final_values_are_0_exactly_for_terminated_episodes() -> None:
     """The policy truncates at 6 steps, and some episodes have terminated by then."""
-    policy = EpisodePolicy(lambda: Chance(99, end_above=0.9), critic=True, hidden=(4,), max_episode_steps=6)
+    policy = EpisodePolicy(
+        lambda: Chance(99, end_above=0.9), critic=True, options=EpisodeOptions(hidden=(4,), max_episode_steps=6)
+    )
     episodes = rows_of(policy.sample_actions([EpisodeStart(seed=seed) for seed in range(8)], 1).actions)
     assert len({episode.terminated for episode in episodes}) == 2
     final_values = policy.score_actions(None, episodes).final_values
@@ -157,7 +159,7 @@ def test_state_keys_are_equal_for_observations_that_agree_to_the_decimals() -> N
             log_probs=torch.zeros(length),
         )
 
-    policy = EpisodePolicy(lambda: Spaces(UNIT, spaces.Discrete(2)), state_key_decimals=2)
+    policy = EpisodePolicy(lambda: Spaces(UNIT, spaces.Discrete(2)), options=EpisodeOptions(state_key_decimals=2))
     first, second = episode([[0.1, 0.2], [0.104, 0.2], [0.2, 0.1]]), episode([[0.11, 0.2], [-0.001, 0.0]])
     keys = policy.state_keys(None, [first, second, episode([[0.0, 0.0]])])
     assert keys.shape == (3, 3)
@@ -166,16 +168,18 @@ def test_state_keys_are_equal_for_observations_that_agree_to_the_decimals() -> N
     assert keys[1, 1] == keys[2, 0]  # -0.001 rounds to 0
     alone = policy.state_keys(None, [second])
     assert alone[0].tolist() == keys[1, :2].tolist()  # other rows do not matter
-    other = EpisodePolicy(lambda: Spaces(UNIT, spaces.Discrete(2)), state_key_decimals=2)
+    other = EpisodePolicy(lambda: Spaces(UNIT, spaces.Discrete(2)), options=EpisodeOptions(state_key_decimals=2))
     assert torch.equal(other.state_keys(None, [second]), alone)  # another policy gives the same keys
 
 
 def test_without_split_steps_updates_use_whole_episodes() -> None:
     assert isinstance(EpisodePolicy(Chance), SplitsSteps)
-    policy = EpisodePolicy(Chance, split_steps=False)
+    policy = EpisodePolicy(Chance, options=EpisodeOptions(split_steps=False))
     assert not isinstance(policy, SplitsSteps)
     assert not isinstance(copy.deepcopy(policy), SplitsSteps)
-    policies = (EpisodePolicy(lambda: Spaces(UNIT, UNIT), split_steps=split) for split in (False, True))
+    policies = (
+        EpisodePolicy(lambda: Spaces(UNIT, UNIT), options=EpisodeOptions(split_steps=split)) for split in (False, True)
+    )
     for kind, num_updates in zip(policies, (2, 8), strict=True):  # batches of 3 rows, from 6 episodes or 24 steps
         trainer = trainer_of(kind, batch_size=3)
         trainer.step(STARTS)
@@ -207,7 +211,7 @@ def test_a_group_starts_from_a_snapshot() -> None:
     for _ in range(5):
         observation, *_ = env.step(np.array([1.0], dtype=np.float32))
     start = EpisodeStart(snapshot=take_snapshot(env, observation))
-    policy = EpisodePolicy("Pendulum-v1", num_members=2, max_episode_steps=4)
+    policy = EpisodePolicy("Pendulum-v1", num_members=2, options=EpisodeOptions(max_episode_steps=4))
     ((first, second),) = policy.sample_actions([start], 2).actions
     for episode in (first, second):
         torch.testing.assert_close(episode.observations[0], torch.from_numpy(observation), rtol=0, atol=0)
@@ -216,7 +220,7 @@ def test_a_group_starts_from_a_snapshot() -> None:
 
 def test_the_initial_log_std_is_used_by_both_kinds_of_heads() -> None:
     for std in ("shared", "observation"):
-        policy = EpisodePolicy("Pendulum-v1", std=std, initial_log_std=-1.5)  # type: ignore[arg-type]
+        policy = EpisodePolicy("Pendulum-v1", options=EpisodeOptions(std=std, initial_log_std=-1.5))  # type: ignore[arg-type]
         parameters = policy.decide(torch.randn(5, 3))
         torch.testing.assert_close(parameters[:, 1], torch.full((5,), -1.5), atol=0.05, rtol=0)
         assert bool((parameters[:, 0].abs() < 0.1).all())
@@ -231,7 +235,7 @@ def test_images_stay_bytes_and_go_through_convolutions() -> None:
 
 def test_a_custom_distribution_is_used() -> None:
     laplace = FromTorch(UNIT, 2, lambda mean: torch.distributions.Laplace(mean, 0.5))
-    policy = EpisodePolicy(lambda: Spaces(UNIT, UNIT), distribution=laplace, hidden=(4,))
+    policy = EpisodePolicy(lambda: Spaces(UNIT, UNIT), distribution=laplace, options=EpisodeOptions(hidden=(4,)))
     episodes = rows_of(policy.sample_actions(STARTS, 2).actions)
     scores = policy.score_actions(STARTS, episodes)
     means = policy.actor(torch.cat([episode.observations for episode in episodes]))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.control import EnvironmentReward, EpisodePolicy
+from adapters.control import EnvironmentReward, EpisodeOptions, EpisodePolicy
 from adapters.control.environments.episodes import episode_starts
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
 from tests.support.control_policies import STARTS, trainer_of
@@ -16,7 +16,9 @@ from tests.support.out_of_memory import SmallMemory
 
 
 def normalizing_policy() -> EpisodePolicy:
-    return EpisodePolicy("Pendulum-v1", num_members=3, max_episode_steps=9, normalize_observations=True)
+    return EpisodePolicy(
+        "Pendulum-v1", num_members=3, options=EpisodeOptions(max_episode_steps=9, normalize_observations=True)
+    )
 
 
 def test_statistics_include_all_observations_and_are_constant_within_an_iteration() -> None:
@@ -101,7 +103,10 @@ def test_a_synchronised_reference_normalises_as_the_policy_does() -> None:
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     def trainer() -> GRPOTrainer:
         policy = EpisodePolicy(
-            "Pendulum-v1", num_members=3, hidden=(8,), max_episode_steps=12, normalize_observations=True, critic=True
+            "Pendulum-v1",
+            num_members=3,
+            critic=True,
+            options=EpisodeOptions(hidden=(8,), max_episode_steps=12, normalize_observations=True),
         )
         return trainer_of(policy, batch_size=20, num_epochs_per_update=2, advantage=AdvantageConfig(credit="gae"))
 

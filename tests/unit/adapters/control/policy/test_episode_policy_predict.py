@@ -6,7 +6,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from adapters.control import EpisodePolicy
+from adapters.control import EpisodeOptions, EpisodePolicy
 from adapters.control.policy.episode_policy import as_batch
 from grpo.errors import ConfigError
 from tests.support.control_environments import GOALS, UNIT, Crossing, Spaces, space_of_everything
@@ -40,7 +40,9 @@ def test_predict_gives_box_actions_for_one_observation_and_for_a_batch() -> None
     np.testing.assert_allclose(batch, np.stack([action] * 4), rtol=1e-6)
     mean = float(policy.decide(torch.from_numpy(observation)[None])[0, 0].detach())
     assert action.item() == pytest.approx(2.0 * mean)  # the torque is in [-2, 2]
-    wild, _ = EpisodePolicy("Pendulum-v1", initial_log_std=2.0).predict(observation[None].repeat(50, 0))
+    wild, _ = EpisodePolicy("Pendulum-v1", options=EpisodeOptions(initial_log_std=2.0)).predict(
+        observation[None].repeat(50, 0)
+    )
     assert np.abs(wild).max() == 2.0  # clipped to the bounds
 
 

@@ -7,24 +7,24 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from adapters.control import EpisodePolicy
+from adapters.control import EpisodeOptions, EpisodePolicy
 from adapters.control.environments.pools import SerialPool
 from adapters.control.policy.fast_forward import fast_forward
 from grpo.errors import ConfigError, ContractError
 from tests.support.control_environments import UNIT, Chance, Spaces
-from tests.support.control_policies import IMAGE, STARTS
+from tests.support.control_policies import IMAGE, STARTS, policy_of
 
 
 def test_settings_that_cannot_work_are_refused(subtests: pytest.Subtests) -> None:
     one_member = SerialPool([Chance()])
     images, bits = (lambda: Spaces(IMAGE, spaces.Discrete(2))), (lambda: Spaces(UNIT, spaces.MultiBinary(2)))
     for environment, settings, message in (
-        (Chance, {"max_episode_steps": 0}, "max_episode_steps must be an integer >= 1, or None; got int 0"),
+        (Chance, {"max_episode_steps": 0}, "EpisodeOptions.max_episode_steps must be >= 1; got 0"),
         (Chance, {"action_mask": "infos"}, r"action_mask must be 'info', a callable .* got 'infos'"),
         (Chance, {"torso": nn.Flatten(0)}, r"Flatten: a torso must map \[n, \*observation\] to features \[n, F\]"),
         (Chance, {"torso": nn.LSTM(3, 4)}, "LSTM: a torso must have no memory"),
         (Chance, {"critic": nn.Sequential(nn.Linear(3, 4), nn.GRU(4, 1))}, "a torso must have no memory.*got GRU"),
-        (Chance, {"std": "common"}, "std must be 'shared' or 'observation'; got 'common'"),
+        (Chance, {"std": "common"}, "EpisodeOptions.std must be one of 'shared', 'observation'; got 'common'"),
         (
             bits,
             {"std": "observation"},
@@ -45,7 +45,14 @@ def test_settings_that_cannot_work_are_refused(subtests: pytest.Subtests) -> Non
         (one_member, {"num_members": 3}, r"an existing pool of 1 members; got num_members=3"),
     ):
         with subtests.test(settings=settings), pytest.raises(ConfigError, match=message):
-            EpisodePolicy(environment, **settings)
+            policy_of(environment, **settings)
+
+
+def test_an_option_among_the_keywords_of_the_environment_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"takes hidden, std in options. Pass options=EpisodeOptions\(hidden=\.\.\.\)"
+    ):
+        EpisodePolicy("CartPole-v1", hidden=(8,), std="shared")
 
 
 def test_images_that_would_be_flattened_are_refused(subtests: pytest.Subtests) -> None:
@@ -109,6 +116,6 @@ def test_a_mask_needs_a_distribution_with_categories() -> None:
 
 
 def test_a_network_on_another_device_computes_there() -> None:
-    policy = EpisodePolicy("Pendulum-v1", num_members=1, normalize_observations=True).to("meta")
+    policy = EpisodePolicy("Pendulum-v1", num_members=1, options=EpisodeOptions(normalize_observations=True)).to("meta")
     assert fast_forward(policy.normalizer, policy.actor) is None
     assert policy.decide(torch.zeros(2, 3)).device.type == "meta"

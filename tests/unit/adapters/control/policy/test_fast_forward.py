@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from adapters.control import EpisodePolicy, EpisodeStart
+from adapters.control import EpisodeOptions, EpisodePolicy, EpisodeStart
 from adapters.control.policy.fast_forward import SINGLE_THREADED, fast_forward
 from adapters.control.policy.networks import SharedStd, mlp_torso
 from adapters.control.policy.observations import RunningNormalizer
@@ -90,7 +90,9 @@ def test_large_batches_run_in_torch():
 
 
 def test_a_policy_acts_in_numpy_as_in_torch(monkeypatch):
-    policy = EpisodePolicy("Pendulum-v1", num_members=3, normalize_observations=True, max_episode_steps=30)
+    policy = EpisodePolicy(
+        "Pendulum-v1", num_members=3, options=EpisodeOptions(normalize_observations=True, max_episode_steps=30)
+    )
     starts = [EpisodeStart(seed=0), EpisodeStart(seed=1)]
     twin = copy.deepcopy(policy)
     fast = policy.roll_out(starts, seed=5, max_steps=30)

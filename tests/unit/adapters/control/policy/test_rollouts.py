@@ -10,12 +10,13 @@ import pytest
 import torch
 from gymnasium.envs.registration import EnvSpec
 
-from adapters.control import EpisodePolicy
+from adapters.control import EpisodeOptions, EpisodePolicy
 from adapters.control.environments.episodes import Episode, EpisodeStart
 from adapters.control.environments.pools import PoolStep, SerialPool, WorkerLost, make_pool
 from adapters.control.policy.rollouts import MAX_LOSSES_IN_A_ROW, Record
 from grpo.errors import ConfigError, ContractError, GRPOWarning
 from tests.support.control_environments import Chance, Crossing, Watched
+from tests.support.control_policies import policy_of
 
 POOLS: dict[str, Callable[[int], Any]] = {
     "native": lambda members: make_pool("CartPole-v1", members),
@@ -31,7 +32,7 @@ def starts_of(*seeds: int) -> list[EpisodeStart]:
 
 def policy_on(pool: Any, **options: Any) -> EpisodePolicy:
     torch.manual_seed(5)
-    policy = EpisodePolicy(pool, hidden=(8,), **options)
+    policy = policy_of(pool, **{"hidden": (8,)} | options)
     with torch.no_grad():
         for value in policy.parameters():  # initial weights are so small that observations hardly matter
             value.mul_(3.0)
@@ -266,7 +267,7 @@ def test_a_diverged_network_is_named_and_not_the_environment(
     ):
         with subtests.test(env_id=env_id, distribution=distribution):
             options: dict[str, Any] = {"max_episode_steps": 5, "distribution": distribution}
-            policy = EpisodePolicy(env_id, num_members=2, hidden=(4,), **options)
+            policy = policy_of(env_id, num_members=2, hidden=(4,), **options)
             with torch.no_grad():
                 next(policy.parameters()).fill_(torch.nan)
             with pytest.raises(ContractError, match=r"must be finite.*Lower the learning rate") as raised:
@@ -304,7 +305,7 @@ def test_groups_of_strangers_are_named_once() -> None:
 
 
 def test_groups_of_twins_are_named_in_the_first_iteration() -> None:
-    policy = EpisodePolicy("Blackjack-v1", num_members=8, max_episode_steps=20)
+    policy = EpisodePolicy("Blackjack-v1", num_members=8, options=EpisodeOptions(max_episode_steps=20))
     with pytest.warns(GRPOWarning, match=r"of 32 are copies of another .* smaller group_size and more starts"):
         policy.sample_actions(starts_of(1, 2), 16)
     policy.sample_actions(starts_of(1, 2), 16)  # warnings are errors
@@ -323,7 +324,7 @@ def test_wrappers_with_statistics_of_their_own_are_refused(subtests: pytest.Subt
             subtests.test(options=options),
             pytest.raises(ConfigError, match=r"Normalize.* keeps a running mean. .*normalize_observations=True"),
         ):
-            EpisodePolicy(make, num_members=2, **options)
+            policy_of(make, num_members=2, **options)
 
     def frozen() -> gymnasium.Env:
         env = normalized(Chance())
@@ -388,7 +389,8 @@ def test_an_environment_without_a_limit_needs_one(subtests: pytest.Subtests) -> 
         with (
             subtests.test(environment=environment),
             pytest.raises(
-                ConfigError, match=r"episodes must have a time limit, .* Pass max_episode_steps=..., in steps"
+                ConfigError,
+                match=r"must have a time limit, .* Pass options=EpisodeOptions\(max_episode_steps=...\), in steps",
             ),
         ):
             EpisodePolicy(environment)
@@ -402,7 +404,7 @@ class Unending(Chance):
 
 
 def test_no_episode_is_longer_than_the_time_limit() -> None:
-    policy = EpisodePolicy(Unending, num_members=2, max_episode_steps=40)
+    policy = EpisodePolicy(Unending, num_members=2, options=EpisodeOptions(max_episode_steps=40))
     assert policy.roll_out(starts_of(1, 2), seed=0).lengths == [40, 40]
     assert policy.sample_actions(starts_of(1), 2).mask.shape == (2, 40)
     assert policy.roll_out(starts_of(1), seed=0, max_steps=60).lengths == [60]

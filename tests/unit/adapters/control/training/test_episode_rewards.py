@@ -7,7 +7,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from adapters.control import EnvironmentReward, EpisodePolicy, StepReward, effort
+from adapters.control import EnvironmentReward, EpisodeOptions, EpisodePolicy, StepReward, effort
 from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask
 from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, GRPOTrainer, WeightedRewards
 from grpo.errors import ConfigError, RewardError
@@ -79,7 +79,9 @@ def test_a_term_of_a_wrong_length_is_named() -> None:
 
 
 def trainer_of(reward: Any, policy: EpisodePolicy | None = None, **settings: Any) -> GRPOTrainer:
-    policy = policy or EpisodePolicy(lambda: Chance(5, end_above=0.8), num_members=3, hidden=(4,))
+    policy = policy or EpisodePolicy(
+        lambda: Chance(5, end_above=0.8), num_members=3, options=EpisodeOptions(hidden=(4,))
+    )
     return GRPOTrainer(config=GRPOConfig(group_size=3, seed=0, **settings), policy=policy, reward_model=reward)
 
 
@@ -114,7 +116,7 @@ def test_the_default_advantage_compares_active_episodes_of_the_group() -> None:
 
 
 def test_weighted_terms_are_added_and_reported_by_name() -> None:
-    policy = EpisodePolicy(lambda: Chance(4), num_members=3, hidden=(4,))
+    policy = EpisodePolicy(lambda: Chance(4), num_members=3, options=EpisodeOptions(hidden=(4,)))
     reward = WeightedRewards({"env": EnvironmentReward(), "effort": StepReward(effort)}, {"env": 1.0, "effort": 0.1})
     trainer = trainer_of(reward, policy)
     batch = trainer.collect(STARTS)
@@ -142,7 +144,9 @@ class Preferred(nn.Module):
 
 def test_a_learned_reward_model_is_not_trained() -> None:
     reward = Preferred()
-    trainer = trainer_of(reward, EpisodePolicy("Pendulum-v1", num_members=3, hidden=(4,), max_episode_steps=6))
+    trainer = trainer_of(
+        reward, EpisodePolicy("Pendulum-v1", num_members=3, options=EpisodeOptions(hidden=(4,), max_episode_steps=6))
+    )
     weights = [value.clone() for value in reward.parameters()]
     batch = trainer.collect(STARTS)
     assert not batch.rewards.requires_grad
@@ -159,7 +163,9 @@ def test_episodes_of_one_step_have_one_reward_per_row(subtests: pytest.Subtests)
     """Blackjack often gives such a batch. The advantages are the differences from the group's mean."""
     for reward in (EnvironmentReward(), StepReward(lambda one: one.rewards)):
         with subtests.test(reward=type(reward).__name__):
-            policy = EpisodePolicy(lambda: Spaces(UNIT, spaces.Discrete(4), length=1), num_members=3, hidden=(4,))
+            policy = EpisodePolicy(
+                lambda: Spaces(UNIT, spaces.Discrete(4), length=1), num_members=3, options=EpisodeOptions(hidden=(4,))
+            )
             trainer = trainer_of(reward, policy)
             batch = trainer.collect(STARTS)
             totals = torch.tensor([float(one.rewards.sum()) for one in batch.actions], dtype=torch.float64).view(2, 3)

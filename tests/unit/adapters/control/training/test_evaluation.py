@@ -7,17 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from adapters.control import EnvironmentReward, EpisodePolicy, Evaluation, FromTorch, evaluate_policy
+from adapters.control import EnvironmentReward, EpisodeOptions, EpisodePolicy, Evaluation, FromTorch, evaluate_policy
 from adapters.control.environments.episodes import EpisodeStart, episode_starts
 from adapters.control.environments.pools import SerialPool
 from adapters.control.training.evaluation import EVALUATION_SEED
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError, ContractError
 from tests.support.control_environments import UNIT, Chance, Crossing, Spaces, Watched
+from tests.support.control_policies import policy_of
 
 
 def trained(env: Any = "Pendulum-v1", **options: Any) -> EpisodePolicy:
-    policy = EpisodePolicy(env, **{"num_members": 3, "hidden": (8,), "max_episode_steps": 9} | options)
+    policy = policy_of(env, **{"num_members": 3, "hidden": (8,), "max_episode_steps": 9} | options)
     config = GRPOConfig(group_size=3, seed=0)
     trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward())
     for iteration in range(2):
@@ -46,7 +47,9 @@ def test_an_evaluation_changes_no_policy_state_mode_or_generator(subtests: pytes
 
 def test_an_evaluation_restores_the_global_generator_a_distribution_uses() -> None:
     laplace = FromTorch(UNIT, 2, lambda mean: torch.distributions.Laplace(mean, 0.5))
-    policy = EpisodePolicy(lambda: Spaces(UNIT, UNIT), distribution=laplace, num_members=2, hidden=(4,))
+    policy = EpisodePolicy(
+        lambda: Spaces(UNIT, UNIT), distribution=laplace, num_members=2, options=EpisodeOptions(hidden=(4,))
+    )
     drawn = everything_random()
     evaluate_policy(policy, num_episodes=2, deterministic=False)
     assert everything_random() == drawn
@@ -66,7 +69,9 @@ def test_evaluations_do_not_change_the_training_run() -> None:
     def weights(num_evaluations: int) -> list[float]:
         torch.manual_seed(0)
         policy = EpisodePolicy(
-            "Pendulum-v1", num_members=3, hidden=(4,), max_episode_steps=9, normalize_observations=True
+            "Pendulum-v1",
+            num_members=3,
+            options=EpisodeOptions(hidden=(4,), max_episode_steps=9, normalize_observations=True),
         )
         config = GRPOConfig(group_size=3, seed=0)
         trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward())
@@ -80,7 +85,7 @@ def test_evaluations_do_not_change_the_training_run() -> None:
 
 
 def test_evaluation_takes_the_most_likely_actions_unless_told_to_sample() -> None:
-    policy = EpisodePolicy("CartPole-v1", num_members=2, hidden=(4,))
+    policy = EpisodePolicy("CartPole-v1", num_members=2, options=EpisodeOptions(hidden=(4,)))
     with torch.no_grad():
         policy.actor[1].weight.zero_()
         policy.actor[1].bias.copy_(torch.tensor([0.0, 0.1]))  # always to the right
@@ -113,13 +118,15 @@ def test_an_evaluation_restores_the_mode_after_an_error() -> None:
 
 
 def test_training_limits_do_not_apply_to_evaluations() -> None:
-    policy = EpisodePolicy("Pendulum-v1", num_members=2, max_episode_steps=7)
+    policy = EpisodePolicy("Pendulum-v1", num_members=2, options=EpisodeOptions(max_episode_steps=7))
     assert evaluate_policy(policy, num_episodes=2).lengths.tolist() == [200, 200]
     assert evaluate_policy(policy, num_episodes=2, max_steps=11).lengths.tolist() == [11, 11]
 
 
 def test_an_evaluation_without_a_limit_of_the_environment_has_that_of_the_policy() -> None:
-    policy = EpisodePolicy("CliffWalking-v1", num_members=2, max_episode_steps=7)  # a first policy walks into a wall
+    policy = EpisodePolicy(
+        "CliffWalking-v1", num_members=2, options=EpisodeOptions(max_episode_steps=7)
+    )  # a first policy walks into a wall
     assert max(evaluate_policy(policy, num_episodes=2).lengths) == 7
     assert max(evaluate_policy(policy, num_episodes=2, max_steps=9).lengths) == 9
 

@@ -5,7 +5,7 @@ from typing import Any
 import gymnasium
 import pytest
 
-from adapters.control import PRESETS, EnvironmentReward, episode_starts, preset_for
+from adapters.control import PRESETS, EnvironmentReward, EpisodeOptions, episode_starts, preset_for
 from grpo.errors import ConfigError
 from grpo.surrogates import Clip
 
@@ -25,10 +25,10 @@ def test_presets_name_registered_environments_and_set_the_config() -> None:
 
 def test_a_preset_trains_with_its_own_settings_or_those_given() -> None:
     preset = PRESETS["CartPole-v1"]
-    policy = preset.make_policy(hidden=(8,))
+    policy = preset.make_policy(critic=True)
     assert policy.pool.num_members == preset.num_groups * preset.group_size
     assert policy.normalizer is not None
-    assert preset.make_policy(num_members=2, normalize_observations=False).normalizer is None
+    assert preset.make_policy(num_members=2, options=EpisodeOptions()).normalizer is None
     trainer = preset.make_trainer(policy, seed=0)
     group = trainer.optimizer_step.optimizer.param_groups[0]  # type: ignore[union-attr]
     assert (group["lr"], group["eps"]) == (preset.learning_rate, 1e-5)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.control import EnvironmentReward, EpisodePolicy, LearningCurve, evaluate_policy, preset_for, train_control
+from adapters.control import EnvironmentReward, LearningCurve, evaluate_policy, preset_for, train_control
 from adapters.control.environments.episodes import episode_starts
 from adapters.control.environments.pools import SerialPool
 from adapters.control.training.evaluation import EVALUATION_SEED
@@ -15,6 +15,7 @@ from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError
 from grpo.sinks import Samples
 from tests.support.control_environments import Chance, Watched
+from tests.support.control_policies import policy_of
 
 
 class Sink:
@@ -35,7 +36,7 @@ class Sink:
 
 def trainer_of(environment: Any, **options: Any) -> GRPOTrainer:
     torch.manual_seed(2)
-    policy = EpisodePolicy(environment, **{"hidden": (8,), "num_members": 4} | options)
+    policy = policy_of(environment, **{"hidden": (8,), "num_members": 4} | options)
     config = GRPOConfig(
         group_size=2, batch_size=16, num_epochs_per_update=2, seed=0, advantage=AdvantageConfig(scale="batch")
     )

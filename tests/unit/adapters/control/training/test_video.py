@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from adapters.control import EpisodePolicy, record_frames, record_video
+from adapters.control import EpisodeOptions, EpisodePolicy, record_frames, record_video
 from grpo.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ def frames_or_skip(*args: Any, **options: Any) -> list[Any]:
 
 @pytest.mark.usefixtures("screenless")
 def test_frames_show_the_most_likely_actions_of_consecutive_episodes() -> None:
-    policy = EpisodePolicy("CartPole-v1", num_members=1, hidden=(4,))
+    policy = EpisodePolicy("CartPole-v1", num_members=1, options=EpisodeOptions(hidden=(4,)))
     with torch.no_grad():
         policy.actor[1].weight.zero_()
         policy.actor[1].bias.copy_(torch.tensor([0.0, 0.1]))  # always to the right, so the pole falls at once
@@ -50,7 +50,7 @@ def test_frames_show_the_most_likely_actions_of_consecutive_episodes() -> None:
 
 @pytest.mark.usefixtures("screenless")
 def test_films_of_an_environment_without_a_limit_have_that_of_the_policy() -> None:
-    policy = EpisodePolicy("CliffWalking-v1", num_members=1, hidden=(4,), max_episode_steps=5)
+    policy = EpisodePolicy("CliffWalking-v1", num_members=1, options=EpisodeOptions(hidden=(4,), max_episode_steps=5))
     with torch.no_grad():
         policy.actor[1].weight.zero_()
         policy.actor[1].bias.copy_(torch.tensor([1.0, 0.0, 0.0, 0.0]))  # always up, which never arrives
@@ -75,7 +75,7 @@ def test_frames_of_a_robot_have_the_requested_size() -> None:
 @pytest.mark.usefixtures("screenless")
 def test_a_video_is_written_as_mp4(tmp_path: Path) -> None:
     pytest.importorskip("moviepy", reason="moviepy is not installed")
-    policy = EpisodePolicy("CartPole-v1", num_members=1, hidden=(4,))
+    policy = EpisodePolicy("CartPole-v1", num_members=1, options=EpisodeOptions(hidden=(4,)))
     frames_or_skip(policy, "CartPole-v1", num_frames=1)
     path = record_video(policy, "CartPole-v1", tmp_path / "video", max_episode_steps=8)
     assert path.stat().st_size > 1000

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from adapters.tools import ExecutorOptions
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import ToolRaisedError
@@ -25,7 +26,7 @@ def test_each_call_is_one_line_of_the_log(tmp_path: Path) -> None:
     log = tmp_path / "calls.jsonl"
     log.write_text('{"before": true}\n')
     odd = "line\nbreak\x1b[31m\u2028"
-    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, log_path=log) as made:
+    with ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG, log_path=log)) as made:
         made.run([call("echo", value=odd), call("add", a="x"), call("no\nsuch"), call("echo", value=b"x")])
         made.run([call("echo", value="y" * 5000)])
         lines = log.read_bytes().decode("ascii").splitlines()  # written at once, not at the end
@@ -64,7 +65,9 @@ def test_calls_return_results_even_if_the_log_cannot_be_written() -> None:
 
     with (
         warnings.catch_warnings(record=True) as caught,
-        ToolExecutor(ToolCatalogue([Tool.from_function(hello, remote=True)]), log_path="/dev/full") as made,
+        ToolExecutor(
+            ToolCatalogue([Tool.from_function(hello, remote=True)]), options=ExecutorOptions(log_path="/dev/full")
+        ) as made,
     ):
         warnings.simplefilter("always")
         assert [result.output for result in made.run([call("hello")] * 3)] == ["hello"] * 3
@@ -201,12 +204,14 @@ def test_the_executor_redacts_by_default_and_as_told(tmp_path: Path) -> None:
     catalogue = ToolCatalogue([CATALOGUE["echo"]])
     for name, settings, expected in (("default", {}, "[redacted]"), ("none", {"redact": ()}, "hunter2")):
         log = tmp_path / name
-        with ToolExecutor(catalogue, num_workers=1, timeout=LONG, log_path=log, **settings) as made:  # type: ignore[arg-type]
+        with ToolExecutor(
+            catalogue, num_workers=1, options=ExecutorOptions(timeout=LONG, log_path=log, **settings)
+        ) as made:
             assert made.run([call("echo", value={"password": "hunter2"})])[0].output == {"password": "hunter2"}
         assert json.loads(log.read_text())["arguments"] == {"value": {"password": expected}}
         assert log.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(ConfigError, match="redact must be a list of argument names, or a function; got 'password'"):
-        ToolExecutor(catalogue, redact="password")
+    with pytest.raises(ConfigError, match=r"ExecutorOptions.redact must be a tuple of str or Callable; got 'password'"):
+        ExecutorOptions(redact="password")  # type: ignore[arg-type]
 
 
 def test_a_line_that_a_full_disk_cut_off_does_not_spoil_the_next(tmp_path: Path) -> None:

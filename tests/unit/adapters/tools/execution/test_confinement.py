@@ -18,6 +18,7 @@ from adapters.tools.execution.confinement import readable_paths
 from adapters.tools.execution.confinement.bubblewrap import Bubblewrap
 from adapters.tools.execution.confinement.landlock import Landlock
 from adapters.tools.execution.executor import ToolExecutor
+from adapters.tools.execution.options import ExecutorOptions
 from adapters.tools.execution.workers import WorkerLimits
 from grpo.errors import ConfigError, GRPOWarning
 from tests.support import confined_tools, tool_functions
@@ -70,7 +71,7 @@ def outcomes(executor: ToolExecutor, *asked: tuple[str, Path | str]) -> list[str
 
 @pytest.mark.parametrize("kind", CONFINEMENTS[:2])
 def test_tools_read_and_write_nothing_outside_their_folder(shared: Path, kind: Any) -> None:
-    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement=kind) as made:
+    with ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG, confinement=kind)) as made:
         read, write, truncate, new, listed = outcomes(
             made, ("read", shared / "file"), ("write", shared / "file"), ("truncate", shared / "file"),
             ("write", shared / "new"), ("list", shared),
@@ -85,7 +86,9 @@ def test_tools_read_and_write_nothing_outside_their_folder(shared: Path, kind: A
 
 @pytest.mark.parametrize("kind", CONFINEMENTS[:2])
 def test_readable_folders_can_be_read_and_not_written(shared: Path, kind: Any) -> None:
-    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement=kind, readable=[shared]) as made:
+    with ToolExecutor(
+        CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG, confinement=kind, readable=(shared,))
+    ) as made:
         read, write, truncate, new, listed = outcomes(
             made, ("read", shared / "file"), ("write", shared / "file"), ("truncate", shared / "file"),
             ("write", shared / "new"), ("list", shared),
@@ -96,13 +99,13 @@ def test_readable_folders_can_be_read_and_not_written(shared: Path, kind: Any) -
 
 
 def test_with_the_user_kind_tools_reach_what_their_user_reaches(shared: Path) -> None:
-    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement="user") as made:
+    with ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG, confinement="user")) as made:
         assert outcomes(made, ("read", shared / "file"), ("write", shared / "file")) == ["content", "done"]
 
 
 @pytest.mark.parametrize("kind", CONFINEMENTS)
 def test_temporary_files_work_and_locks_where_shared_memory_is_private(kind: Any) -> None:
-    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement=kind) as made:
+    with ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG, confinement=kind)) as made:
         used = output_of(made, "temporary")
         assert used["folder"] == (str(made.root) if kind == "landlock" else "/tmp")
         assert used["locked"] is (kind != "landlock")
@@ -140,9 +143,10 @@ def test_tools_run_if_the_program_was_started_through_links(kind: Any) -> None:
             name.unlink()
             name.symlink_to(other / "python")
         program = (
-            "from adapters.tools import Tool, ToolCall, ToolCatalogue, ToolExecutor\n"
+            "from adapters.tools import Tool, ToolCall, ToolCatalogue, ToolExecutor, ExecutorOptions\n"
             "from tests.support.tool_functions import add\n"
-            f"with ToolExecutor(ToolCatalogue([Tool.from_function(add)]), confinement={kind!r}) as executor:\n"
+            f"options = ExecutorOptions(confinement={kind!r})\n"
+            "with ToolExecutor(ToolCatalogue([Tool.from_function(add)]), options=options) as executor:\n"
             "    print(executor.run([ToolCall(tool='add', arguments={'a': 1, 'b': 2})])[0].output)\n"
         )
         run = subprocess.run(
@@ -161,13 +165,13 @@ def test_readable_folders_may_be_above_the_tools_folder_or_within_it(shared: Pat
     (root / "inner").mkdir(parents=True)
     for folder in (root, root / "inner"):
         folder.chmod(0o777)
-    for readable in (["/tmp"], ["/"], [root / "inner"], [shared, root]):
+    for readable in (("/tmp",), ("/",), (root / "inner",), (shared, root)):
         settings: Any = {"root": root, "readable": readable, "confinement": kind}
-        with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, **settings) as made:
+        with ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG, **settings)) as made:
             written = outcomes(made, ("write", root / "inner" / "file"), ("write", shared / "new"), ("write", "/etc/x"))
             assert written[0] == "done"
             assert not {"done"} & set(written[1:])
-            expected = str(root) if readable == ["/tmp"] or kind == "landlock" else "/tmp"
+            expected = str(root) if readable == ("/tmp",) or kind == "landlock" else "/tmp"
             assert output_of(made, "temporary")["folder"] == expected
             (root / "inner" / "file").unlink()
 
@@ -176,7 +180,9 @@ def test_readable_folders_may_be_above_the_tools_folder_or_within_it(shared: Pat
 
 
 def test_bubblewrap_shows_a_worker_only_its_own_processes() -> None:
-    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement="bubblewrap") as made:
+    with ToolExecutor(
+        CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG, confinement="bubblewrap")
+    ) as made:
         assert output_of(made, "visible_processes") == [1, 2], "the fork server and the worker"
         assert output_of(made, "outcome_of_signal", pid=os.getpid()) == "ProcessLookupError"
 
@@ -187,13 +193,15 @@ def test_landlock_refuses_signals_to_processes_of_the_same_user() -> None:
 
     if landlock._version() < 6:
         pytest.skip("Linux 6.12 refuses signals")
-    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement="landlock", limits=ROOT_USER) as made:
+    with ToolExecutor(
+        CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG, confinement="landlock", limits=ROOT_USER)
+    ) as made:
         assert output_of(made, "outcome_of_signal", pid=os.getpid()) == "PermissionError"
 
 
 @pytest.mark.parametrize("kind", CONFINEMENTS[1:])
 def test_the_other_kinds_show_all_processes(kind: Any) -> None:
-    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement=kind) as made:
+    with ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG, confinement=kind)) as made:
         assert os.getpid() in output_of(made, "visible_processes")
         assert "python" in outcomes(made, ("read", Path(f"/proc/{os.getpid()}/cmdline")))[0]
 
@@ -202,7 +210,7 @@ def test_the_other_kinds_show_all_processes(kind: Any) -> None:
 def test_only_bubblewrap_hides_sockets_in_files(shared: Path, kind: Any) -> None:
     with (
         socket.socket(socket.AF_UNIX) as server,
-        ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement=kind) as made,
+        ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG, confinement=kind)) as made,
     ):
         server.bind(str(shared / "socket"))
         (shared / "socket").chmod(0o777)
@@ -214,7 +222,9 @@ def test_only_bubblewrap_hides_sockets_in_files(shared: Path, kind: Any) -> None
 @pytest.mark.parametrize("limits", USERS)
 @pytest.mark.parametrize("kind", CONFINEMENTS)
 def test_workers_have_no_capabilities(kind: Any, limits: WorkerLimits) -> None:
-    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement=kind, limits=limits) as made:
+    with ToolExecutor(
+        CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG, confinement=kind, limits=limits)
+    ) as made:
         assert int(output_of(made, "who")["capabilities"], 16) == 0
 
 
@@ -224,6 +234,7 @@ import tests.support.light_packages
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.execution.executor import ToolExecutor
+from adapters.tools.execution.options import ExecutorOptions
 from adapters.tools.execution.workers import WorkerLimits
 from tests.support.confined_tools import core_can_be_dumped, secrets
 
@@ -231,7 +242,8 @@ warnings.simplefilter("ignore")
 limits = WorkerLimits(first_uid=61_000 if sys.argv[1] == "own" else None)
 call = ToolCall(tool="secrets", arguments={"secret": os.environ["API_KEY"], "program": os.getpid()})
 for kind in sys.argv[2:]:
-    with ToolExecutor(ToolCatalogue([Tool.from_function(secrets)]), num_workers=1, confinement=kind, limits=limits) as executor:
+    options = ExecutorOptions(confinement=kind, limits=limits)
+    with ToolExecutor(ToolCatalogue([Tool.from_function(secrets)]), num_workers=1, options=options) as executor:
         print(kind, executor.run([call])[0].output, core_can_be_dumped())
 """
 
@@ -286,11 +298,11 @@ def test_a_kind_that_does_not_work_here_is_refused_and_not_replaced(monkeypatch:
     with pytest.raises(
         ConfigError, match=r"confinement='landlock' must work on this machine; landlock: Landlock is not here"
     ):
-        ToolExecutor(CATALOGUE, confinement="landlock")
+        ToolExecutor(CATALOGUE, options=ExecutorOptions(confinement="landlock"))
     with pytest.raises(
-        ConfigError, match=r"confinement must be 'auto' or one of \('bubblewrap', 'landlock', 'user'\); got 'no'"
+        ConfigError, match="confinement must be one of 'auto', 'bubblewrap', 'landlock', 'user'; got 'no'"
     ):
-        ToolExecutor(CATALOGUE, confinement="no")  # type: ignore[arg-type]
+        ToolExecutor(CATALOGUE, options=ExecutorOptions(confinement="no"))  # type: ignore[arg-type]
     monkeypatch.setenv("PATH", "/nowhere")
     assert Bubblewrap().unavailable() == "the program bwrap is missing; install the package bubblewrap"
 
@@ -319,12 +331,14 @@ import tests.support.light_packages
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.execution.executor import ToolExecutor
+from adapters.tools.execution.options import ExecutorOptions
 from tests.support.tool_functions import add
 
 for kind in sys.argv[1:]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with ToolExecutor(ToolCatalogue([Tool.from_function(add)]), num_workers=1, confinement=kind) as executor:
+        options = ExecutorOptions(confinement=kind)
+        with ToolExecutor(ToolCatalogue([Tool.from_function(add)]), num_workers=1, options=options) as executor:
             results = executor.run([ToolCall(tool="add", arguments={"a": 1})] * 2)
         print(executor.confinement, [result.output for result in results], *(each.message for each in said))
 """
@@ -395,7 +409,7 @@ def test_a_python_that_the_workers_user_cannot_read_is_mounted_by_bubblewrap_and
     monkeypatch.setattr(sys, "executable", str(python))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement=kind) as made:
+        with ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG, confinement=kind)) as made:
             assert output_of(made, "add", a=1) == 2
     told = [str(each.message) for each in said if each.category is GRPOWarning]
     if kind == "bubblewrap":

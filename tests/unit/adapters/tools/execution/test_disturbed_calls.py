@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from adapters.tools import ExecutorOptions
 from adapters.tools.errors import ToolTimeoutError, WorkerDiedError
 from adapters.tools.execution.executor import ToolExecutor
 from tests.support.tool_executors import CATALOGUE, LINUX, LONG, USERS, call, error_of, output_of
@@ -14,7 +15,7 @@ pytestmark = LINUX
 
 @pytest.fixture(scope="module", params=USERS)
 def executor(request: pytest.FixtureRequest) -> Iterator[ToolExecutor]:
-    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, limits=request.param) as made:
+    with ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG, limits=request.param)) as made:
         yield made
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from adapters.tools import ExecutorOptions
 from adapters.tools.catalogue.calls import ToolResult
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import ToolNotAllowedError, UnknownToolError, WorkerDiedError
@@ -44,7 +45,7 @@ pytestmark = LINUX
 
 @pytest.fixture(scope="module")
 def executor() -> Iterator[ToolExecutor]:
-    with ToolExecutor(CATALOGUE, num_workers=2, timeout=LONG) as made:
+    with ToolExecutor(CATALOGUE, num_workers=2, options=ExecutorOptions(timeout=LONG)) as made:
         yield made
 
 
@@ -128,18 +129,24 @@ def test_tools_that_are_not_allowed_need_not_be_importable_and_reach_no_worker()
 def test_invalid_settings_are_refused(subtests: pytest.Subtests) -> None:
     threads = threading.active_count()
     for name, value in (
-        ("num_workers", 0), ("max_output_bytes", 0), ("max_concurrency", 0), ("timeout", 0.0), ("timeout", math.inf),
-        ("timeout", math.nan), ("root", "/no/such/folder"), ("root", __file__), ("log_path", "/no/such/folder/log"),
-        ("log_path", "/"),
+        ("max_output_bytes", 0), ("max_concurrency", 0), ("timeout", 0.0), ("timeout", math.inf),
+        ("timeout", math.nan), ("confinement", "none"), ("readable", ["/data"]), ("limits", None),
+    ):  # fmt: skip
+        with subtests.test(name, value=value), pytest.raises(ConfigError, match=f"ExecutorOptions.{name} must be"):
+            ExecutorOptions(**{name: value})
+    for name, value in (
+        ("root", "/no/such/folder"), ("root", __file__), ("log_path", "/no/such/folder/log"), ("log_path", "/"),
     ):  # fmt: skip
         with subtests.test(name, value=value), pytest.raises(ConfigError, match=f"ToolExecutor: {name} must be"):
-            ToolExecutor(CATALOGUE, **{name: value})
+            ToolExecutor(CATALOGUE, options=ExecutorOptions(**{name: value}))
+    with pytest.raises(ConfigError, match="ToolExecutor: num_workers must be"):
+        ToolExecutor(CATALOGUE, num_workers=0)
     assert threading.active_count() == threads
 
 
 def test_invalid_limits_are_refused() -> None:
     for value in (0, -1, True, 1.5):
-        with pytest.raises(ConfigError, match=r"WorkerLimits\.processes must be a positive integer"):
+        with pytest.raises(ConfigError, match=r"WorkerLimits\.processes must be (>= 1|int or None)"):
             WorkerLimits(processes=value)  # type: ignore[arg-type]
     assert WorkerLimits(processes=1, memory_bytes=None).memory_bytes is None
 
@@ -177,7 +184,9 @@ def given_up(tmp_path: Path, give_up: Callable[[ToolExecutor, list[Any], Callabl
 
     catalogue = CATALOGUE.with_tools(Tool.from_function(linger, remote=True))
     log = tmp_path / "calls.jsonl"
-    made = ToolExecutor(catalogue, num_workers=1, max_concurrency=2, timeout=10 * LONG, log_path=log)
+    made = ToolExecutor(
+        catalogue, num_workers=1, options=ExecutorOptions(max_concurrency=2, timeout=10 * LONG, log_path=log)
+    )
     pid = number_here(made, output_of(made, "who")["pid"])
     assert pid is not None
     calls = [call("nap", seconds=500), call("add", a=1), call("linger", seconds=500), call("no_such")] * 3
@@ -207,7 +216,7 @@ def test_an_interrupt_ends_the_calls_and_the_executor_stays_usable(tmp_path: Pat
 
 
 def test_calls_in_many_workers_are_given_up_at_once() -> None:
-    with ToolExecutor(CATALOGUE, num_workers=4, timeout=10 * LONG) as made:
+    with ToolExecutor(CATALOGUE, num_workers=4, options=ExecutorOptions(timeout=10 * LONG)) as made:
         assert all(result.ok for result in made.run([call("meet", number=4)] * 4))
 
         async def cancel() -> float:
@@ -232,7 +241,7 @@ def test_an_interrupt_within_the_start_leaves_no_call_behind(tmp_path: Path, mon
         if thread.name == "ToolExecutor":
             raise KeyboardInterrupt
 
-    with ToolExecutor(CATALOGUE, num_workers=1, timeout=10 * LONG, log_path=log) as made:
+    with ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=10 * LONG, log_path=log)) as made:
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", begin_and_be_interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -242,7 +251,7 @@ def test_an_interrupt_within_the_start_leaves_no_call_behind(tmp_path: Path, mon
 
 
 def test_an_interrupt_at_the_moment_of_the_start_ends_the_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ToolExecutor(CATALOGUE, num_workers=1, timeout=10 * LONG) as made:
+    with ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=10 * LONG)) as made:
         start = Batch.start
 
         def start_and_be_interrupted(*arguments: Any) -> None:
@@ -273,7 +282,7 @@ def test_cancelling_an_await_ends_its_calls_and_the_executor_stays_usable(tmp_pa
 
 def test_closing_waits_for_cancelled_calls_to_be_logged(tmp_path: Path) -> None:
     log = tmp_path / "calls.jsonl"
-    made = ToolExecutor(CATALOGUE, num_workers=1, timeout=10 * LONG, log_path=log)
+    made = ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=10 * LONG, log_path=log))
 
     async def work() -> None:
         waiting = asyncio.ensure_future(made.run_async([call("nap", seconds=500), call("async_nap", seconds=500)]))
@@ -386,7 +395,7 @@ def test_folders_that_are_too_deep_for_python_are_removed() -> None:
         parameters={"type": "object", "properties": {"path": {"type": "string", "format": "path"}}},
     )
     deep = call("mkdir", path="/".join("a" * 1200))
-    with ToolExecutor(ToolCatalogue([made]), num_workers=1, fresh_folder=True) as executor:
+    with ToolExecutor(ToolCatalogue([made]), num_workers=1, options=ExecutorOptions(fresh_folder=True)) as executor:
         assert [result.ok for result in executor.run([deep, call("mkdir", path="b")])] == [True, True]
         assert list(executor.root.iterdir()) == []
     with ToolExecutor(ToolCatalogue([made]), num_workers=1) as executor:
@@ -399,11 +408,11 @@ def test_a_program_that_ignores_its_children_keeps_its_workers() -> None:
     """The fork server must read how workers ended, also where the program ignores SIGCHLD."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        with ToolExecutor(CATALOGUE, num_workers=1, confinement="user") as executor:
+        with ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(confinement="user")) as executor:
             results = executor.run([call("misbehave", how="os_exit"), call("add", a=1), call("add", a=2)])
             assert [type(result.error) for result in results] == [WorkerDiedError, type(None), type(None)]
         with pytest.raises(ConfigError, match="bwrap never ends if the program ignores SIGCHLD"):
-            ToolExecutor(CATALOGUE, confinement="bubblewrap")
+            ToolExecutor(CATALOGUE, options=ExecutorOptions(confinement="bubblewrap"))
     finally:
         signal.signal(signal.SIGCHLD, before)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from adapters.tools import ExecutorOptions
 from adapters.tools.catalogue.calls import ToolCall, ToolResult
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import PathOutsideRootError, ToolRaisedError, ToolTimeoutError, WorkerDiedError
@@ -26,7 +27,7 @@ MORE = CATALOGUE.with_tools(
 
 
 def test_calls_share_files_and_a_worker_keeps_the_state_of_modules() -> None:
-    with ToolExecutor(MORE, num_workers=2, timeout=LONG) as made:
+    with ToolExecutor(MORE, num_workers=2, options=ExecutorOptions(timeout=LONG)) as made:
         assert output_of(made, "leave", name="a") == ["a"]
         assert output_of(made, "leave", name="b") == ["a", "b"]
         assert sorted(path.name for path in made.root.iterdir()) == ["a", "b"]
@@ -36,7 +37,9 @@ def test_calls_share_files_and_a_worker_keeps_the_state_of_modules() -> None:
 @pytest.mark.parametrize("limits", USERS)
 @pytest.mark.parametrize("kind", CONFINEMENTS)
 def test_a_fresh_folder_is_empty_holds_the_calls_paths_and_is_removed(kind: Any, limits: WorkerLimits) -> None:
-    with ToolExecutor(MORE, num_workers=2, timeout=LONG, fresh_folder=True, confinement=kind, limits=limits) as made:
+    with ToolExecutor(
+        MORE, num_workers=2, options=ExecutorOptions(timeout=LONG, fresh_folder=True, confinement=kind, limits=limits)
+    ) as made:
         (made.root / "given").write_text("text")
         calls = [call("leave", name=name) for name in "aab"]
         others = [
@@ -61,7 +64,7 @@ def test_a_fresh_folder_is_empty_holds_the_calls_paths_and_is_removed(kind: Any,
 
 
 def test_a_given_up_call_leaves_no_fresh_folder() -> None:
-    with ToolExecutor(MORE, num_workers=1, timeout=LONG, fresh_folder=True) as made:
+    with ToolExecutor(MORE, num_workers=1, options=ExecutorOptions(timeout=LONG, fresh_folder=True)) as made:
 
         async def give_up() -> None:
             waiting = asyncio.ensure_future(made.run_async([call("nap", seconds=500)]))
@@ -81,7 +84,7 @@ def test_a_fresh_folder_that_cannot_be_removed_is_said_and_fails_no_call(monkeyp
         shutil.rmtree(folder)
 
     before = set(threading.enumerate())
-    with ToolExecutor(MORE, num_workers=1, timeout=LONG, fresh_folder=True) as made:
+    with ToolExecutor(MORE, num_workers=1, options=ExecutorOptions(timeout=LONG, fresh_folder=True)) as made:
         monkeypatch.setattr("adapters.tools.execution.executor.remove_folder", refuse)
         with pytest.warns(GRPOWarning, match="could not remove the folder of a call: .*busy"):
             results = made.run([call("leave", name="a"), call("add", a=1)])
@@ -91,7 +94,7 @@ def test_a_fresh_folder_that_cannot_be_removed_is_said_and_fails_no_call(monkeyp
 
 @pytest.mark.parametrize("fresh_folder", [False, True])
 def test_calls_with_the_same_name_of_a_folder_share_it(fresh_folder: bool) -> None:
-    with ToolExecutor(MORE, num_workers=2, timeout=LONG, fresh_folder=fresh_folder) as made:
+    with ToolExecutor(MORE, num_workers=2, options=ExecutorOptions(timeout=LONG, fresh_folder=fresh_folder)) as made:
         assert all(result.ok for result in made.run([call("meet", number=2)] * 2, folders=["group-1"] * 2)), (
             "two workers"
         )
@@ -115,7 +118,7 @@ def test_rewards_run_the_calls_of_a_group_in_its_folder() -> None:
         return float(len(result.output))
 
     calls = [call("leave", name="a"), call("leave", name="b"), call("leave", name="a")]
-    with ToolExecutor(MORE, num_workers=1, timeout=LONG, fresh_folder=True) as made:
+    with ToolExecutor(MORE, num_workers=1, options=ExecutorOptions(timeout=LONG, fresh_folder=True)) as made:
         rewards = ToolRewards(
             made, {"files": num_files}, folder_of=lambda task: {"x": "group-x", "y": "group-y"}.get(task)
         )
@@ -129,7 +132,7 @@ def test_rewards_run_the_calls_of_a_group_in_its_folder() -> None:
 
 
 def test_remote_tools_have_no_folder_of_their_own() -> None:
-    with ToolExecutor(MORE, num_workers=1, timeout=LONG, fresh_folder=True) as made:
+    with ToolExecutor(MORE, num_workers=1, options=ExecutorOptions(timeout=LONG, fresh_folder=True)) as made:
         results = made.run([call("where_remote", path="x")] * 2, folders=["g", None])
         assert [result.output for result in results] == [str(made.root / "x")] * 2
 

@@ -20,6 +20,7 @@ import tests.support.light_packages
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.execution.executor import ToolExecutor
+from adapters.tools.execution.options import ExecutorOptions
 from tests.support.tool_functions import descendants
 
 def five(a: int) -> int:
@@ -31,7 +32,7 @@ print("imported", __name__, flush=True)
 
 MAIN = """
 if __name__ == "__main__":
-    executor = ToolExecutor(ToolCatalogue([Tool.from_function(five)]), confinement=sys.argv[2])
+    executor = ToolExecutor(ToolCatalogue([Tool.from_function(five)]), options=ExecutorOptions(confinement=sys.argv[2]))
     print(executor.run([ToolCall(tool="five", arguments={"a": 5})])[0].output)
     print(executor.root, *(number for number, _ in descendants(os.getpid())), flush=True)
     time.sleep(float(sys.argv[1]))
@@ -86,7 +87,8 @@ def test_a_program_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path
 
 
 def test_a_main_program_with_tools_but_no_guard_is_refused(tmp_path: Path) -> None:
-    process = start(tmp_path, MAIN.replace('if __name__ == "__main__":', "if True:"))
+    unguarded = MAIN.replace('if __name__ == "__main__":', "if True:").replace("sys.argv[2]", repr("user"))
+    process = start(tmp_path, unguarded)
     _, errors = process.communicate(timeout=LONG)
     assert process.returncode == 1
     assert "Create it under `if __name__ == '__main__':`" in errors.splitlines()[-1]
@@ -123,7 +125,7 @@ def one() -> int:
 import slow_there, tempfile
 tempfile.tempdir = sys.path[0]
 try:
-    ToolExecutor(ToolCatalogue([Tool.from_function(slow_there.one)]), confinement="user")
+    ToolExecutor(ToolCatalogue([Tool.from_function(slow_there.one)]), options=ExecutorOptions(confinement="user"))
 except KeyboardInterrupt:
     print(list(descendants(os.getpid())))
 """)  # fmt: skip

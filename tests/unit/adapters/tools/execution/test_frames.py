@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from adapters.tools import ExecutorOptions
 from adapters.tools.execution.executor import ToolExecutor
 from adapters.tools.execution.worker import LENGTH, PartOfFrameError, receive, send
 from tests.support.tool_executors import CATALOGUE, LONG, call, output_of, soon
@@ -92,7 +93,7 @@ def test_a_frame_that_comes_byte_by_byte_does_not_extend_the_deadline(
 
 @pytest.mark.filterwarnings("ignore:ToolExecutor's workers")
 def test_a_worker_that_ended_while_it_was_idle_is_found_before_it_gets_a_call() -> None:
-    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG) as made:
+    with ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG)) as made:
         output_of(made, "add", a=1)
         [idle] = made._pool._idle
         assert idle.is_quiet

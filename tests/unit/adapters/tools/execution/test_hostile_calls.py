@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from adapters.tools import ExecutorOptions
 from adapters.tools.catalogue.calls import ToolCall, ToolResult
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import (
@@ -313,11 +314,9 @@ def executors(log: Path) -> Iterator[Callable[[Any], ToolExecutor]]:
                     CATALOGUE,
                     allow=[name for name in CATALOGUE if name != "nap"],
                     num_workers=4,
-                    timeout=LONG,
-                    max_output_bytes=MAX_OUTPUT,
-                    limits=LIMITS,
-                    log_path=log,
-                    confinement=confinement,
+                    options=ExecutorOptions(
+                        timeout=LONG, max_output_bytes=MAX_OUTPUT, limits=LIMITS, log_path=log, confinement=confinement
+                    ),
                 )
             )
             root = made.root
@@ -383,7 +382,7 @@ def test_each_hostile_call_ends_as_required_and_harms_no_other_call(
 def test_processes_that_leave_their_worker_do_not_use_up_its_processes() -> None:
     """LIMITS allows 16. Each of these calls leaves a process behind, which is no child of its worker."""
     catalogue = ToolCatalogue([CATALOGUE["misbehave"]])
-    with ToolExecutor(catalogue, num_workers=1, limits=LIMITS, confinement="user") as executor:
+    with ToolExecutor(catalogue, num_workers=1, options=ExecutorOptions(limits=LIMITS, confinement="user")) as executor:
         results = executor.run([ToolCall(tool="misbehave", arguments={"how": "stranger"})] * 20)
     assert [result.error for result in results] == [None] * 20
 
@@ -391,7 +390,7 @@ def test_processes_that_leave_their_worker_do_not_use_up_its_processes() -> None
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs two processors")
 def test_a_worker_that_narrowed_its_limits_is_replaced(subtests: pytest.Subtests) -> None:
     catalogue = ToolCatalogue([CATALOGUE["misbehave"], CATALOGUE["who"]])
-    with ToolExecutor(catalogue, num_workers=1, limits=LIMITS, confinement="user") as executor:
+    with ToolExecutor(catalogue, num_workers=1, options=ExecutorOptions(limits=LIMITS, confinement="user")) as executor:
         before, worker = output_of(executor, "misbehave", how="limits"), output_of(executor, "who")["pid"]
         assert output_of(executor, "who")["pid"] == worker  # nothing has changed, so the worker stays
         for how in ("lower_priority", "lower_limit", "leave_processor"):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from adapters.tools import ExecutorOptions
 from adapters.tools.catalogue.arguments import bounded_text
 from adapters.tools.catalogue.calls import ToolCall, ToolResult
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
@@ -144,7 +145,7 @@ def test_each_hostile_remote_call_ends_as_required_while_another_is_answered(
     log = tmp_path / "calls.jsonl"
     beside, num_answered = ToolCall(tool="echo", arguments={"value": "here"}), 0
     found: list[ToolResult] = []
-    with ToolExecutor(CATALOGUE, num_workers=4, timeout=LONG, log_path=log) as executor:
+    with ToolExecutor(CATALOGUE, num_workers=4, options=ExecutorOptions(timeout=LONG, log_path=log)) as executor:
         calls = [
             ToolCall(tool=f"{tool}-hurried" if ends is ToolTimeoutError else tool, arguments=arguments)
             for tool, arguments, ends in CASES

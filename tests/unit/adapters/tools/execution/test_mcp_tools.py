@@ -13,6 +13,7 @@ import pytest
 import torch
 from mcp import MCPError
 
+from adapters.tools import ExecutorOptions
 from adapters.tools.catalogue.calls import ToolCall, ToolResult
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import (
@@ -179,7 +180,7 @@ def test_a_hanging_call_ends_at_its_timeout_and_every_call_is_logged(tools: dict
     ]
     hurried = tools | {"slow": dataclasses.replace(tools["slow"], timeout=1.5)}
     with ToolExecutor(
-        catalogue_of(hurried, "add", "fail", "slow"), timeout=LONG, log_path=tmp_path / "log"
+        catalogue_of(hurried, "add", "fail", "slow"), options=ExecutorOptions(timeout=LONG, log_path=tmp_path / "log")
     ) as executor:
         well, failed, late = executor.run(calls)
         assert well.output == "3"
@@ -217,7 +218,9 @@ REFUSED = [
 
 def test_refused_arguments_never_reach_the_server(tools: dict[str, Tool], subtests: pytest.Subtests) -> None:
     before = ask(tools["waits"])
-    with ToolExecutor(ToolCatalogue(tools.values()), allow=set(tools) - {"die"}, timeout=LONG) as executor:
+    with ToolExecutor(
+        ToolCatalogue(tools.values()), allow=set(tools) - {"die"}, options=ExecutorOptions(timeout=LONG)
+    ) as executor:
         results = executor.run([ToolCall(tool=name, arguments=arguments) for name, arguments, *_ in REFUSED])
     for (name, _, kind, message), result in zip(REFUSED, results, strict=True):
         with subtests.test(name, message=message):
@@ -228,7 +231,7 @@ def test_refused_arguments_never_reach_the_server(tools: dict[str, Tool], subtes
 
 def test_an_output_that_is_too_large_is_an_error(tools: dict[str, Tool]) -> None:
     calls = [ToolCall(tool="weather", arguments={"city": city}) for city in ("Oslo", "x" * 500)]
-    with ToolExecutor(catalogue_of(tools, "weather"), max_output_bytes=100) as executor:
+    with ToolExecutor(catalogue_of(tools, "weather"), options=ExecutorOptions(max_output_bytes=100)) as executor:
         short, long = executor.run(calls)
     assert short.output == {"city": "Oslo", "degrees": 20.0}
     assert isinstance(long.error, OutputTooLargeError)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from adapters.tools import ExecutorOptions
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import (
     InvalidArgumentsError,
@@ -31,7 +32,8 @@ pytestmark = LINUX
 
 def remote(*functions: Any, **settings: Any) -> ToolExecutor:
     """An executor of remote tools, which starts no worker."""
-    return ToolExecutor(ToolCatalogue([Tool.from_function(each, remote=True) for each in functions]), **settings)
+    catalogue = ToolCatalogue([Tool.from_function(each, remote=True) for each in functions])
+    return ToolExecutor(catalogue, options=ExecutorOptions(**settings))
 
 
 # --- deadlines and turns
@@ -47,7 +49,9 @@ def executor() -> Iterator[ToolExecutor]:
             ("patient_async_nap", tool_functions.async_nap, LONG), ("short_async_nap", tool_functions.async_nap, 0.1),
         )
     ]  # fmt: skip
-    with ToolExecutor(CATALOGUE.with_tools(*own), num_workers=1, max_concurrency=1, timeout=1.0) as made:
+    with ToolExecutor(
+        CATALOGUE.with_tools(*own), num_workers=1, options=ExecutorOptions(max_concurrency=1, timeout=1.0)
+    ) as made:
         yield made
 
 

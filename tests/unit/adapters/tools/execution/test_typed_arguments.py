@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from adapters.tools import ExecutorOptions
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import InvalidArgumentsError, PathOutsideRootError
 from adapters.tools.execution.executor import ToolExecutor
@@ -23,7 +24,9 @@ RIGHT: dict[str, Any] = {
 def executor() -> Iterator[ToolExecutor]:
     remote = Tool.from_function(typed_tools.paint_remotely, remote=True)
     with ToolExecutor(
-        ToolCatalogue([Tool.from_function(typed_tools.paint), remote]), num_workers=1, timeout=LONG
+        ToolCatalogue([Tool.from_function(typed_tools.paint), remote]),
+        num_workers=1,
+        options=ExecutorOptions(timeout=LONG),
     ) as made:
         (made.root / "plan.txt").write_text("four walls")
         yield made

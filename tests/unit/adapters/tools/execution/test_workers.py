@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from adapters.tools import ExecutorOptions
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import (
     PathOutsideRootError,
@@ -61,7 +62,7 @@ def executor() -> Iterator[ToolExecutor]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SECRET", "x")
-            made = ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG)
+            made = ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG))
     finally:
         if OWN_USERS:
             os.setgroups(groups)
@@ -80,7 +81,7 @@ def died(executor: ToolExecutor, how: str) -> str:
 
 
 def test_the_default_root_is_private_usable_and_removed() -> None:
-    with ToolExecutor(CATALOGUE, num_workers=2, timeout=LONG) as made:
+    with ToolExecutor(CATALOGUE, num_workers=2, options=ExecutorOptions(timeout=LONG)) as made:
         root = made.root
         (root / "given").write_text("text")
         given, outside, where = made.run(
@@ -99,7 +100,9 @@ def test_a_given_root_is_kept_and_calls_fail_while_it_is_missing() -> None:
         root, elsewhere = folder / "root", folder / "elsewhere"
         root.mkdir(mode=0o755)
         (root / "f").write_text("x")
-        with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, root=root, confinement="user") as made:
+        with ToolExecutor(
+            CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG, root=root, confinement="user")
+        ) as made:
             assert output_of(made, "read", path="f") == "PosixPath:x"
             assert output_of(made, "who")["cwd"] == str(root.resolve())
             root.rename(elsewhere)
@@ -113,7 +116,9 @@ def test_a_given_root_is_kept_and_calls_fail_while_it_is_missing() -> None:
 
 def test_calls_go_on_after_a_tool_has_removed_the_executors_folder() -> None:
     limits = WorkerLimits(first_uid=None)  # a worker with its own user id may not remove it
-    with ToolExecutor(CATALOGUE, num_workers=2, timeout=LONG, limits=limits, confinement="user") as made:
+    with ToolExecutor(
+        CATALOGUE, num_workers=2, options=ExecutorOptions(timeout=LONG, limits=limits, confinement="user")
+    ) as made:
         assert all(result.ok for result in made.run([call("meet", number=2)] * 2))
         assert output_of(made, "misbehave", how="remove_folder") == "removed"
         assert not made.root.exists()
@@ -128,7 +133,7 @@ def test_a_root_that_workers_cannot_read_is_refused(tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir(mode=0o700 if OWN_USERS else 0o100)
     with pytest.raises(ConfigError, match=r"must be readable by user \d+.*chmod o\+rx"):
-        ToolExecutor(CATALOGUE, root=root)
+        ToolExecutor(CATALOGUE, options=ExecutorOptions(root=root))
     root.chmod(0o700)
 
 
@@ -162,7 +167,7 @@ def test_a_worker_is_confined(executor: ToolExecutor) -> None:
 
 @pytest.mark.skipif(not OWN_USERS, reason="only root on Linux can give workers user ids of their own")
 def test_workers_have_user_ids_of_their_own(executor: ToolExecutor) -> None:
-    with ToolExecutor(CATALOGUE, num_workers=2, timeout=LONG) as other:
+    with ToolExecutor(CATALOGUE, num_workers=2, options=ExecutorOptions(timeout=LONG)) as other:
         assert all(result.ok for result in other.run([call("meet", number=2)] * 2))
         users = {user for made in (executor, other) for user, _ in worker_processes(made)}
     assert len(users) == 3
@@ -173,7 +178,9 @@ def test_workers_have_user_ids_of_their_own(executor: ToolExecutor) -> None:
 def test_without_own_user_ids_there_is_a_warning_and_strays_are_still_killed(kind: Any) -> None:
     limits = WorkerLimits(first_uid=None)
     with pytest.warns(GRPOWarning, match=r"less confined than intended: they run as user"):
-        made = ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, limits=limits, confinement=kind)
+        made = ToolExecutor(
+            CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG, limits=limits, confinement=kind)
+        )
     with made:
         seen = output_of(made, "who")
         assert seen["uid"] == [os.getuid()] * 3
@@ -246,12 +253,16 @@ def test_a_command_runs_the_program_that_the_executors_user_finds_or_none(
     with open_folder() as folder:
         program(folder / "a_program")
         monkeypatch.setenv("PATH", f"{tmp_path}:{folder}:{os.environ['PATH']}")
-        with ToolExecutor(ToolCatalogue([tool]), num_workers=1, timeout=LONG, confinement=kind) as made:
+        with ToolExecutor(
+            ToolCatalogue([tool]), num_workers=1, options=ExecutorOptions(timeout=LONG, confinement=kind)
+        ) as made:
             [result] = made.run([call("runs")])
         assert error_of(result) is ToolRaisedError
         assert f"PermissionError: [Errno 13] Permission denied: '{closed}'" in str(result.error)
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-        with ToolExecutor(ToolCatalogue([tool]), num_workers=1, timeout=LONG, confinement=kind) as made:
+        with ToolExecutor(
+            ToolCatalogue([tool]), num_workers=1, options=ExecutorOptions(timeout=LONG, confinement=kind)
+        ) as made:
             assert output_of(made, "runs") == f"{folder.name}\n"
 
 
@@ -278,7 +289,9 @@ def test_processor_time_is_limited_per_call(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slow
 def test_a_call_with_too_much_processor_time_is_late() -> None:
     """The limit belongs to the call, so the call is not lost: a policy learns from it as from any other timeout."""
-    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, limits=WorkerLimits(cpu_seconds=1)) as made:
+    with ToolExecutor(
+        CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG, limits=WorkerLimits(cpu_seconds=1))
+    ) as made:
         [result] = made.run([call("spin", seconds=1000)])
         assert error_of(result) is ToolTimeoutError
         assert "more processor time than WorkerLimits.cpu_seconds" in str(result.error)
@@ -327,7 +340,7 @@ def test_a_worker_with_more_than_half_of_its_descriptors_open_is_replaced(execut
 
 
 def test_four_workers_at_most_are_started_when_needed_and_stay_warm() -> None:
-    with ToolExecutor(CATALOGUE, timeout=LONG) as made:
+    with ToolExecutor(CATALOGUE, options=ExecutorOptions(timeout=LONG)) as made:
         assert len({output_of(made, "who")["pid"] for _ in range(5)}) == 1
         assert len(worker_processes(made)) == 1
         assert [output_of(made, "remember", text=text) for text in "ab"] == [["a"], ["a", "b"]]
@@ -338,12 +351,11 @@ def test_four_workers_at_most_are_started_when_needed_and_stay_warm() -> None:
 
 
 def test_a_call_has_ten_seconds_unless_told_otherwise() -> None:
-    with ToolExecutor(CATALOGUE, allow=["async_nap"]) as made:
-        assert made._timeout == 10.0
+    assert ExecutorOptions().timeout == 10.0
 
 
 def test_a_timeout_may_be_as_good_as_none() -> None:
-    with ToolExecutor(CATALOGUE, num_workers=1, timeout=1e300) as made:
+    with ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=1e300)) as made:
         results = made.run([call("add", a=1), call("async_nap", seconds=0)])
     assert all(result.ok for result in results), results
 
@@ -389,7 +401,7 @@ def test_a_worker_that_ends_before_it_reads_a_call_does_not_cost_it(
 
 
 def test_a_worker_that_is_killed_during_a_call_is_lost_and_replaced() -> None:
-    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG) as made:
+    with ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG)) as made:
         pid = number_here(made, output_of(made, "who")["pid"])
         assert pid is not None
         killer = threading.Thread(target=lambda: soon(lambda: has_begun(made)) and os.kill(pid, signal.SIGKILL))
@@ -403,7 +415,7 @@ def test_a_worker_that_is_killed_during_a_call_is_lost_and_replaced() -> None:
 
 @pytest.mark.parametrize("kind", BUBBLEWRAP_DAILY)
 def test_a_fork_server_that_dies_is_replaced(kind: Any) -> None:
-    with ToolExecutor(CATALOGUE, num_workers=2, timeout=LONG, confinement=kind) as made:
+    with ToolExecutor(CATALOGUE, num_workers=2, options=ExecutorOptions(timeout=LONG, confinement=kind)) as made:
         seen = output_of(made, "who")
         worker_number, server = number_here(made, seen["pid"]), number_here(made, seen["parent"])
         assert worker_number is not None
@@ -446,7 +458,7 @@ def test_a_fork_server_that_starts_while_the_pool_closes_is_closed_too(monkeypat
 
 
 def test_many_workers_that_end_at_once_leave_the_fork_server_in_place() -> None:
-    with ToolExecutor(CATALOGUE, num_workers=4, timeout=LONG) as made:
+    with ToolExecutor(CATALOGUE, num_workers=4, options=ExecutorOptions(timeout=LONG)) as made:
         server, *_ = processes_of(made)
         calls = [call("misbehave", how=how) for how in ("os_exit", "garbage", "raw_thread_left", "kill_self")]
         ended = [WorkerDiedError, WorkerDiedError, None, WorkerLostError]

@@ -6,6 +6,7 @@ import pytest
 
 from adapters.tools import (
     Command,
+    ExecutorOptions,
     HashingEncoder,
     MCPServer,
     Tool,
@@ -31,8 +32,9 @@ RIGHT: dict[Any, dict[str, Any]] = {
     Tool: {"name": "t", "description": "d", "function": rest, "category": "c", "parameters": {"type": "object"},
            "remote": True, "timeout": 1.0, "cost": 0.0},
     ToolCatalogue: {"tools": list(CATALOGUE.values())},
-    ToolExecutor: {"catalogue": CATALOGUE, "num_workers": 1, "timeout": 1.0, "max_output_bytes": 9, "max_concurrency": 1,
-                   "root": None, "limits": WorkerLimits(), "allow": ["rest"]},
+    ToolExecutor: {"catalogue": CATALOGUE, "num_workers": 1, "allow": ["rest"], "options": None},
+    ExecutorOptions: {"timeout": 1.0, "max_output_bytes": 9, "max_concurrency": 1, "root": None, "fresh_folder": False,
+                      "confinement": "auto", "readable": (), "log_path": None, "redact": ("a",), "limits": WorkerLimits()},
     ToolSelectionPolicy: {"catalogue": CATALOGUE, "num_features": 2, "hidden": (2,), "encoder": HashingEncoder(8),
                           "describe": str, "fill": lambda state, tool: {}, "available": lambda state: None},
     HashingEncoder: {"num_features": 8},
@@ -43,7 +45,8 @@ RIGHT: dict[Any, dict[str, Any]] = {
 }  # fmt: skip
 ALSO_RIGHT: list[tuple[str, Any]] = [
     ("name", "abc"), ("description", "abc"), ("category", "abc"), ("text", "abc"), ("tool", "abc"), ("arguments", {}),
-    ("slots", {}), ("labels", {}), ("env", {}), ("cwd", "abc"), ("cost", -1), ("allow", {}),
+    ("slots", {}), ("labels", {}), ("env", {}), ("cwd", "abc"), ("cost", -1), ("allow", {}), ("root", "abc"),
+    ("log_path", "abc"),
 ]  # fmt: skip
 """Arguments that are right for some class, though they are wrong for others."""
 
