@@ -183,6 +183,7 @@ def test_a_preset_of_each_kind_follows_the_dynamic_bandit(name: str) -> None:
     assert_follows_the_bandit(name, seed=0)
 
 
+@pytest.mark.slow
 def test_a_preset_learns_to_write_sequences() -> None:
     assert_learns_to_write("dapo", seed=0)
 

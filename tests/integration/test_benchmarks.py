@@ -181,6 +181,7 @@ def test_peak_memory_counts_freed_tensors_and_temporaries() -> None:
     assert peak_extra_memory(lambda: values.sum(dtype=torch.float64)) >= 8000
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRL, reason=f"TRL is {INSTALL}")
 @pytest.mark.parametrize("name", CASES)
 def test_the_objective_and_trl_compute_the_same_loss_and_gradient(name: str) -> None:

@@ -22,6 +22,7 @@ def bandit(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[flo
     return {name: [float(figure) for figure in figures.split()] for name, figures in rows}, plot, folder
 
 
+@pytest.mark.slow
 def test_dynamic_bandit_follows_the_best_arm(bandit: tuple[dict[str, list[float]], Path, Path]) -> None:
     table, _, _ = bandit
     assert len(table) == 9, f"two configurations and seven classics; got {sorted(table)}"

@@ -242,6 +242,7 @@ class FakeWandb(ModuleType):
         self.told.append("finished")
 
 
+@pytest.mark.slow
 def test_gsm8k_logs_to_wandb_on_request(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -249,6 +250,7 @@ def test_gsm8k_logs_to_wandb_on_request(run: Run, folder: Path, monkeypatch: pyt
     assert wandb.told == [("sums", 4), (1, True), (2, True), "finished"]
 
 
+@pytest.mark.slow
 def test_gsm8k_needs_wandb_only_on_request(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --wandb the example runs, although `wandb` cannot be imported."""
     monkeypatch.setitem(sys.modules, "wandb", None)

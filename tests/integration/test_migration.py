@@ -72,6 +72,7 @@ def scalars(folder: Path) -> set[str]:
     return set(found.Tags()["scalars"])
 
 
+@pytest.mark.slow
 def test_our_version_of_the_trl_script_trains_tracks_saves_and_resumes(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def assert_equal_on_both(ranks: list[dict[str, Any]], *path: Any) -> None:
         assert one["metrics"][metric] == pytest.approx(value, rel=0, abs=0, nan_ok=True), metric
 
 
+@pytest.mark.slow
 def test_an_update_on_two_ranks_equals_the_update_of_one_process(ranks, subtests):
     cases = [(name, torch.float64) for name in DIFFERENT] + [(name, torch.float32) for name in PATTERNS]
     assert {(name, str(dtype).removeprefix("torch.")) for name, dtype in cases} == set(ranks[0]["updates"])

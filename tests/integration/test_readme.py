@@ -141,6 +141,7 @@ def assert_printed(blocks: list[Block], results: list[tuple[str, str | None]]) -
     assert len(results) == len(blocks)
 
 
+@pytest.mark.slow
 def test_every_block_runs_and_prints_the_output_shown_below_it(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """In the order of the page, each after those above it."""
     blocks = {str(path.relative_to(ROOT)): blocks_of(path) for path in DAILY}

@@ -42,6 +42,7 @@ def on_two_ranks(*arguments: object, folder: Path) -> str:
     return process.stdout
 
 
+@pytest.mark.slow
 def test_one_process_trains_and_writes_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

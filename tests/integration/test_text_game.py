@@ -22,6 +22,7 @@ def share_won(numbers: range, reply: dict[str, str]) -> float:
     return num_won / len(numbers)
 
 
+@pytest.mark.slow
 def test_chance_and_the_best_play_are_as_the_example_says() -> None:
     """After r, the opponent most likely plays p, and s wins; and so on. Five standard deviations are allowed."""
     numbers = range(2000, 2150)
@@ -44,6 +45,7 @@ def test_a_game_follows_from_its_number_and_is_trained_on_or_measured() -> None:
     assert {text_game.make_game(number).reset(seed=0)[1]["player"] for number in range(8)} == {0, 1}
 
 
+@pytest.mark.slow
 def test_the_player_of_the_warm_up_is_mediocre() -> None:
     """All moves right win 97 %, and no move 40 %."""
     numbers = range(2000, 2150)

@@ -58,6 +58,7 @@ def test_parameters_are_counted_by_type_and_by_need() -> None:
     assert "| integer | - | 0.000 (1) | - |" in tool_fill.type_table(asked_for, fill)
 
 
+@pytest.mark.slow
 def test_the_benchmark_prints_the_chosen_parts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -376,6 +376,7 @@ def config_with(kind: type[Settings], values: dict[str, Any], scene: Scene) -> G
     return GRPOConfig(**BASE | {"advantage": AdvantageConfig(credit=scene.credit)} | chosen)
 
 
+@pytest.mark.slow
 def test_a_repeated_run_has_the_same_outcome(subtests: pytest.Subtests) -> None:
     """This shows that a difference between two runs is due to the setting."""
     shared_by_scene = {case[2]: (kind, case[0]) for kind, cases in CASES.items() for case in cases.values()}

@@ -479,6 +479,7 @@ def rough(logs: Sequence[LoggedDecision]) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:evaluate_from_logs")  # 40 decisions may have few of the policy's
 def test_both_estimates_are_unbiased_and_the_doubly_robust_one_varies_less() -> None:
     """400 logs of 40 decisions. The policy's value is (.2 + .6) / 2 = .4, and the reward of waiting in y is .6."""
@@ -514,6 +515,7 @@ def test_standard_errors_are_the_spread_of_the_estimates() -> None:
         assert errors.mean().item() == pytest.approx(values.std().item(), rel=0.25), name
 
 
+@pytest.mark.slow
 def test_a_policy_learns_from_one_decision_per_state_what_it_would_learn_online() -> None:
     """The right action of each state is the one that earns more, in spite of a logging policy that prefers to add."""
     logs = draw(400, torch.Generator().manual_seed(0))

@@ -19,16 +19,19 @@ def printed(script: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_the_trainer_is_imported_when_it_is_first_used() -> None:
     script = "import sys, grpo; print('grpo.trainer' in sys.modules, grpo.GRPOTrainer, 'grpo.trainer' in sys.modules)"
     assert printed(script) == "False <class 'grpo.trainer.GRPOTrainer'> True"
 
 
+@pytest.mark.slow
 def test_every_public_name_is_found_and_listed_in_a_new_interpreter() -> None:
     script = "import grpo; listed = {*dir(grpo)}; from grpo import *; print({*grpo.__all__} - listed)"
     assert printed(script) == "set()"
 
 
+@pytest.mark.slow
 def test_grpo_objective_is_the_function_whatever_was_imported_first() -> None:
     """Its module has the same name, and importing a module makes it an attribute of its package."""
     assert printed(

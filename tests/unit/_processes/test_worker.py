@@ -21,6 +21,7 @@ print("after")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="this system has no fork")
 def test_what_a_call_prints_appears_once_and_in_order() -> None:
     root = Path(__file__).resolve().parents[3]

@@ -161,6 +161,7 @@ for warning in given:
 """
 
 
+@pytest.mark.slow
 def test_warnings_name_the_line_of_the_user(tmp_path: Path) -> None:
     """The decorators of the trainer's methods are frames between the user and the warning. Type checks would add more."""
     script = tmp_path / "user.py"

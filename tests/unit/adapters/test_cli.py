@@ -269,6 +269,7 @@ def test_names_that_lead_nowhere_are_refused(
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_reader_that_ends_early_is_no_error() -> None:
     command = (
         f"{sys.executable} -c 'from adapters.cli import main; main()' presets dapo | head -1; exit ${{PIPESTATUS[0]}}"

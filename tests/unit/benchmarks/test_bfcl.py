@@ -43,6 +43,7 @@ def right(asked: Question, **arguments: Any) -> bool:
     return is_right(asked, ToolCall(tool="f", arguments=arguments))
 
 
+@pytest.mark.slow
 def test_all_tools_and_questions_are_read() -> None:
     asked = questions()
     assert (len(tools()), len(asked), sum(map(len, irrelevant().values()))) == (1096, 1911, 1124)

@@ -72,6 +72,7 @@ def test_a_template_that_drops_what_was_said_has_no_bridge() -> None:
     assert template.bridge(tokenizer("four<|im_end|>")["input_ids"], ANSWERED, [ASKED]) is None
 
 
+@pytest.mark.slow
 def test_the_same_message_in_any_history_is_the_same_tokens(subtests: pytest.Subtests) -> None:
     """For all original templates: a bridge continues the rendered history exactly, wherever there is one."""
     num_bridges = 0

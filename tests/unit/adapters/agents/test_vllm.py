@@ -81,6 +81,7 @@ def server(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> VLLMServerSampler:
     return VLLMServerSampler("http://localhost", weights_folder=Path("unused"), max_concurrency=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_sampler", [engine, server])
 def test_requests_and_seeds_do_not_depend_on_the_concurrency(
     make_sampler: Any, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests

@@ -136,6 +136,7 @@ def test_regrets_on_the_abrupt_testbed_equal_the_reference_values(subtests: pyte
             assert abs(regret.mean() - expected) < 0.06 * expected + 2 * standard_error
 
 
+@pytest.mark.slow
 def test_a_gradient_bandit_that_forgets_finds_the_change() -> None:
     regrets = []
     for logit_decay in (0.0, 0.001):

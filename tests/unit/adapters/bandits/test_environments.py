@@ -69,6 +69,7 @@ def test_registering_again_changes_nothing() -> None:
     assert gymnasium.spec("bandits/AbruptBandit-v0") is before
 
 
+@pytest.mark.slow
 def test_only_the_environments_need_gymnasium() -> None:
     script = (
         "import sys; sys.modules['gymnasium'] = None; import adapters.bandits; "

@@ -71,6 +71,7 @@ def peak_of_scoring(vocabulary_size: int, trained: Trained, *, with_entropy: boo
     return peak_extra_memory(score)
 
 
+@pytest.mark.slow
 def test_a_larger_vocabulary_adds_at_most_the_gradient_of_its_weights(
     subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def test_a_sink_that_is_not_used_opens_nothing(make: Any, tmp_path: Path) -> Non
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_importing_the_package_and_making_sinks_imports_no_tracker() -> None:
     code = (
         "import sys; from adapters.tracking import *\n"

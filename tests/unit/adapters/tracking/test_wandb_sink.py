@@ -52,6 +52,7 @@ def test_a_run_and_its_resume_are_one_run_with_every_iteration_once(tmp_path: Pa
     assert set(tables(folder, "eval/samples")) == {2, 6}
 
 
+@pytest.mark.slow
 def test_tables_have_every_column_and_may_come_with_each_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE")
     with WandbSink(tmp_path, mode="offline", tables_every=0) as sink:

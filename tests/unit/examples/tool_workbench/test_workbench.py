@@ -341,6 +341,7 @@ def test_tools_and_kinds_are_balanced(subtests: pytest.Subtests) -> None:
                 assert max(per_tool) - min(per_tool) <= 1
 
 
+@pytest.mark.slow
 def test_a_split_depends_on_its_seed_alone() -> None:
     split = workbench_split(350, 70, seed=5)
     assert split == workbench_split(350, 70, seed=5)

@@ -419,6 +419,7 @@ def test_a_snapshot_of_another_mujoco_model_is_refused() -> None:
         restore_environment_state(pendulum.unwrapped, state)
 
 
+@pytest.mark.slow
 def test_the_module_does_not_import_mujoco() -> None:
     code = "import sys, adapters.control.environments.snapshots; sys.exit('mujoco' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

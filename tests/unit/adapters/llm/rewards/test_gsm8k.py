@@ -344,6 +344,7 @@ PIECES = [
 TEXTS = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(texts=st.lists(TEXTS, min_size=2, max_size=8))
 def test_a_right_answer_beats_a_wrong_answer_and_that_beats_no_answer(texts: list[str]) -> None:

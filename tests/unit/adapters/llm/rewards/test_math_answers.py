@@ -64,6 +64,7 @@ def test_it_works_outside_the_main_thread_where_signals_do_not() -> None:
     assert found == [1.0]
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_for_ever_gets_0_and_the_others_their_reward() -> None:
     start = time.monotonic()
     texts = ["2", "$9^{9^{9^{9}}}$", "2"]

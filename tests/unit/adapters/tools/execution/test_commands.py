@@ -164,6 +164,7 @@ def command_tool(argv: tuple[str, ...], *, name: str = "run", **properties: Any)
     return Tool(name=name, description="Run.", function=Command(argv), parameters=parameters)
 
 
+@pytest.mark.slow
 @on_linux
 def test_a_command_runs_in_a_worker_and_its_failure_is_a_result() -> None:
     count = command_tool(("wc", "-c", "--", "{path}"), path=PATH)

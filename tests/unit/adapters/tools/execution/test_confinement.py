@@ -128,6 +128,7 @@ def test_packages_that_were_not_found_by_the_path_are_readable(monkeypatch: pyte
     assert str(folder / "hooked") not in readable_paths([])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BUBBLEWRAP_DAILY)
 def test_tools_run_if_the_program_was_started_through_links(kind: Any) -> None:
     """The environment is a link in a project, the interpreter a link to a link, and the project is on `sys.path`."""
@@ -248,6 +249,7 @@ for kind in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("user", ["own", "same", "nobody"])
 def test_a_secret_in_the_programs_environment_is_seen_by_no_worker(user: str) -> None:
     """Root with workers of their own users, root with workers of its own user, and a user who is not root."""
@@ -350,6 +352,7 @@ def lines_of(command: Sequence[str], *kinds: str) -> list[str]:
     return run.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not OWN_USERS, reason="only root can lack the rights of root")
 def test_root_without_any_capability_gets_landlock_and_is_told() -> None:
     command = ["setpriv", "--bounding-set", "-all", sys.executable, "-c", ADDS]
@@ -364,6 +367,7 @@ def test_root_without_any_capability_gets_landlock_and_is_told() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not OWN_USERS, reason="bwrap keeps the capabilities of root only")
 def test_root_of_a_user_namespace_with_one_user_has_no_users_for_workers() -> None:
     namespace = ["bwrap", "--dev-bind", "/", "/", "--unshare-user", "--cap-add", "ALL"]
@@ -372,6 +376,7 @@ def test_root_of_a_user_namespace_with_one_user_has_no_users_for_workers() -> No
     assert "this user namespace lacks the 1000 ids from WorkerLimits.first_uid=61000 on" in line
 
 
+@pytest.mark.slow
 def test_an_ordinary_user_gets_bubblewrap_and_is_told_what_is_not_limited() -> None:
     *confined, by_user = lines_of(as_nobody([sys.executable, "-c", ADDS]), "auto", "user")
     user = 65534 if OWN_USERS else os.geteuid()

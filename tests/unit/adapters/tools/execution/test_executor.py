@@ -386,6 +386,7 @@ def test_an_executor_refuses_calls_in_a_forked_process(executor: ToolExecutor) -
     assert output_of(executor, "add", a=1) == 2
 
 
+@pytest.mark.slow
 def test_folders_that_are_too_deep_for_python_are_removed() -> None:
     """A thousand folders in one another: Python's own function to remove them would raise."""
     made = Tool(

@@ -440,6 +440,7 @@ class Answers:
         return [self.result] * len(calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reuse_results", [False, True])
 def test_every_hostile_call_is_rewarded_less_than_the_right_one(reuse_results: bool) -> None:
     """Rewards read the same hostile tools and arguments. They neither raise nor hang."""

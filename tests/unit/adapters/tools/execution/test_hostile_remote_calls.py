@@ -138,6 +138,7 @@ CASES: list[tuple[str, Any, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_each_hostile_remote_call_ends_as_required_while_another_is_answered(
     tmp_path: Path, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:

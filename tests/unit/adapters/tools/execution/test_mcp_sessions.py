@@ -140,6 +140,7 @@ def test_a_server_that_hangs_at_its_start_is_ended(tmp_path: Path) -> None:
     assert is_gone(int(note.read_text()))
 
 
+@pytest.mark.slow
 def test_an_interrupt_during_a_slow_start_leaves_no_server_behind(tmp_path: Path) -> None:
     note = tmp_path / "process"
     code = f"""
@@ -177,6 +178,7 @@ def over_http() -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_server_over_http_answers_calls_and_its_end_is_an_error() -> None:
     with over_http() as (url, process):
         with MCPServer(url=url) as server:
@@ -332,6 +334,7 @@ def test_contradictory_or_invalid_server_arguments_are_refused(subtests: pytest.
             make()
 
 
+@pytest.mark.slow
 def test_without_the_sdk_the_module_imports_and_a_server_names_the_extra() -> None:
     code = """
 import sys

@@ -457,6 +457,7 @@ def test_a_fork_server_that_starts_while_the_pool_closes_is_closed_too(monkeypat
     assert closed.is_set()
 
 
+@pytest.mark.slow
 def test_many_workers_that_end_at_once_leave_the_fork_server_in_place() -> None:
     with ToolExecutor(CATALOGUE, num_workers=4, options=ExecutorOptions(timeout=LONG)) as made:
         server, *_ = processes_of(made)

@@ -43,6 +43,7 @@ def test_calls_are_compared_by_what_the_policy_decides() -> None:
     assert rewards.compute_rewards(["x"] * 3, calls).tolist() == pytest.approx([2 / 3, 2.0, 0.0])
 
 
+@pytest.mark.slow
 def test_a_policy_learns_from_a_log_and_is_evaluated_from_another() -> None:
     texts = {"add 2 and 3": "add", "the sum of these": "add", "write miles as feet": "convert"}
     logs = [
