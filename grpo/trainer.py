@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ._common.global_state import preserved_mode, preserved_random_state
-from ._running.advisor import RunAdvisor
 from ._running.ahead import Ahead
 from ._running.evaluation import evaluated, evaluation_metrics, samples_of
 from ._running.in_progress import IterationInProgress
@@ -23,6 +22,7 @@ from ._running.state_source import StateSource, iterations_of
 from ._updating.meter import timed
 from ._updating.requirements import settings_of_a_run
 from ._updating.update_rows import UpdateRows
+from .advice import Advisor
 from .checkpoint import CheckpointFolder, require_encodable, write_checkpoint
 from .engine import on_all_ranks
 from .errors import TrainingInterrupted, warn_user
@@ -43,7 +43,7 @@ class GRPOTrainer(Learner):
 
     def built(self) -> None:
         """Add what a run needs."""
-        self.advisor = RunAdvisor(self.config)
+        self.advisor = Advisor(self.config.to_dict())
         self.interrupts = Interrupts()
         self.progress = RunProgress()
         self.in_progress = IterationInProgress(self.updates.context, self.meter)
@@ -99,7 +99,7 @@ class GRPOTrainer(Learner):
         """Make the updates of an iteration, and return its metrics. A run can stop, and continue, between two of them."""
         self.in_progress.rows = rows
         metrics = super().improve(rows)
-        self.advisor.check(metrics, measured=self.report.measured, several_updates=rows.num_planned > 1)
+        self.advisor.log(metrics)
         if self.samples is not None:
             self.samples.append(samples_of(rows.given))
         self.in_progress.rows = None

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float64
 
+from grpo.advice import standard_error
+
 MAX_POINTS = 160
 """Number of points of a line in a chart. Each point is a mean, if there are more iterations."""
 
@@ -42,7 +44,7 @@ def change_of(values: Float64[np.ndarray, " I"]) -> Change | None:
         return None
     window = max(round(WINDOW * len(measured)), min(5, len(measured) // 2))
     first, last = measured[:window], measured[-window:]
-    error = math.sqrt(_noise(first) ** 2 / window + _noise(last) ** 2 / window)
+    error = math.hypot(standard_error(first), standard_error(last))
     difference = abs(float(last.mean() - first.mean()))
     scale = max(abs(float(first.mean())), abs(float(last.mean())))
     return Change(
@@ -51,16 +53,6 @@ def change_of(values: Float64[np.ndarray, " I"]) -> Change | None:
         window=window,
         is_clear=window > 1 and difference > max(NOISE * error, 1e-6 * scale),
     )
-
-
-def _noise(values: Float64[np.ndarray, " W"]) -> float:
-    """Standard deviation of the noise around a trend: from differences of neighbours, which a trend hardly changes.
-
-    s^2 = mean of (x_(i+1) - x_i)^2 / 2
-
-    Source: von Neumann et al. 1941, The mean square successive difference.
-    """
-    return math.sqrt(float(np.square(np.diff(values)).mean()) / 2) if len(values) > 1 else 0.0
 
 
 def thinned(
