@@ -1,4 +1,4 @@
-"""A plot of any run's metrics. Requires matplotlib (`pip install "model-agnostic-grpo[notebooks]"`)."""
+"""A plot of any run's metrics. Requires matplotlib (`pip install "model-agnostic-grpo[tracking]"`)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from adapters.plots import pyplot, saved
 from grpo.errors import ConfigError
 
 TRAINING, EVALUATION = "#1f6fb4", "#d1495b"
@@ -48,7 +49,7 @@ def plot_history(history: Sequence[Mapping[str, float]], path: str | Path | None
     """
     if not history:
         raise ConfigError("plot_history needs at least one iteration; the history is empty. Train first.")
-    plt = _pyplot()
+    plt = pyplot()
     iterations = np.array([metrics.get("iteration", place) for place, metrics in enumerate(history, start=1)])
     shown = {title: lines for title, names in PANELS.items() if (lines := _lines_of(history, names))}
     num_columns = min(len(shown), 3)
@@ -68,11 +69,7 @@ def plot_history(history: Sequence[Mapping[str, float]], path: str | Path | None
         axis.set_title(title, loc="left", fontsize=11)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_xlabel("iteration", fontsize=9)
-    if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-    return figure
+    return saved(figure, path)
 
 
 def _lines_of(history: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -122,11 +119,3 @@ def _fill_quartiles(axis: Any, iterations: np.ndarray, history: Sequence[Mapping
     """Shade the middle half of the rewards of each iteration."""
     low, high = ([_known(metrics, name) for metrics in history] for name in ("rewards/q25", "rewards/q75"))
     axis.fill_between(iterations, low, high, color=TRAINING, alpha=0.15, linewidth=0)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError('Plots need matplotlib: pip install "model-agnostic-grpo[notebooks]"') from error
-    return plt

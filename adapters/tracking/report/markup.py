@@ -1,4 +1,4 @@
-"""HTML and SVG from Python. Text is escaped by default, so that no completion and no setting can become part of the page."""
+"""HTML from Python. Text is escaped by default, so that no completion and no setting can become part of the page."""
 
 import html
 import math
@@ -38,7 +38,12 @@ def escaped(text: str) -> Html:
     """Text as markup. Control characters, and characters that UTF-8 does not have, are written as their escape codes."""
     if isinstance(text, Html):
         return text
-    return Html(html.escape("".join(mark if _is_harmless(mark) else _code(mark) for mark in text)))
+    return Html(html.escape(plain(text)))
+
+
+def plain(text: str) -> str:
+    """Text with the escape codes of characters that a page must not have."""
+    return "".join(mark if _is_harmless(mark) else _code(mark) for mark in text)
 
 
 def _is_harmless(mark: str) -> bool:
