@@ -15,16 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from ._advantages.groups import (
-    ABSOLUTE_BASELINES,
-    Baseline,
-    Floats,
-    Groups,
-    Scale,
-    batch_std,
-    group_statistics,
-    reward_statistics,
-)
+from ._advantages.groups import ABSOLUTE_BASELINES, Baseline, Floats, Groups, Scale, batch_std, group_statistics
 from ._advantages.reward_moments import RewardMoments
 from ._advantages.rows import beta_scale, decoupled_advantages, length_weighted_advantages, max_at_k_advantages
 from ._advantages.steps import (
@@ -45,7 +36,7 @@ from .types import ExperienceBatch, row_totals
 
 __all__ = ["AdvantageEstimator", "group_relative_advantages", "group_relative_returns"]
 __all__ += ["Baseline", "Estimate", "Scale", "decoupled_advantages", "discounted_returns", "generalized_advantages"]
-__all__ += ["group_statistics", "process_supervised_advantages", "reward_statistics", "state_group_advantages"]
+__all__ += ["group_statistics", "process_supervised_advantages", "state_group_advantages"]
 
 
 def group_relative_advantages(

@@ -8,7 +8,6 @@ import torch
 from ._collecting.dynamic_sampling import collect_live_groups
 from ._updating.coefficients import Coefficients
 from ._updating.loss import MeteredObjective
-from ._updating.meter import Meter, timed
 from ._updating.optimizer_step import OptimizerStep
 from ._updating.parts import Counters, Parts
 from ._updating.preparation import autocast, prepare
@@ -26,6 +25,7 @@ from .config import GRPOConfig
 from .engine import Engine, OneProcess, built_on_all_ranks, on_all_ranks
 from .experience_collector import ExperienceCollector
 from .grpo_objective import Objective
+from .metrics import Meter, timed
 from .reward_model_base import as_reward_model
 from .types import ExperienceBatch, Rows
 

@@ -4,7 +4,7 @@ A reward model returns numbers, or `Rewards`, which holds more than the numbers.
 retries: `RewardConfig` has them for every reward model.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -169,18 +169,3 @@ def as_reward_model(value: Any) -> Any:
         return model
     require_methods(value, ("compute_rewards", "train", "eval", "to"), "reward_model", "RewardModel")
     return value
-
-
-def add_counts_and_sums(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
-    """Add up the (count, sum) of each name, as in `Rewards.metrics`.
-
-    Example:
-        >>> add_counts_and_sums([{"a": (1, 2.0)}, {"a": (3, 0.5), "b": (0, 1.0)}])
-        {'a': (4.0, 2.5), 'b': (0.0, 1.0)}
-    """
-    total: dict[str, tuple[float, float]] = {}
-    for part in parts:
-        for name, (count, value) in part.items():
-            known_count, known_value = total.get(name, (0.0, 0.0))
-            total[name] = (known_count + count, known_value + value)
-    return total

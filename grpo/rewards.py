@@ -21,7 +21,8 @@ from ._rewarding.deadlines import await_all, is_async
 from ._rewarding.in_process import Call, call_in_process
 from ._rewarding.parts import PlannedCalls, PlansCalls, ask, compares_actions, planned, require_killable
 from .errors import ConfigError, RewardError
-from .reward_model_base import RewardFunction, Rewards, add_counts_and_sums, as_reward_model, is_function
+from .metrics import add_counts_and_sums
+from .reward_model_base import RewardFunction, Rewards, as_reward_model, is_function
 from .types import select_rows
 
 __all__ = [

@@ -19,7 +19,6 @@ from ._running.safe_points import SafePoints
 from ._running.schedule import set_learning_rate
 from ._running.state import HasSnapshot, RunState
 from ._running.state_source import StateSource, iterations_of
-from ._updating.meter import timed
 from ._updating.requirements import settings_of_a_run
 from ._updating.update_rows import UpdateRows
 from .advice import Advisor
@@ -27,6 +26,7 @@ from .checkpoint import CheckpointFolder, require_encodable, write_checkpoint
 from .engine import on_all_ranks
 from .errors import TrainingInterrupted, warn_user
 from .learner import Learner
+from .metrics import timed
 from .sinks import MetricSink, Samples
 from .types import ExperienceBatch, Rows
 

@@ -20,9 +20,6 @@ Scale = Literal["none", "group", "batch", "whiten", "beta", "mean"]
 ABSOLUTE_BASELINES: tuple[Baseline, ...] = ("global_mean", "none")
 """Baselines that do not depend on the row's group. Under the other baselines, the only row of a group has advantage 0."""
 
-QUANTILES = {"max": 1.0, "min": 0.0, "median": 0.5, "q25": 0.25, "q75": 0.75}
-"""Maps the name of a statistic of rewards to its quantile: 0.25 for the first quartile."""
-
 Floats: TypeAlias = NDArray[np.float64]
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
@@ -119,15 +116,6 @@ def mean_and_std(values: Floats, ddof: int) -> tuple[float, float]:
     scale = float(np.abs(deviations).max()) or 1.0  # squares of numbers up to 1 do not overflow
     squares = float(np.add.reduce(np.square(deviations / scale)))
     return mean, scale * math.sqrt(squares / max(values.size - ddof, 1))
-
-
-def reward_statistics(rewards: Float[Tensor, " N"]) -> dict[str, float]:
-    """Mean, standard deviation (n - 1), extremes and quartiles of the rewards, under their metric names."""
-    mean, std = mean_and_std(rewards.double().numpy(), ddof=1)
-    places = np.array(list(QUANTILES.values())) * (len(rewards) - 1)
-    quantiles = np.interp(places, np.arange(len(rewards)), np.sort(rewards.numpy())).tolist()
-    named = {f"rewards/{name}": value for name, value in zip(QUANTILES, quantiles, strict=True)}
-    return {"rewards/mean": mean, "rewards/std": std, **named}
 
 
 def batch_std(values: Floats, ddof: int, rounding: float) -> float:

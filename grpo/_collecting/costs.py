@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo._rewarding.calls import RewardCalls
-from grpo.reward_model_base import add_counts_and_sums
+from grpo.metrics import add_counts_and_sums
 
 from .batches import add_metrics
 from .out_of_memory import PassSizes

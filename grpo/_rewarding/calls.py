@@ -17,7 +17,8 @@ from grpo._common.conversion import reward_name
 from grpo.config import RewardConfig
 from grpo.engine import OneProcess
 from grpo.errors import ConfigError, DeadlineError, RewardError, RewardRaisedError, RewardTimeoutError
-from grpo.reward_model_base import Rewards, add_counts_and_sums, as_reward_model
+from grpo.metrics import add_counts_and_sums
+from grpo.reward_model_base import Rewards, as_reward_model
 from grpo.types import Rows, zero_outside
 
 from .answers import AskedRows, CheckedCall, is_failed_call, kind_of, spread

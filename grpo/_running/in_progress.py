@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from grpo._updating.meter import Meter
 from grpo._updating.update_context import UpdateContext
 from grpo._updating.update_rows import UpdateRows
 from grpo.errors import warn_user
+from grpo.metrics import Meter
 
 from .state import Snapshot
 

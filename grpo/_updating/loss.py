@@ -9,9 +9,8 @@ from grpo._objective.sampler import sampler_divergence
 from grpo.config import GRPOConfig, ObjectiveConfig
 from grpo.errors import ContractError, warn_user
 from grpo.grpo_objective import Objective, unchecked_objective
+from grpo.metrics import Meter
 from grpo.types import ObjectiveInputs, ObjectiveOutput
-
-from .meter import Meter
 
 REPORTED_AS = {
     "kl_coef": "kl_penalty",

@@ -11,8 +11,8 @@ from torch import Tensor
 from grpo.config import GRPOConfig
 from grpo.engine import Engine
 from grpo.errors import ConfigError, ContractError, NonFiniteGradientError, warn_user
+from grpo.metrics import Meter
 
-from .meter import Meter
 from .requirements import is_function, require_optimizer
 
 

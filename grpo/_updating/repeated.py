@@ -5,8 +5,8 @@ from functools import wraps
 from typing import Protocol, TypeVar, runtime_checkable
 
 from grpo.experience_collector import ExperienceCollector
+from grpo.metrics import Meter
 
-from .meter import Meter
 from .optimizer_step import OptimizerStep
 from .update import Update
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from grpo._advantages.groups import group_statistics, mean_and_std, reward_statistics
+from grpo._advantages.groups import group_statistics, mean_and_std
+from grpo.metrics import Meter, reward_statistics
 from grpo.types import row_totals
 
-from .meter import Meter
 from .optimizer_step import OptimizerStep
 from .training_rows import TrainingRows
 from .update_context import UpdateContext

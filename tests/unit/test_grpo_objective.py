@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo import ConfigError, ObjectiveConfig, grpo_objective, step_weights
 from grpo._objective.ratios import RatioLevel
-from grpo._updating.meter import Meter
+from grpo.metrics import Meter
 from grpo.surrogates import SURROGATES, Clip, Dppo, Gmpo, Vespo
 from tests.support.objective_inputs import WITHOUT_LEVEL, loss_and_gradient, objective_inputs
 

@@ -2,14 +2,13 @@
 
 import json
 import math
-import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from grpo import ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, JSONLSink, MetricSink, Samples
+from grpo import ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, JSONLSink, Samples
 from grpo.sinks import LONGEST_TEXT, GuardedSinks, as_text, continue_lines
 from tests.support.policies import TablePolicy
 from tests.support.trainers import by_hand
@@ -260,59 +259,3 @@ def test_a_long_text_is_cut_in_the_middle() -> None:
     assert text.endswith(" more ...] " + "z" * (LONGEST_TEXT // 2))
     assert str(LONGEST_TEXT + 6) in text
     assert as_text("a" * LONGEST_TEXT) == "a" * LONGEST_TEXT
-
-
-def test_a_sink_writes_one_line_per_iteration(tmp_path):
-    path = tmp_path / "made" / "on the way" / "metrics.jsonl"
-    with JSONLSink(path) as sink:
-        assert isinstance(sink, MetricSink)
-        sink.log({"rewards/mean": 0.5, "train/kl_mean": 0.1}, iteration=1)
-        sink.log({"rewards/mean": 0.75}, iteration=2)
-    assert path.read_text() == (
-        '{"iteration": 1, "rewards/mean": 0.5, "train/kl_mean": 0.1}\n{"iteration": 2, "rewards/mean": 0.75}\n'
-    )
-
-
-def test_a_sink_appends_to_an_existing_file(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for iteration in (1, 2):
-        with JSONLSink(str(path)) as sink:
-            sink.log({"a": float(iteration)}, iteration=iteration)
-    assert lines_of(path) == [{"iteration": 1, "a": 1.0}, {"iteration": 2, "a": 2.0}]
-
-
-def test_a_line_is_on_disk_before_the_sink_is_closed(tmp_path):
-    with JSONLSink(tmp_path / "metrics.jsonl") as sink:
-        sink.log({"a": 1.0}, iteration=1)
-        assert lines_of(sink.path) == [{"iteration": 1, "a": 1.0}]
-
-
-def test_values_that_json_cannot_hold_become_null(subtests, tmp_path):
-    for value in [math.nan, math.inf, -math.inf]:
-        with subtests.test(value=value):
-            with JSONLSink(tmp_path / f"{value}.jsonl") as sink:
-                sink.log({"a": value, "b": 1.0}, iteration=1)
-            assert json.loads(sink.path.read_text(), parse_constant=pytest.fail) == {
-                "iteration": 1,
-                "a": None,
-                "b": 1.0,
-            }
-
-
-def test_no_name_can_break_a_line_or_reach_a_terminal(tmp_path):
-    control = [chr(c) for c in range(0x2100) if unicodedata.category(chr(c)) in ("Cc", "Zl", "Zp")]
-    names = [f"a{character}b" for character in control] + [
-        '"}\n{"iteration": 9, "forged": 1',
-        "\\n",
-        "\x1b[2J",
-        "naïve ✓",
-    ]
-    with JSONLSink(tmp_path / "metrics.jsonl") as sink:
-        sink.log({name: float(n) for n, name in enumerate(names)}, iteration=1)
-        sink.log({"a": 1.0}, iteration=2)
-    written = sink.path.read_bytes()
-    assert written.count(b"\n") == 2
-    assert all(0x20 <= byte < 0x7F for byte in written.replace(b"\n", b""))
-    assert lines_of(sink.path) == [
-        {"iteration": 1, **{name: float(n) for n, name in enumerate(names)}}, {"iteration": 2, "a": 1.0},
-    ]  # fmt: skip

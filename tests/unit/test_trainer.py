@@ -187,7 +187,7 @@ def test_time_update_spans_the_update_and_time_iteration_the_whole_step(
 ) -> None:
     """On this clock, a reward takes 3 seconds, an optimizer step 4 seconds, and nothing else any time."""
     clock = [0.0]
-    monkeypatch.setattr("grpo._updating.meter.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("grpo.metrics.time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
     def reward(states: Any, actions: Any) -> list[float]:
         clock[0] += 3.0

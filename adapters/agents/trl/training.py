@@ -18,9 +18,9 @@ from transformers import PrinterCallback, TrainerCallback
 from adapters.agents.policy import AgentPolicy
 from adapters.llm import HFPolicy
 from grpo import GRPOConfig
-from grpo.advantage_estimator import reward_statistics
 from grpo.arguments import describe
 from grpo.errors import ConfigError, ContractError, NonFiniteGradientError
+from grpo.metrics import reward_statistics
 from grpo.rewards import is_async
 
 from .handover import COLUMN, trl_environment, trl_reward_functions

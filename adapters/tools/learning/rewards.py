@@ -18,7 +18,7 @@ from adapters.tools.errors import LOST_CALLS, LostCallError
 from grpo import Rewards, WeightedRewards
 from grpo.arguments import is_finite, require_instances, require_integers
 from grpo.errors import ConfigError, ContractError, GRPOError
-from grpo.reward_model_base import add_counts_and_sums
+from grpo.metrics import add_counts_and_sums
 from grpo.rewards import PlannedCalls
 
 from .tasks import ToolTask

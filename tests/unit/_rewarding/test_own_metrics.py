@@ -9,7 +9,7 @@ import torch
 from grpo import GRPOConfig, GRPOTrainer, RewardConfig, Rewards, WeightedRewards
 from grpo._collecting.costs import Costs
 from grpo.experience_collector import ExperienceCollector
-from grpo.reward_model_base import add_counts_and_sums
+from grpo.metrics import add_counts_and_sums
 
 
 class Measuring:

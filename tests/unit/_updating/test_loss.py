@@ -21,7 +21,7 @@ from grpo import (
     grpo_objective,
 )
 from grpo._updating.loss import MeteredObjective
-from grpo._updating.meter import Meter
+from grpo.metrics import Meter
 from grpo.surrogates import Clip
 from tests.support.policies import TablePolicy
 from tests.support.trainers import SCRIPT, by_hand, quarters

@@ -1,4 +1,4 @@
-"""Metrics of one iteration: add them up over its micro-batches and ranks, and measure its time."""
+"""Metrics: add them up, compute statistics of rewards, and average them over a whole run."""
 
 import math
 import time
@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from ._advantages.groups import mean_and_std
 
 Args = ParamSpec("Args")
 
@@ -121,3 +124,31 @@ def timed(method: Callable[Args, dict[str, float]]) -> Callable[Args, dict[str, 
         return {**method(*args, **kwargs), "time/iteration": time.perf_counter() - start}
 
     return measured
+
+
+QUANTILES = {"max": 1.0, "min": 0.0, "median": 0.5, "q25": 0.25, "q75": 0.75}
+"""Maps the name of a statistic of rewards to its quantile: 0.25 for the first quartile."""
+
+
+def add_counts_and_sums(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Add up the (count, sum) of each name, as in `Rewards.metrics`.
+
+    Example:
+        >>> add_counts_and_sums([{"a": (1, 2.0)}, {"a": (3, 0.5), "b": (0, 1.0)}])
+        {'a': (4.0, 2.5), 'b': (0.0, 1.0)}
+    """
+    total: dict[str, tuple[float, float]] = {}
+    for part in parts:
+        for name, (count, value) in part.items():
+            known_count, known_value = total.get(name, (0.0, 0.0))
+            total[name] = (known_count + count, known_value + value)
+    return total
+
+
+def reward_statistics(rewards: Float[Tensor, " N"]) -> dict[str, float]:
+    """Mean, standard deviation (n - 1), extremes and quartiles of the rewards, under their metric names."""
+    mean, std = mean_and_std(rewards.double().numpy(), ddof=1)
+    places = np.array(list(QUANTILES.values())) * (len(rewards) - 1)
+    quantiles = np.interp(places, np.arange(len(rewards)), np.sort(rewards.numpy())).tolist()
+    named = {f"rewards/{name}": value for name, value in zip(QUANTILES, quantiles, strict=True)}
+    return {"rewards/mean": mean, "rewards/std": std, **named}
