@@ -21,7 +21,7 @@ from ._running.state import HasSnapshot, RunState
 from ._running.state_source import StateSource, iterations_of
 from ._updating.requirements import settings_of_a_run
 from ._updating.update_rows import UpdateRows
-from .advice import Advisor
+from .evaluation.advice import Advisor
 from .checkpoint import CheckpointFolder, require_encodable, write_checkpoint
 from .engine import on_all_ranks
 from .errors import TrainingInterrupted, warn_user

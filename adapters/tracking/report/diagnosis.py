@@ -1,4 +1,4 @@
-"""What a run's numbers say, in words: the advice of `grpo.advice`, and what only a whole run or its files can tell."""
+"""What a run's numbers say, in words: the advice of `grpo.evaluation.advice`, and what only a whole run or its files can tell."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from grpo.advice import PATIENCE, advice_on
+from grpo.evaluation.advice import PATIENCE, advice_on
 
 from .run_data import RunData
 from .series import Change, change_of, longest_streak, share_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float64
 
-from grpo.advice import standard_error
+from grpo.evaluation.advice import standard_error
 
 MAX_POINTS = 160
 """Number of points of a line in a chart. Each point is a mean, if there are more iterations."""

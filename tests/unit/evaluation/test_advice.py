@@ -23,11 +23,11 @@ from grpo import (
     SampledActions,
     WeightedRewards,
 )
-from grpo.advice import RULES, Advisor, advice_on
+from grpo.evaluation.advice import RULES, Advisor, advice_on
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)

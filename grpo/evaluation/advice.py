@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from jaxtyping import Float64
 
-from .surrogates import SURROGATES
+from grpo.surrogates import SURROGATES
 
 logger = logging.getLogger("grpo")
 
