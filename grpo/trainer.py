@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 
 from ._common.global_state import preserved_mode, preserved_random_state
 from ._processes.calls import call_in_process
-from ._running.advisor import RunAdvisor
 from ._running.ahead import Ahead
 from ._running.in_progress import IterationInProgress
 from ._running.interrupts import Interrupts
@@ -26,6 +25,7 @@ from ._updating.update_rows import UpdateRows
 from .checkpoint import CheckpointFolder, require_encodable, write_checkpoint
 from .engine import CallsInProcess, on_all_ranks
 from .errors import TrainingInterrupted, warn_user
+from .evaluation.advice import Advisor
 from .evaluation.measurement import evaluation_metrics, measured_rows
 from .learner import Learner
 from .metrics import timed
@@ -46,7 +46,7 @@ class GRPOTrainer(Learner):
 
     def built(self) -> None:
         """Add what a run needs."""
-        self.advisor = RunAdvisor(self.config)
+        self.advisor = Advisor(self.config.to_dict())
         self.interrupts = Interrupts()
         self.progress = RunProgress()
         self.in_progress = IterationInProgress(self.updates.context, self.meter)
@@ -102,7 +102,7 @@ class GRPOTrainer(Learner):
         """Make the updates of an iteration, and return its metrics. A run can stop, and continue, between two of them."""
         self.in_progress.rows = rows
         metrics = super().improve(rows)
-        self.advisor.check(metrics, measured=self.report.measured, several_updates=rows.num_planned > 1)
+        self.advisor.log(metrics)
         if self.samples is not None:
             self.samples.append(samples_of(rows.given))
         self.in_progress.rows = None

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from adapters.plots import pyplot
 from grpo import (
     AdvantageConfig,
     GRPOConfig,
@@ -30,7 +31,7 @@ from grpo.surrogates import Clip
 from .baselines import EXP3S, GradientBandit, ThompsonSampling
 from .metrics import best_arm_probability, mean_by_regime, pull_fractions, structured_reward, time_to_reach
 from .play import Baseline, play
-from .plots import plot_dynamic_runs, pyplot
+from .plots import plot_dynamic_runs
 from .policies import SoftmaxPolicy
 from .rewards import BanditReward
 from .testbeds import dynamic_regimes, dynamic_testbed

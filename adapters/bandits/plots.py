@@ -1,4 +1,4 @@
-"""Plots of runs on the dynamic bandit. Requires matplotlib (`pip install "model-agnostic-grpo[notebooks]"`).
+"""Plots of runs on the dynamic bandit. Requires matplotlib (`pip install "model-agnostic-grpo[tracking]"`).
 
 One colour has one meaning: each arm has its own, and so has each of two settings that are compared.
 """
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+
+from adapters.plots import label_ends, pyplot, saved
 
 from .metrics import best_arm_probability, segment_starts
 
@@ -90,11 +92,7 @@ def plot_dynamic_runs(
         for axis in (by_reward, by_best, by_loss):
             mark_regimes(axis, regimes, named=False)
             axis.set_xlabel("step")
-    if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-    return figure
+    return saved(figure, path)
 
 
 def plot_arm_probabilities(axis: Any, probabilities: np.ndarray, regimes: np.ndarray, *, title: str) -> None:
@@ -119,30 +117,6 @@ def plot_arm_probabilities(axis: Any, probabilities: np.ndarray, regimes: np.nda
     ends = {f"arm {arm}": (middle[-1, arm], ARM_COLOURS[arm % len(ARM_COLOURS)]) for arm in range(runs.shape[-1])}
     label_ends(axis, ends, len(middle))
     mark_regimes(axis, regimes)
-
-
-def label_ends(axis: Any, ends: Mapping[str, tuple[float, str]], x: float, *, distance: float = 0.07) -> None:
-    """Write the name of each line beside its end, in its colour. Names that would overlap are moved apart.
-
-    Args:
-        axis: Where the lines are.
-        ends: The last value of each line, and its colour, by its name.
-        x: Where the lines end.
-        distance: Smallest distance between two names, as a fraction of the axis' height.
-    """
-    bottom, top = axis.get_ylim()
-    names = sorted(ends, key=lambda name: ends[name][0])
-    heights = [(ends[name][0] - bottom) / (top - bottom) for name in names]
-    for _ in range(100):  # push neighbours apart until no two overlap
-        for i in range(1, len(heights)):
-            overlap = distance - (heights[i] - heights[i - 1])
-            if overlap > 0:
-                heights[i - 1] -= overlap / 2
-                heights[i] += overlap / 2
-        heights[0] = max(heights[0], 0.0)
-    for name, height in zip(names, heights, strict=True):
-        position = (x + 1, bottom + height * (top - bottom))
-        axis.annotate(name, position, color=ends[name][1], va="center", fontsize=9, annotation_clip=False)
 
 
 def mark_regimes(axis: Any, regimes: np.ndarray, *, named: bool = True) -> None:
@@ -176,12 +150,3 @@ def _plot_lines(axis: Any, lines: Mapping[str, np.ndarray], title: str) -> None:
         ends[name], stop = (float(known[-1]), colour), max(stop, len(values))
     axis.set_title(title)
     label_ends(axis, ends, stop, distance=0.09)
-
-
-def pyplot() -> Any:
-    """Import matplotlib's pyplot, or say how to install it."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError('Plots need matplotlib: pip install "model-agnostic-grpo[notebooks]"') from error
-    return plt

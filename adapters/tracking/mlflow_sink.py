@@ -33,13 +33,13 @@ class MLflowSink(TrackerSink):
     and the artifact `settings-00000051.json` has the settings of the call of `train` that began with iteration 51.
 
     Args:
-        folder: the run's folder. `mlflow.json` in it keeps the run's id.
-        experiment: the experiment in MLflow. It is made if it is missing.
-        name: the run's name. None: the folder's name.
-        tracking_uri: where MLflow writes: `sqlite:///mlflow.db`, or a server. None: as MLFLOW_TRACKING_URI or
+        folder: The run's folder. `mlflow.json` in it keeps the run's id.
+        experiment: The experiment in MLflow. It is made if it is missing.
+        name: The run's name. None: the folder's name.
+        tracking_uri: Where MLflow writes: `sqlite:///mlflow.db`, or a server. None: as MLFLOW_TRACKING_URI or
             `mlflow.set_tracking_uri` says, else MLflow's default, the file `mlflow.db` in the current folder.
-        log_every: iterations between the logged iterations. Iterations with an evaluation, and the last, are logged too.
-        write_every: seconds between writes. Larger: tracking costs less, and a killed process loses more.
+        log_every: Iterations between the logged iterations. Iterations with an evaluation, and the last, are logged too.
+        write_every: Seconds between writes. Larger: tracking costs less, and a killed process loses more.
 
     Raises:
         ConfigError: `mlflow` is not installed, or `log_every` is below 1.

@@ -12,8 +12,8 @@ class OptunaPruning:
     Pass it to `train(callbacks=[...])`. `train` does not catch the error, and the study records a pruned trial.
 
     Args:
-        trial: the `optuna.Trial` that the study passes to the objective.
-        metric: the metric that the pruner compares between trials. It is reported in every iteration that has it.
+        trial: The `optuna.Trial` that the study passes to the objective.
+        metric: The metric that the pruner compares between trials. It is reported in every iteration that has it.
 
     Raises:
         ConfigError: `optuna` is not installed.

@@ -1,4 +1,4 @@
-"""A plot of any run's metrics. Requires matplotlib (`pip install "model-agnostic-grpo[notebooks]"`)."""
+"""A plot of any run's metrics. Requires matplotlib (`pip install "model-agnostic-grpo[tracking]"`)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from adapters.plots import pyplot, saved
 from grpo.errors import ConfigError
 
 TRAINING, EVALUATION = "#1f6fb4", "#d1495b"
@@ -30,17 +31,17 @@ def plot_history(history: Sequence[Mapping[str, float]], path: str | Path | None
     """Plot the metrics of a run of any domain: reward, evaluation, KL, entropy, clipping, dead groups, gradient, time.
 
     Args:
-        history: what `train` returns and `trainer.history` holds: one dict of metrics per iteration, counted from 1. Or the
+        history: What `train` returns and `trainer.history` holds: one dict of metrics per iteration, counted from 1. Or the
             lines of a `JSONLSink`, which have the number of the iteration and all iterations of a resumed run:
             `[json.loads(line) for line in open("metrics.jsonl")]`.
-        path: the picture to write, such as "run.png"; its folder is created. None: only return the figure.
+        path: The picture to write, such as "run.png"; its folder is created. None: only return the figure.
 
     Returns:
         The matplotlib figure.
 
     Raises:
-        ConfigError: the history is empty.
-        ImportError: matplotlib is not installed.
+        ConfigError: The history is empty.
+        ImportError: Matplotlib is not installed.
 
     Example:
         >>> history = trainer.train(states, num_iterations=100)  # doctest: +SKIP
@@ -48,7 +49,7 @@ def plot_history(history: Sequence[Mapping[str, float]], path: str | Path | None
     """
     if not history:
         raise ConfigError("plot_history needs at least one iteration; the history is empty. Train first.")
-    plt = _pyplot()
+    plt = pyplot()
     iterations = np.array([metrics.get("iteration", place) for place, metrics in enumerate(history, start=1)])
     shown = {title: lines for title, names in PANELS.items() if (lines := _lines_of(history, names))}
     num_columns = min(len(shown), 3)
@@ -68,11 +69,7 @@ def plot_history(history: Sequence[Mapping[str, float]], path: str | Path | None
         axis.set_title(title, loc="left", fontsize=11)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_xlabel("iteration", fontsize=9)
-    if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-    return figure
+    return saved(figure, path)
 
 
 def _lines_of(history: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -96,11 +93,11 @@ def _plot_line(axis: Any, name: str, iterations: np.ndarray, values: np.ndarray,
     """Plot one metric, with its last value at the line's end. Evaluations, and a single value, are dots.
 
     Args:
-        axis: where to plot.
-        name: the metric.
+        axis: Where to plot.
+        name: The metric.
         iterations: [S].
         values: [S].
-        is_higher: whether this line ends above the other one, so that their labels do not overlap. None: there is no other.
+        is_higher: Whether this line ends above the other one, so that their labels do not overlap. None: there is no other.
     """
     is_evaluation = name.startswith("eval/")
     colour = EVALUATION if is_evaluation else TRAINING
@@ -122,11 +119,3 @@ def _fill_quartiles(axis: Any, iterations: np.ndarray, history: Sequence[Mapping
     """Shade the middle half of the rewards of each iteration."""
     low, high = ([_known(metrics, name) for metrics in history] for name in ("rewards/q25", "rewards/q75"))
     axis.fill_between(iterations, low, high, color=TRAINING, alpha=0.15, linewidth=0)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError('Plots need matplotlib: pip install "model-agnostic-grpo[notebooks]"') from error
-    return plt

@@ -29,11 +29,11 @@ class RunFolder:
     `earlier-1`, `earlier-2` and so on, of which a report can be made, too.
 
     Args:
-        folder: the folder. It is created with the first line.
-        log_every: iterations between two lines in `train`. Larger: smaller files. Iterations with an evaluation and the last
+        folder: The folder. It is created with the first line.
+        log_every: Iterations between two lines in `train`. Larger: smaller files. Iterations with an evaluation and the last
             one are always written.
-        num_states: number of states in each table of samples.
-        num_actions: number of actions of each of these states.
+        num_states: Number of states in each table of samples.
+        num_actions: Number of actions of each of these states.
 
     Raises:
         ConfigError: `folder` is a file, or a count is below 1.

@@ -25,9 +25,9 @@ class TensorBoardSink(TrackerSink):
     the folder of an old one replaces it in TensorBoard.
 
     Args:
-        folder: the run's folder, `runs/first`.
-        name: a folder in `folder`, for several runs. None: the event files are in `folder` itself.
-        log_every: iterations between the logged iterations. Iterations with an evaluation, and the last, are logged too.
+        folder: The run's folder, `runs/first`.
+        name: A folder in `folder`, for several runs. None: the event files are in `folder` itself.
+        log_every: Iterations between the logged iterations. Iterations with an evaluation, and the last, are logged too.
 
     Raises:
         ConfigError: `tensorboard` is not installed, or `log_every` is below 1.

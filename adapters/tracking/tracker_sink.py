@@ -22,13 +22,13 @@ class TrackerSink(ABC):
     nothing.
 
     Args:
-        folder: the run's folder. It is made if it is missing. A file `PACKAGE.json` in it keeps the id of the tracker's run.
-        name: the run's name in the tracker. None: the folder's name.
-        log_every: iterations between the logged iterations. Iterations with an evaluation, and the last, are logged too.
+        folder: The run's folder. It is made if it is missing. A file `PACKAGE.json` in it keeps the id of the tracker's run.
+        name: The run's name in the tracker. None: the folder's name.
+        log_every: Iterations between the logged iterations. Iterations with an evaluation, and the last, are logged too.
             Larger: tracking costs less, and curves have fewer points.
 
     Raises:
-        ConfigError: the tracker's package is not installed, or `log_every` is below 1.
+        ConfigError: The tracker's package is not installed, or `log_every` is below 1.
     """
 
     package: ClassVar[str]
@@ -50,8 +50,8 @@ class TrackerSink(ABC):
         """Open or continue the tracker's run, and write the settings.
 
         Args:
-            settings: plain JSON values: the config, the policy's class, versions.
-            iteration: the first iteration that is logged next. 1: a new run.
+            settings: Plain JSON values: the config, the policy's class, versions.
+            iteration: The first iteration that is logged next. 1: a new run.
         """
         self._begin(iteration)
         self._write(lambda: self._log_settings(settings, iteration))
@@ -147,7 +147,7 @@ def require_installed(package: str, *, by: str, install: str = TRACKING) -> None
     """Check that a package can be imported, without importing it.
 
     Raises:
-        ConfigError: it is not installed. A folder of the same name, such as `./wandb`, is no package.
+        ConfigError: It is not installed. A folder of the same name, such as `./wandb`, is no package.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:

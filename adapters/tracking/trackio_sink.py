@@ -22,11 +22,11 @@ class TrackioSink(TrackerSink):
     resumes runs by their names.
 
     Args:
-        folder: the run's folder. `trackio.json` in it keeps the run's name and id.
-        project: the project in trackio.
-        name: the run's name. None: the folder's name.
-        log_every: iterations between the logged iterations. Iterations with an evaluation, and the last, are logged too.
-        options: passed on to `trackio.init`: `group`, `space_id`, `auto_log_gpu`.
+        folder: The run's folder. `trackio.json` in it keeps the run's name and id.
+        project: The project in trackio.
+        name: The run's name. None: the folder's name.
+        log_every: Iterations between the logged iterations. Iterations with an evaluation, and the last, are logged too.
+        options: Passed on to `trackio.init`: `group`, `space_id`, `auto_log_gpu`.
 
     Raises:
         ConfigError: `trackio` is not installed, or `log_every` is below 1.

@@ -29,13 +29,13 @@ class WandbSink(TrackerSink):
     `wandb/offline-run-...-ID` with the same id. W&B writes its file once per second, so a killed process loses up to a second.
 
     Args:
-        folder: the run's folder. W&B writes to `wandb/` in it, and `wandb.json` keeps the run's id.
-        project: the project in W&B.
-        name: the run's name. None: the folder's name.
+        folder: The run's folder. W&B writes to `wandb/` in it, and `wandb.json` keeps the run's id.
+        project: The project in W&B.
+        name: The run's name. None: the folder's name.
         mode: "online", "offline" or "disabled". None: as WANDB_MODE says, else "online".
-        log_every: iterations between the logged iterations. Iterations with an evaluation, and the last, are logged too.
-        tables_every: seconds between two tables of the same kind, training or evaluation. 0: a table with each log.
-        options: passed on to `wandb.init`: `entity`, `group`, `tags`, `settings`.
+        log_every: Iterations between the logged iterations. Iterations with an evaluation, and the last, are logged too.
+        tables_every: Seconds between two tables of the same kind, training or evaluation. 0: a table with each log.
+        options: Passed on to `wandb.init`: `entity`, `group`, `tags`, `settings`.
 
     Raises:
         ConfigError: `wandb` is not installed, or `log_every` is below 1.

@@ -43,8 +43,6 @@ class IterationReport:
     """Reports one iteration: turns measurements into metrics, and adapts the coefficients."""
 
     def __init__(self, context: UpdateContext, optimizer_step: OptimizerStep, meter: Meter) -> None:
-        self.measured: dict[str, tuple[float, float]] = {}
-        """The mean and the standard deviation of what the loss reported in the latest iteration, by name."""
         self._coefficients, self._engine, self._collector = context.coefficients, context.engine, context.collector
         self._optimizer_step, self._meter = optimizer_step, meter
         self._defaults = ABSENT if context.has_own_loss else {**dict.fromkeys(TERMS, 0.0), **ABSENT}
@@ -54,7 +52,7 @@ class IterationReport:
         num_applied = self._optimizer_step.num_applied
         own = rows.num_skipped, rows.data.num_replayed, self._meter.totals(), self._collector.costs.of_this_rank()
         num_skipped, num_replayed, totals, costs = zip(*self._engine.gather_objects(own), strict=True)
-        self.measured = measured = self._meter.report(rows.num_planned - rows.num_dead, totals)
+        measured = self._meter.report(rows.num_planned - rows.num_dead, totals)
         metrics = {**self._defaults, "train/learning_rate": self._optimizer_step.learning_rate}
         for name, (mean, std) in measured.items():
             if name in WITH_STD:

@@ -1,10 +1,12 @@
-"""Learning curves. Needs matplotlib (`pip install "model-agnostic-grpo[notebooks]"`)."""
+"""Learning curves. Needs matplotlib (`pip install "model-agnostic-grpo[tracking]"`)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from adapters.plots import pyplot, saved
 
 from .runs import LearningCurve
 
@@ -28,14 +30,7 @@ def plot_learning_curves(
     Returns:
         The matplotlib figure.
     """
-    if path is None:
-        from matplotlib import pyplot
-
-        figure = pyplot.figure(figsize=(7, 4), layout="constrained")
-    else:
-        from matplotlib.figure import Figure  # writing a file needs neither a window nor a backend
-
-        figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = pyplot().figure(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
     for name, runs in curves.items():
         steps = np.unique(np.concatenate([run.steps for run in runs]))
@@ -48,7 +43,4 @@ def plot_learning_curves(
         axis.axhline(threshold, color="grey", linestyle="--", linewidth=1, label=f"learned: {threshold:g}")
     axis.set(xlabel="steps of the environment", ylabel="return, without noise", title=title)
     axis.legend(loc="lower right")
-    if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-    return figure
+    return saved(figure, path)

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+from adapters.plots import is_installed
 from grpo.evaluation import Answer, ComparisonReport, StateComparison
 
-from .drawing.bars import before_after
-from .drawing.markup import Html, element, joined
+from .charts import before_after
+from .markup import Html, element, joined
 from .tables import folded, long_text, row_of, table_of
 from .words import counted, number, percent
 
@@ -27,7 +28,9 @@ def comparison_section(report: ComparisonReport) -> Html:
     return joined(
         element("p", *comparison_words(report), class_="lead"),
         _parts_of(report),
-        element("figure", before_after(shown), element("figcaption", *_legend(len(left_out)))),
+        element("figure", before_after(shown), element("figcaption", *_legend(len(left_out))))
+        if is_installed()
+        else "",
         element("h3", "Answers side by side"),
         _answers(first),
         folded(f"The answers in {counted(len(others), 'further state')}", _answers(others)) if others else "",

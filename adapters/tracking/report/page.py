@@ -5,17 +5,18 @@ from typing import Any
 
 import numpy as np
 
+from adapters.plots import INSTALL, is_installed
 from adapters.tracking.run_folder import REPORT
 from grpo.errors import ConfigError
 from grpo.evaluation import ComparisonReport
 
 from .comparison import comparison_section
 from .diagnosis import diagnose, reward_change
-from .drawing.markup import Html, element, joined
-from .drawing.style import STYLE
-from .panels import always_zero, grid, reward_charts, time_chart, training_charts
+from .markup import Html, element, joined
+from .panels import always_zero, grid, reward_charts, time_table, training_charts
 from .run_data import RunData, read_run
 from .series import share_of
+from .style import STYLE
 from .tables import sample_tables, settings_section
 from .words import counted, duration, number
 
@@ -33,15 +34,15 @@ def write_report(
     measured has no chart. Long runs are thinned: a point is then the mean of several iterations.
 
     Args:
-        folder: the folder that a `RunFolder` wrote to. Only its `metrics.jsonl` must exist, which `JSONLSink` writes too.
-        path: the file to write. None: `report.html` in the folder.
-        comparison: replaces the folder's `comparison.json`, which `ComparisonReport.to_json` writes.
+        folder: The folder that a `RunFolder` wrote to. Only its `metrics.jsonl` must exist, which `JSONLSink` writes too.
+        path: The file to write. None: `report.html` in the folder.
+        comparison: Replaces the folder's `comparison.json`, which `ComparisonReport.to_json` writes.
 
     Returns:
         The path of the page.
 
     Raises:
-        ConfigError: the folder is missing, empty or damaged. The message says what to do.
+        ConfigError: The folder is missing, empty or damaged. The message says what to do.
 
     Example:
         >>> trainer.train(states, num_iterations=100, sinks=[RunFolder("run")])  # doctest: +SKIP
@@ -56,8 +57,8 @@ def write_comparison(report: ComparisonReport, path: str | Path) -> Path:
     """Write one HTML page about a comparison alone: means, interval, each state, and the answers side by side.
 
     Args:
-        report: the result of `compare_policies`.
-        path: the file to write.
+        report: The result of `compare_policies`.
+        path: The file to write.
 
     Returns:
         The path of the page.
@@ -84,6 +85,10 @@ def _written(path: Path, title: str, body: Html) -> Path:
         element("title", title),
         Html(f"<style>{STYLE}</style>"),
     )
+    if not is_installed():
+        body = joined(
+            body, element("p", f"This page has no pictures, because they need matplotlib: {INSTALL}", class_="small")
+        )
     page = "<!doctype html>\n" + element("html", head, element("body", element("main", body)), lang="en") + "\n"
     if path.is_dir():
         raise ConfigError(f"A report is a file; {path} is a folder. Pass the path of an HTML file, or no path.")
@@ -100,7 +105,7 @@ def _run_page(run: RunData) -> tuple[str, Html]:
         element("div", element("b", finding.title), element("p", finding.text), class_=f"finding {finding.kind}")
         for finding in diagnose(run)
     ]
-    rewards, samples, times = reward_charts(run), sample_tables(run), time_chart(run)
+    rewards, samples, times = reward_charts(run), sample_tables(run), time_table(run)
     training = [*rewards[2:], *training_charts(run), *([] if times is None else [times])]
     zeros = always_zero(run)
     zero_words = [element("p", f"0 in every iteration, and not drawn: {', '.join(zeros)}.", class_="small")]

@@ -1,14 +1,17 @@
-"""Which charts a run has. A metric that was never measured has no chart, and a metric that was always 0 has a sentence."""
+"""Which charts and tables a run has. A metric that was never measured has none, and a metric that was always 0 a sentence."""
 
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from .drawing.bars import time_bars
-from .drawing.charts import Chart, Line, line_chart
-from .drawing.markup import Html, element, joined
+from adapters.plots import is_installed
+
+from .charts import Chart, Line, line_chart
+from .markup import Html, element, joined
 from .run_data import RunData
+from .tables import row_of, table_of
+from .words import duration, percent
 
 MAX_PARTS = 6
 """Number of parts of the reward in a chart."""
@@ -68,13 +71,17 @@ SINGLE: dict[str, tuple[str, str, str, str]] = {
 
 
 def reward_charts(run: RunData) -> list[Html]:
-    """Rewards, evaluations and the parts of the reward."""
+    """Rewards, evaluations and the parts of the reward. None without matplotlib."""
+    if not is_installed():
+        return []
     found = [chart for chart in (_rewards(run), _evaluation(run), _parts(run)) if chart is not None]
     return [line_chart(chart, is_wide=len(found) == 1) for chart in found]
 
 
 def training_charts(run: RunData) -> list[Html]:
-    """KL, entropy, clip fraction, dead groups and other signs of how training goes."""
+    """KL, entropy, clip fraction, dead groups and other signs of how training goes. None without matplotlib."""
+    if not is_installed():
+        return []
     charts = {name: _single(run, name) for name in SINGLE}
     ordered = [
         charts["train/kl_mean"],
@@ -90,7 +97,7 @@ def always_zero(run: RunData) -> list[str]:
     return [name for name in [*SINGLE, "train/clip_fraction"] if run.has(name) and not _is_ever_nonzero(run, name)]
 
 
-def time_chart(run: RunData) -> Html | None:
+def time_table(run: RunData) -> Html | None:
     """The mean time of each phase of an iteration. None: no time was measured."""
     means = {name: _mean(run.of(f"time/{key}")) for key, name in PHASES.items()}
     measured = {name: value for name, value in means.items() if value > 0}
@@ -101,7 +108,12 @@ def time_chart(run: RunData) -> Html | None:
         return None
     largest = max(measured, key=lambda name: measured[name])
     note = f"Mean time of each phase of an iteration. The largest part is {largest}. Evaluations are not included."
-    return element("figure", element("h3", "Time per iteration"), time_bars(measured), element("figcaption", note))
+    total, classes = sum(measured.values()), ["", "number", "number"]
+    rows = [
+        row_of([name, duration(value), percent(value / total)], classes=classes) for name, value in measured.items()
+    ]
+    table = table_of(["phase", "time", "share"], rows, classes)
+    return element("figure", element("h3", "Time per iteration"), table, element("figcaption", note))
 
 
 def _rewards(run: RunData) -> Chart | None:

@@ -96,11 +96,11 @@ def read_run(folder: str | Path, comparison: ComparisonReport | None = None) -> 
     """Read a run's folder.
 
     Args:
-        folder: the folder that a `RunFolder` wrote to. Only `metrics.jsonl` must exist.
-        comparison: replaces the folder's `comparison.json`.
+        folder: The folder that a `RunFolder` wrote to. Only `metrics.jsonl` must exist.
+        comparison: Replaces the folder's `comparison.json`.
 
     Raises:
-        ConfigError: the folder is missing, has no metrics, or has a file that cannot be read.
+        ConfigError: The folder is missing, has no metrics, or has a file that cannot be read.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float64
 
+from grpo.evaluation.advice import standard_error
+
 MAX_POINTS = 160
 """Number of points of a line in a chart. Each point is a mean, if there are more iterations."""
 
@@ -42,7 +44,7 @@ def change_of(values: Float64[np.ndarray, " I"]) -> Change | None:
         return None
     window = max(round(WINDOW * len(measured)), min(5, len(measured) // 2))
     first, last = measured[:window], measured[-window:]
-    error = math.sqrt(_noise(first) ** 2 / window + _noise(last) ** 2 / window)
+    error = math.hypot(standard_error(first), standard_error(last))
     difference = abs(float(last.mean() - first.mean()))
     scale = max(abs(float(first.mean())), abs(float(last.mean())))
     return Change(
@@ -53,16 +55,6 @@ def change_of(values: Float64[np.ndarray, " I"]) -> Change | None:
     )
 
 
-def _noise(values: Float64[np.ndarray, " W"]) -> float:
-    """Standard deviation of the noise around a trend: from differences of neighbours, which a trend hardly changes.
-
-    s^2 = mean of (x_(i+1) - x_i)^2 / 2
-
-    Source: von Neumann et al. 1941, The mean square successive difference.
-    """
-    return math.sqrt(float(np.square(np.diff(values)).mean()) / 2) if len(values) > 1 else 0.0
-
-
 def thinned(
     x: Float64[np.ndarray, " I"], columns: list[Float64[np.ndarray, " I"]], max_points: int = MAX_POINTS
 ) -> tuple[Float64[np.ndarray, " P"], list[Float64[np.ndarray, " P"]], int]:
@@ -71,9 +63,9 @@ def thinned(
     Iterations at which the first column was not measured are left out.
 
     Args:
-        x: iterations.
-        columns: series of equal length.
-        max_points: number of points to keep at most.
+        x: Iterations.
+        columns: Series of equal length.
+        max_points: Number of points to keep at most.
 
     Returns:
         The mean iteration of each point, the mean of each column, and the largest number of iterations behind a point.

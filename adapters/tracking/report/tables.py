@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo import GRPOConfig
 
-from .drawing.markup import Html, element, joined
+from .markup import Html, element, joined
 from .run_data import RunData, SampleTable, Start
 from .words import counted, number, shortened
 

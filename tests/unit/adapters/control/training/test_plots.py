@@ -26,7 +26,7 @@ def test_plotted_curves_are_medians_and_quartiles(tmp_path: Path) -> None:
     assert sorted(set(quartiles.get_paths()[0].vertices[:, 1])) == [1.0, 5.0, 11.0, 15.0]
 
 
-def test_a_written_plot_does_not_touch_pyplot(tmp_path: Path) -> None:
+def test_a_written_plot_leaves_no_figure_open(tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     from matplotlib import pyplot
 

@@ -1,4 +1,4 @@
-"""HTML and SVG from Python. Text is escaped by default, so that no completion and no setting can become part of the page."""
+"""HTML from Python. Text is escaped by default, so that no completion and no setting can become part of the page."""
 
 import html
 import math
@@ -15,9 +15,9 @@ def element(tag: str, /, *children: str, **attributes: Any) -> Html:
     """One element: `element("td", "a < b", class_="number")` is `<td class="number">a &lt; b</td>`.
 
     Args:
-        tag: the element's name.
+        tag: The element's name.
         children: `Html` is inserted as it is, and any other string is escaped.
-        attributes: their values are escaped. An underscore at the end of a name is removed, and others become hyphens. False
+        attributes: Their values are escaped. An underscore at the end of a name is removed, and others become hyphens. False
             leaves the attribute out, and True writes its name alone. Numbers get at most two decimals.
     """
     written = "".join(_attribute(key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items())
@@ -38,7 +38,12 @@ def escaped(text: str) -> Html:
     """Text as markup. Control characters, and characters that UTF-8 does not have, are written as their escape codes."""
     if isinstance(text, Html):
         return text
-    return Html(html.escape("".join(mark if _is_harmless(mark) else _code(mark) for mark in text)))
+    return Html(html.escape(plain(text)))
+
+
+def plain(text: str) -> str:
+    """Text with the escape codes of characters that a page must not have."""
+    return "".join(mark if _is_harmless(mark) else _code(mark) for mark in text)
 
 
 def _is_harmless(mark: str) -> bool:

@@ -1,19 +1,29 @@
 """The style of a page. One colour has one meaning: blue is the reward in training, and green is the reward in evaluations."""
 
-COLOURS = """
-:root {
-  color-scheme: light dark;
-  --page: #fafaf8; --card: #ffffff; --ink: #1d2430; --soft: #5b6675; --faint: #e6e8eb; --middle: #9aa4b1;
-  --reward: #2563c9; --evaluation: #12805c; --plain: #55606f; --good: #12805c; --problem: #b3361b; --note: #8a6100;
-  --part0: #7a3fb0; --part1: #b85c00; --part2: #0b7285; --part3: #b0307a; --part4: #6b7300; --part5: #55606f;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #14171c; --card: #1c2027; --ink: #e8ebef; --soft: #a3adba; --faint: #323943; --middle: #7f8a98;
-    --reward: #74a9ff; --evaluation: #4fc79a; --plain: #b4bdc9; --good: #4fc79a; --problem: #ff8f73; --note: #e3b341;
-    --part0: #c79bf2; --part1: #ffae5c; --part2: #58c4d6; --part3: #f58ac5; --part4: #c6cf5a; --part5: #b4bdc9;
-  }
-}
+LIGHT = {
+    "page": "#fafaf8", "card": "#ffffff", "ink": "#1d2430", "soft": "#5b6675", "faint": "#e6e8eb",
+    "middle": "#9aa4b1", "reward": "#2563c9", "evaluation": "#12805c", "plain": "#55606f", "good": "#12805c",
+    "problem": "#b3361b", "note": "#8a6100", "part0": "#7a3fb0", "part1": "#b85c00", "part2": "#0b7285",
+    "part3": "#b0307a", "part4": "#6b7300", "part5": "#55606f",
+}  # fmt: skip
+"""The colours of light screens, by name. Charts are drawn in them."""
+DARK = {
+    "page": "#14171c", "card": "#1c2027", "ink": "#e8ebef", "soft": "#a3adba", "faint": "#323943",
+    "middle": "#7f8a98", "reward": "#74a9ff", "evaluation": "#4fc79a", "plain": "#b4bdc9", "good": "#4fc79a",
+    "problem": "#ff8f73", "note": "#e3b341", "part0": "#c79bf2", "part1": "#ffae5c", "part2": "#58c4d6",
+    "part3": "#f58ac5", "part4": "#c6cf5a", "part5": "#b4bdc9",
+}  # fmt: skip
+"""The colours of dark screens."""
+
+
+def _variables(colours: dict[str, str]) -> str:
+    return ":root { " + " ".join(f"--{name}: {colour};" for name, colour in colours.items()) + " }"
+
+
+COLOURS = f"""
+:root {{ color-scheme: light dark; }}
+{_variables(LIGHT)}
+@media (prefers-color-scheme: dark) {{ {_variables(DARK)} }}
 """
 
 PAGE = """
@@ -63,34 +73,12 @@ td.worse { color: var(--problem); }
 """
 
 CHARTS = """
-svg { display: block; width: 100%; height: auto; }
-svg text { fill: var(--soft); font: 11.5px system-ui, "Segoe UI", sans-serif; }
-svg .end { text-anchor: end; }
-svg .middle { text-anchor: middle; }
-svg .name { fill: var(--ink); font-size: 12.5px; }
-svg .label { font-weight: 600; font-size: 12.5px; }
-svg .grid { stroke: var(--faint); }
-svg .zero { stroke: var(--middle); }
-svg .line { fill: none; stroke: currentColor; stroke-width: 2; stroke-linejoin: round; }
-svg .band { fill: currentColor; opacity: .16; }
-svg circle { fill: currentColor; }
-svg .reward { color: var(--reward); fill: var(--reward); }
-svg .evaluation { color: var(--evaluation); fill: var(--evaluation); }
-svg .plain { color: var(--plain); fill: var(--plain); }
-svg .bar { fill: var(--plain); }
-svg .span { stroke: var(--middle); stroke-width: 2; }
-svg .span.improved { stroke: var(--good); }
-svg .span.worse { stroke: var(--problem); }
-svg .before { fill: var(--middle); }
-svg .after { fill: var(--reward); }
-svg .at * { visibility: hidden; }
-svg .at rect { visibility: visible; fill: transparent; }
-svg .at:hover * { visibility: visible; }
-svg .at line { stroke: var(--middle); stroke-dasharray: 3 3; }
+svg { display: block; width: 100%; height: auto; stroke-linejoin: round; }
+svg text { font-family: system-ui, "Segoe UI", sans-serif; }
+svg .point { stroke: transparent; stroke-width: 10; pointer-events: all; }
+svg .hidden { opacity: 0; }
+svg .point:hover { opacity: 1; }
 """
 
-PARTS = "\n".join(f"svg .part{k} {{ color: var(--part{k}); fill: var(--part{k}); }}" for k in range(6))
-"""Colours of several lines in one chart, in the order of the lines."""
-
-STYLE = COLOURS + PAGE + TABLES + CHARTS + PARTS
-"""CSS of the page, for light and dark screens."""
+STYLE = COLOURS + PAGE + TABLES + CHARTS
+"""CSS of the page, for light and dark screens. A point of a line without dots appears under the pointer."""

@@ -1,1 +1,0 @@
-"""HTML and SVG: escaped markup, charts and the style of a page."""
