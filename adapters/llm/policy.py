@@ -343,12 +343,12 @@ class HFPolicy:
         because the kept keys and values would be wrong.
 
         The context has no effect on samplers with weights of their own: vLLM's servers keep prefixes anyway. It has no effect
-        on models whose caches cannot be shared between rows (`CausalLM.shares_prompts` is False).
+        on models with sliding windows or states, which compute each prompt as a whole (`CausalLM.has_plain_cache` is False).
 
         Args:
             max_rows: Maximum number of kept rows. The oldest row is dropped first. A larger number needs more memory.
         """
-        if isinstance(self._sampler, DecodingSampler):
+        if isinstance(self._sampler, DecodingSampler) and self._lm.has_plain_cache:
             self._sampler.kept = KeptPrefixes(max_rows)
         try:
             yield
@@ -421,7 +421,7 @@ class HFPolicy:
     def plan_micro_batches(self, states: Sequence[PromptState], actions: Sequence[Completion]) -> list[Sequence[int]]:
         """Rows of each forward pass, within `max_tokens_per_forward` positions and with little padding."""
         # what rows share before their first fork counts once, as a prompt does
-        shares_forks = not self._lm.has_equal_passes
+        shares_forks = self._lm.shares_forks
         shared = [action.token_ids[: min(action.forks, default=0) if shares_forks else 0] for action in actions]
         given = zip(self._encode(states), shared, strict=True)
         prompts, prompt_of_row = _distinct([[*prompt, *tokens] for prompt, tokens in given])
@@ -580,7 +580,7 @@ class HFPolicy:
         }
         shares_prompts = self._shares_prompts if lm is self._lm else lm.shares_prompts
         forks = [action.forks for action in actions]
-        if shares_prompts and any(forks) and width > 0 and not lm.has_equal_passes:
+        if shares_prompts and lm.shares_forks and any(forks) and width > 0:
             return score_forked_rows(lm, prompts, prompt_of_row, scored, mask, forks, **options)
         padding = [[*tokens, *[0] * (width - len(tokens))] for tokens in scored]
         return score_tokens(

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from grpo import ActionScores
-from grpo.errors import ConfigError
+from grpo.errors import ConfigError, ContractError
 
 from .model.causal_lm import CausalLM
 from .model.shared_prompts import hidden_of_whole_rows, hidden_with_shared_prompts
@@ -155,7 +155,8 @@ def score_forked_rows(
 def check_scores(lm: CausalLM, sampler: Sampler | None) -> None:
     """Check that sampling and scoring a batch give the log-probs of forward passes of each row alone.
 
-    The check uses no global random numbers.
+    If a model with windows or states fails with shared prompts, it computes each row as a whole from now on, and is checked
+    again. The check uses no global random numbers.
 
     Args:
         lm: The model.
@@ -165,6 +166,16 @@ def check_scores(lm: CausalLM, sampler: Sampler | None) -> None:
         ConfigError: Sampling or scoring differs: the model's cache, state or padding does not work.
         ContractError: The model raised an error.
     """
+    if lm.shares_prompts and not lm.has_plain_cache:
+        try:
+            _check_scores(lm, sampler)
+            return
+        except (ConfigError, ContractError):  # recovery: each row as a whole
+            lm.shares_prompts = False
+    _check_scores(lm, sampler)
+
+
+def _check_scores(lm: CausalLM, sampler: Sampler | None) -> None:
     with lm.on_trial():
         batches = [
             _drawn(lm, sampler, *lengths) for lengths in CHECKED_LENGTHS

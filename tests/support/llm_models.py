@@ -71,9 +71,9 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "gemma2": lambda **changes: Gemma2ForCausalLM(Gemma2Config(**LLAMA | GEMMA | changes)),
     "mamba": _mamba,
 }
-"""Models with full attention, then models with sliding windows (4 positions) or states, whose caches cannot be shared."""
-SHARING = ("qwen3", "llama", "gpt2", "granite", "cohere")
-"""Models whose completions can share the cache of a prompt."""
+"""Models with full attention, then two with sliding windows (4 positions), and one with states."""
+SHARING = ("qwen3", "llama", "gpt2", "granite", "cohere", "mistral", "gemma2")
+"""Models whose completions share the cache of a prompt."""
 
 ROUNDING = 2**-24
 """Largest relative error of one rounding to float32."""

@@ -25,7 +25,7 @@ _SIZES: dict[int, str] = {
     "hidden_size_per_layer_input query_pre_attn_scalar",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts "
     "num_local_experts n_routed_experts moe_num_experts num_routed_experts mamba_n_heads mamba_num_heads sliding_window "
-    "time_step_rank rotary_dim",
+    "time_step_rank rotary_dim attention_chunk_size",
     2: "num_key_value_heads n_kv_heads num_kv_heads num_query_groups multi_query_group_num num_hidden_layers n_layer n_layers "
     "num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers layers num_experts_per_tok moe_k moe_topk "
     "top_k_experts moe_top_k num_experts_per_token linear_num_key_heads linear_num_value_heads index_n_heads",

@@ -9,11 +9,28 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from grpo.errors import ContractError, GRPOError
 
 from .value_head import ValueHead
+
+SHAREABLE = {
+    DynamicLayer,
+    DummyLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+}
+"""Layers of a cache whose keys, values and states after a prompt can be copied to rows."""
 
 
 class CausalLM:
@@ -65,6 +82,17 @@ class CausalLM:
         """The part from token ids to hidden states: all layers except the output head."""
         self.value_head: ValueHead | None = None
         """The part from hidden states to values, if there is one. It is no part of the Hugging Face model."""
+        kinds = {type(layer) for layer in DynamicCache(config=self.config).layers}
+        self.has_plain_cache = kinds == {DynamicLayer}
+        """Whether each layer caches keys and values and attends to all past positions, wherever padding is between them."""
+        is_stateful = getattr(plain, "_is_stateful", False)
+        self.shares_prompts = (
+            kinds <= SHAREABLE
+            and kinds != {LinearAttentionLayer}  # Mamba: without attention, the cache has no length
+            and not (self.has_plain_cache and is_stateful)  # RWKV and xLSTM: the state is outside the cache
+            and self.config.model_type != "jamba"  # its scan of several tokens begins without a state
+        )
+        """Whether completions continue a copy of their prompt's cache. `check_scores` sets it to False if the scores differ."""
         self.has_equal_passes = False
         """Whether each scoring pass calls each layer equally often, whatever the rows are. Weights that are divided among ranks
         need it."""
@@ -120,11 +148,10 @@ class CausalLM:
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
-    def shares_prompts(self) -> bool:
-        """Whether every layer caches all past keys and values, so that completions can share a prompt's cache."""
-        return not getattr(self.plain, "_is_stateful", False) and all(
-            type(layer) is DynamicLayer for layer in DynamicCache(config=self.config).layers
-        )
+    def shares_forks(self) -> bool:
+        """Whether completions can also share what is behind their prompt. Padding between edges would move a sliding window,
+        and change a state."""
+        return self.shares_prompts and self.has_plain_cache and not self.has_equal_passes
 
     @property
     def checkpoints_gradients(self) -> bool:

@@ -13,7 +13,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from .causal_lm import CausalLM
 
@@ -23,7 +30,7 @@ class Prefilled:
     """Cache and hidden states of B prompts after one forward pass. The prompts are padded on the left."""
 
     cache: DynamicCache
-    """Keys and values of every layer, [B, heads, P, size]."""
+    """Keys and values of every layer, [B, heads, P, size], and the states of layers that have them."""
     last_hidden: Float[Tensor, "B H"]
     """Hidden state of each prompt's last token, from which the first token of a completion is drawn."""
     mask: Bool[Tensor, "B P"] | None
@@ -42,20 +49,33 @@ def prefill(lm: CausalLM, prompts: Sequence[Sequence[int]], width: int | None = 
     """
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     width = width or int(lengths.max())
-    token_ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=lm.device)
+    # not a padding token, whose embedding may be 0: the gradient of its standard deviation would be NaN (Gemma 3n)
+    token_ids = torch.tensor([[*[prompt[0]] * (width - len(prompt)), *prompt] for prompt in prompts], device=lm.device)
     options: dict[str, Any] = {}
     mask = None
     if bool((lengths != width).any()):
         mask = (torch.arange(width) >= width - lengths[:, None]).to(lm.device)
         options = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
     cache = DynamicCache(config=lm.config)
+    cache.layers = [_of_all_positions(layer) for layer in cache.layers]
     output = lm.decoder(input_ids=token_ids, past_key_values=cache, use_cache=True, **options)
     return Prefilled(
-        cache=output.past_key_values,
+        cache=cache,
         last_hidden=output.last_hidden_state[:, -1],
         mask=mask,
         lengths=lengths.to(lm.device),
     )
+
+
+def _of_all_positions(layer: Any) -> Any:
+    """A layer that also keeps the keys and values before its window. Transformers' mask keeps the window."""
+    match layer:
+        case LinearAttentionAndSlidingWindowAttentionLayer():
+            return LinearAttentionAndFullAttentionLayer(layer.number_of_states)
+        case DynamicSlidingWindowLayer():
+            return DynamicLayer()
+        case _:
+            return layer
 
 
 def hidden_with_shared_prompts(
@@ -87,7 +107,7 @@ def hidden_with_shared_prompts(
             positions = positions.clamp_max(lm.max_positions - 1)  # padding may exceed the last position
         options = {"attention_mask": torch.cat([prefilled.mask[rows.prompt], own], 1), "position_ids": positions}
     cache = DynamicCache()
-    cache.layers = [SharedLayer(layer, rows) for layer in prefilled.cache.layers]
+    cache.layers = [shared_layer(layer, rows) for layer in prefilled.cache.layers]
     rest = lm.decoder(input_ids=inputs, past_key_values=cache, use_cache=True, **options).last_hidden_state
     return torch.cat([first, rest], 1)[:, :width]
 
@@ -154,7 +174,7 @@ class SharedLayer(DynamicLayer):
     """Cache of one layer with the prompts' keys and values for all rows. The rows' own keys and values are not stored."""
 
     def __init__(self, prompts: Any, rows: Rows) -> None:
-        super().__init__()
+        DynamicLayer.__init__(self)
         self.keys, self.values, self.is_initialized = prompts.keys, prompts.values, True
         self._prompts = prompts
         self._rows = rows
@@ -162,3 +182,56 @@ class SharedLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the keys and values of each row's prompt, followed by those of the row's own tokens."""
         return self._rows.join(self._prompts.keys, key_states), self._rows.join(self._prompts.values, value_states)
+
+
+class RowStates(LinearAttentionLayer):
+    """Cache of one layer with a state per row, which begins as that of the row's prompt."""
+
+    def __init__(self, prompts: Any) -> None:
+        LinearAttentionLayer.__init__(self, prompts.number_of_states)
+        self._states: dict[str, Any] = {"conv_states": self.conv_states, "recurrent_states": self.recurrent_states}
+        self.conv_kernel_size, self.device, self.dtype = prompts.conv_kernel_size, prompts.device, prompts.dtype
+        self.is_conv_states_initialized = dict(prompts.is_conv_states_initialized)
+        self.is_recurrent_states_initialized = dict(prompts.is_recurrent_states_initialized)
+        self.has_previous_state = dict(prompts.has_previous_state)
+
+    def put(self, rows: Rows, prompts: Any, begin: int) -> None:
+        """Append rows with the states of their prompts. `begin` is the number of rows so far."""
+        for name, states in self._states.items():
+            for index, of_prompts in getattr(prompts, name).items():
+                if of_prompts is not None:
+                    own = rows.spread(of_prompts)
+                    states[index] = own if begin == 0 else torch.cat([states[index], own])
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Replace the state. The backward pass needs the state from before, so it is not overwritten."""
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows."""
+        LinearAttentionLayer.reorder_cache(self, indices)  # type: ignore[arg-type]
+
+
+class SharedHybridLayer(RowStates, SharedLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
+    """Cache of one layer with attention and states."""
+
+    def __init__(self, prompts: Any, rows: Rows) -> None:
+        SharedLayer.__init__(self, prompts, rows)
+        RowStates.__init__(self, prompts)
+        self.put(rows, prompts, 0)
+
+
+def shared_layer(prompts: Any, rows: Rows) -> Any:
+    """One layer's cache for all rows, from that of their prompts."""
+    match prompts:
+        case DummyLayer():
+            return prompts
+        case LinearAttentionAndFullAttentionLayer():
+            return SharedHybridLayer(prompts, rows)
+        case LinearAttentionLayer():
+            states = RowStates(prompts)
+            states.put(rows, prompts, 0)
+            return states
+        case _:
+            return SharedLayer(prompts, rows)

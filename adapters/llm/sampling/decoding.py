@@ -121,9 +121,13 @@ class DecodingSampler:
         self._with_entropy = with_entropy
         self._max_rows = max_rows
         self._max_tokens = max_tokens_per_forward or sys.maxsize
-        self._loop = loop if lm.shares_prompts else "generate"
+        self._given_loop = loop
         self.kept: KeptPrefixes | None = None
         """The caches of rows that may go on. None keeps no caches."""
+
+    @property
+    def _loop(self) -> Literal["own", "generate"]:
+        return self._given_loop if self._lm.shares_prompts else "generate"
 
     @torch.no_grad()
     def sample(

@@ -8,10 +8,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from adapters.llm.model.causal_lm import CausalLM
-from adapters.llm.model.shared_prompts import Rows, prefill
+from adapters.llm.model.shared_prompts import Rows, RowStates, prefill
 
 GROWTH = 128
 """Number of positions by which the memory for keys and values grows."""
@@ -39,7 +44,7 @@ class DecodingBatch:
         """A batch of `size` rows per prompt, before their first token. A forward pass has at most `max_tokens` positions."""
         width = max(map(len, prompts))
         at_once = max(1, max_tokens // width)
-        layers: list[GrowingLayer] = []
+        layers: list[Any] = []
         hidden = []
         for begin in range(0, len(prompts), at_once):
             some = prompts[begin : begin + at_once]
@@ -47,9 +52,10 @@ class DecodingBatch:
             spread = Rows(torch.arange(len(some)).repeat_interleave(size), len(some), lm.device)
             hidden.append(spread.spread(prefilled.last_hidden))
             of_prompts = prefilled.cache.layers
-            layers = layers or [GrowingLayer(layer, len(prompts) * size) for layer in of_prompts]
+            layers = layers or [_growing_layer(layer, len(prompts) * size) for layer in of_prompts]
             for layer, of_some in zip(layers, of_prompts, strict=True):
-                layer.put(spread, of_some, begin * size)
+                if not isinstance(layer, DummyLayer):
+                    layer.put(spread, of_some, begin * size)
         cache = DynamicCache()
         cache.layers = list(layers)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=lm.device).repeat_interleave(size)
@@ -77,7 +83,7 @@ class GrowingLayer(DynamicLayer):
     """One layer's keys and values of N rows, in memory that grows by many positions at a time, so copies are rare."""
 
     def __init__(self, prompts: Any, num_rows: int) -> None:
-        super().__init__()
+        DynamicLayer.__init__(self)
         self.is_initialized = True
         length = prompts.keys.shape[-2]
         self._keys, self._values = (_room(part, num_rows, length) for part in (prompts.keys, prompts.values))
@@ -109,6 +115,36 @@ class GrowingLayer(DynamicLayer):
         length = self.get_seq_length()
         self._keys, self._values = (_moved(part.index_select(0, indices), length) for part in self._view(length))
         self._view(length)
+
+
+class GrowingHybridLayer(RowStates, GrowingLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
+    """One layer's keys, values and states of N rows."""
+
+    def __init__(self, prompts: Any, num_rows: int) -> None:
+        GrowingLayer.__init__(self, prompts, num_rows)
+        RowStates.__init__(self, prompts)
+
+    def put(self, rows: Rows, prompts: Any, begin: int) -> None:
+        """Write the prompts' keys, values and states into their rows, from row `begin` on."""
+        RowStates.put(self, rows, prompts, begin)
+        GrowingLayer.put(self, rows, prompts, begin)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows."""
+        RowStates.batch_select_indices(self, indices)
+        GrowingLayer.batch_select_indices(self, indices)
+
+
+def _growing_layer(prompts: Any, num_rows: int) -> Any:
+    match prompts:
+        case DummyLayer():
+            return prompts
+        case LinearAttentionAndFullAttentionLayer():
+            return GrowingHybridLayer(prompts, num_rows)
+        case LinearAttentionLayer():
+            return RowStates(prompts)
+        case _:
+            return GrowingLayer(prompts, num_rows)
 
 
 def _room(like: Tensor, num_rows: int, length: int) -> Tensor:

@@ -9,15 +9,13 @@ from transformers import (
     FalconH1ForCausalLM,
     Qwen3ForCausalLM,
     Qwen3Model,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from adapters.llm.model.causal_lm import CausalLM, LogitsPostprocessing
 from grpo.errors import ContractError
-from tests.support.llm_models import ENDS, FAMILIES, LLAMA, SHARING, VOCABULARY_SIZE, tiny_model
+from tests.support.llm_models import ENDS, FAMILIES, SHARING, VOCABULARY_SIZE, tiny_model
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 
@@ -35,28 +33,24 @@ def test_the_head_of_the_hidden_states_gives_the_logits_of_the_model(subtests: p
             lm.check_logits()
 
 
-def test_only_caches_of_all_past_keys_and_values_are_shared(subtests: pytest.Subtests) -> None:
+def test_prompts_are_shared_unless_a_layer_of_the_cache_cannot_be_copied(subtests: pytest.Subtests) -> None:
     for family in FAMILIES:
         with subtests.test(family=family):
             assert CausalLM(tiny_model(family)).shares_prompts == (family in SHARING)
 
 
-def test_caches_of_hybrid_models_are_not_shared() -> None:
-    sizes = LLAMA | {"head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
-    heads = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    }
-    layers = {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 8}
-    assert not CausalLM(Qwen3NextForCausalLM(Qwen3NextConfig(**sizes | heads | layers))).shares_prompts
-
-
-def test_one_layer_with_a_sliding_window_prevents_sharing() -> None:
-    windowed = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-    assert not CausalLM(tiny_model("qwen3", **windowed)).shares_prompts
-    assert CausalLM(tiny_model("mistral", sliding_window=None)).shares_prompts
+def test_forks_are_shared_with_full_attention_only(subtests: pytest.Subtests) -> None:
+    """Padding between edges would move a sliding window."""
+    one_window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    for family, changes, shares in [
+        ("qwen3", {}, True),
+        ("qwen3", one_window, False),
+        ("mistral", {}, False),
+        ("mistral", {"sliding_window": None}, True),
+        ("mamba", {}, False),
+    ]:
+        with subtests.test(family=family, changes=changes):
+            assert CausalLM(tiny_model(family, **changes)).shares_forks == shares
 
 
 POSTPROCESSING = [

@@ -195,7 +195,7 @@ def test_uneven_groups_are_scored_as_their_rows() -> None:
 
 def test_whole_rows_are_as_wide_as_the_longest_of_them() -> None:
     """A long prompt with a short completion, and a short prompt with a long one, are 2 rows of 10 and not of 9 + 8."""
-    model = tiny_model("mistral")
+    model = tiny_model("mamba")
     policy = HFPolicy(model, TOKENIZER, max_tokens_per_forward=20)
     rows = ["abcdefghi", "ab"], [completion(5), completion(*range(2, 10))]
     assert list(map(len, policy.plan_micro_batches(*rows))) == [2]

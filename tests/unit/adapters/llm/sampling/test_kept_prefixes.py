@@ -42,7 +42,7 @@ def test_only_new_tokens_are_computed_and_the_oldest_rows_are_dropped() -> None:
     assert shapes[-1] == (1, 7)  # outside the context, nothing is kept
 
 
-def test_models_without_a_shareable_cache_compute_the_whole_prompt() -> None:
+def test_models_with_windows_compute_the_whole_prompt() -> None:
     policy = policy_of(tiny_model("mistral"), max_new_tokens=3)
     with policy.keeping_prefixes(max_rows=4):
         first = policy.sample_tokens([encoded("abc")], seeds=[1])
