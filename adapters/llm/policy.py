@@ -22,6 +22,7 @@ from .model.causal_lm import CausalLM
 from .model.loading import keep_differentiable, load_model, save_model
 from .model.value_head import VALUE_HEAD_FILE, ValueHead
 from .prompts import Prompt, PromptEncoder, PromptState, prompt_of
+from .sampling.continuous import ContinuousSampler
 from .sampling.decoding import DecodingSampler
 from .sampling.kept_prefixes import KeptPrefixes
 from .sampling.samplers import ReadsByUnit, SampledTokens, Sampler, SamplesBeside
@@ -45,8 +46,8 @@ class HFPolicy:
         model: A `PreTrainedModel` with an output head, or a PEFT model around one.
         tokenizer: The model's tokenizer. It needs no padding token, because masks are made from lengths.
         sampling: Sampling settings. The temperature also applies to scoring.
-        sampler: "decoding" for the loop of this package, "generate" for transformers' loop, or another engine with its own
-            weights (`VLLMSampler`).
+        sampler: "decoding" for the loop of this package, "generate" for transformers' loop, "continuous" for transformers'
+            continuous batching, or another engine with its own weights (`VLLMSampler`).
         reference_model: A frozen model with the same tokenizer, for a KL term. With LoRA, None uses the model without its
             adapter.
         prompt_column: Column with the prompt, for states that are rows of a data set.
@@ -79,7 +80,7 @@ class HFPolicy:
         tokenizer: Any,
         *,
         sampling: SamplingConfig | None = None,
-        sampler: Sampler | Literal["decoding", "generate"] = "decoding",
+        sampler: Sampler | Literal["decoding", "generate", "continuous"] = "decoding",
         reference_model: Any = None,
         prompt_column: str = "prompt",
         end_token_ids: Sequence[int] | int | None = None,
@@ -136,22 +137,27 @@ class HFPolicy:
         self._exact_entropy = exact_entropy
         self._mask_truncated = mask_truncated
         self._max_tokens_per_forward = max_tokens_per_forward
-        is_known = isinstance(sampler, str) and sampler in ("decoding", "generate")
-        if not is_known and not (hasattr(sampler, "sample") and hasattr(sampler, "sync")):
-            raise ConfigError(
-                f"HFPolicy: sampler must be 'decoding', 'generate' or a Sampler, such as VLLMSampler(...); got {sampler!r}."
-            )
-        own = DecodingSampler(
-            self._lm,
-            tokenizer,
-            with_entropy=exact_entropy,
-            max_rows=max_rows_per_decode,
-            max_tokens_per_forward=max_tokens_per_forward,
-            loop="generate" if sampler == "generate" else "own",
-        )
-        self._sampler = own if isinstance(sampler, str) else sampler
+        match sampler:
+            case "decoding" | "generate":
+                self._sampler: Sampler = DecodingSampler(
+                    self._lm,
+                    tokenizer,
+                    with_entropy=exact_entropy,
+                    max_rows=max_rows_per_decode,
+                    max_tokens_per_forward=max_tokens_per_forward,
+                    loop="generate" if sampler == "generate" else "own",
+                )
+            case "continuous":
+                self._sampler = ContinuousSampler(self._lm, max_rows=max_rows_per_decode)
+            case _ if not isinstance(sampler, str) and hasattr(sampler, "sample") and hasattr(sampler, "sync"):
+                self._sampler = sampler
+            case _:
+                raise ConfigError(
+                    "HFPolicy: sampler must be 'decoding', 'generate', 'continuous' or a Sampler, such as VLLMSampler(...); "
+                    f"got {sampler!r}."
+                )
         self._samples_beside = isinstance(self._sampler, SamplesBeside) and self._sampler.samples_beside
-        check_scores(self._lm, own if self._sampler is own else None)
+        check_scores(self._lm, self._sampler if self.samples_itself else None)
         self._base_model = base_on_hub(self._lm.plain)  # now, because a folder can be gone when the model is saved
         self._has_warned = False
 
@@ -374,7 +380,7 @@ class HFPolicy:
     @property
     def samples_itself(self) -> bool:
         """Whether the model samples its completions in this process. Other engines, such as vLLM, have their own weights."""
-        return isinstance(self._sampler, DecodingSampler)
+        return isinstance(self._sampler, DecodingSampler | ContinuousSampler)
 
     @property
     def reference_model(self) -> Any:

@@ -6,9 +6,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from adapters.llm.completions import FinishReason
 from grpo.arguments import describe
-from grpo.errors import ContractError
+from grpo.errors import ContractError, GRPOError
 
 from .sampling_config import SamplingConfig
+
+
+class SamplerError(GRPOError, RuntimeError):
+    """A sampling engine or server did not answer, or rejected a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,9 @@ from adapters.llm.model.merged_weights import merged_weights
 from grpo import preserved_random_state
 from grpo.errors import ConfigError
 
-from .samplers import SampledTokens
+from .samplers import SampledTokens, SamplerError
 from .sampling_config import SamplingConfig
-from .vllm_requests import Answer, SamplerError, request_settings, require_room, sampled_tokens
+from .vllm_requests import Answer, request_settings, require_room, sampled_tokens
 
 IN_OTHER_PROCESSES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from grpo.errors import ConfigError, warn_user
 
-from .vllm_requests import SamplerError
+from .samplers import SamplerError
 
 START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --enable-scale-out"
 """Command that starts a server that accepts weights, and reports with every token its weights' version and its log-prob."""

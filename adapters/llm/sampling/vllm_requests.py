@@ -5,14 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapters.llm.completions import FinishReason
-from grpo.errors import ConfigError, GRPOError
+from grpo.errors import ConfigError
 
-from .samplers import SampledTokens
+from .samplers import SampledTokens, SamplerError
 from .sampling_config import SamplingConfig
-
-
-class SamplerError(GRPOError, RuntimeError):
-    """A sampling engine or server did not answer, or rejected a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,10 @@ from grpo.arguments import describe
 from grpo.engine import Engine, OneProcess
 from grpo.errors import ConfigError, warn_user
 
-from .samplers import SampledTokens
+from .samplers import SampledTokens, SamplerError
 from .sampling_config import SamplingConfig
 from .vllm_http import ServerLostError, ServerTimeoutError
-from .vllm_requests import Answer, SamplerError, request_settings, require_room, sampled_tokens
+from .vllm_requests import Answer, request_settings, require_room, sampled_tokens
 from .vllm_worker import FIRST_VERSION, VLLMWorker
 
 MAX_LOSSES = 3

@@ -5,8 +5,9 @@ from typing import Any
 
 from grpo.errors import ConfigError
 
+from .samplers import SamplerError
 from .vllm_http import START, ServerLostError, ServerTimeoutError, VLLMServer
-from .vllm_requests import Answer, SamplerError
+from .vllm_requests import Answer
 
 FIRST_VERSION = "default"
 """What a vLLM server calls the weights that it was started with."""

@@ -98,7 +98,7 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"end_token_ids": "</s>"}, r"end_token_ids must be integers .* got '</s>'"),
     ({"end_token_ids": 1.5}, r"end_token_ids must be integers"),
     ({"sampling": {"temperature": 1.0}}, r"sampling must be a SamplingConfig; got dict"),
-    ({"sampler": 3}, r"sampler must be 'decoding', 'generate' or a Sampler"),
+    ({"sampler": 3}, r"sampler must be 'decoding', 'generate', 'continuous' or a Sampler"),
     ({"exact_entropy": "no"}, r"exact_entropy must be True or False; got str 'no'"),
     ({"prompt_column": 3}, r"prompt_column must be a text"),
     ({"chat_template_options": [1]}, r"chat_template_options a mapping"),

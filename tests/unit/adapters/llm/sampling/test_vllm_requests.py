@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from adapters.llm.sampling.samplers import SamplerError
 from adapters.llm.sampling.sampling_config import SamplingConfig
 from adapters.llm.sampling.vllm_engine import VLLMSampler
-from adapters.llm.sampling.vllm_requests import Answer, SamplerError, request_settings, require_room, sampled_tokens
+from adapters.llm.sampling.vllm_requests import Answer, request_settings, require_room, sampled_tokens
 from grpo.errors import ConfigError
 
 

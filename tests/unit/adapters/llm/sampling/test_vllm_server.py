@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from adapters.llm.sampling import vllm_server
+from adapters.llm.sampling.samplers import SamplerError
 from adapters.llm.sampling.sampling_config import SamplingConfig
 from adapters.llm.sampling.vllm_http import VLLMServer
-from adapters.llm.sampling.vllm_requests import SamplerError
 from adapters.llm.sampling.vllm_server import VLLMServerSampler
 from grpo.errors import ConfigError, GRPOWarning
 from tests.support.vllm_stand import Stand, running_stand

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from adapters.llm.sampling import vllm_server
+from adapters.llm.sampling.samplers import SamplerError
 from adapters.llm.sampling.sampling_config import SamplingConfig
-from adapters.llm.sampling.vllm_requests import SamplerError
 from adapters.llm.sampling.vllm_server import VLLMServerSampler
 from adapters.llm.sampling.vllm_worker import VLLMWorker
 from grpo.errors import ConfigError, GRPOWarning

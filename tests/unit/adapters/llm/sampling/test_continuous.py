@@ -1,0 +1,102 @@
+"""Sampling with transformers' continuous batching: log-probs of each row alone, and errors in words."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from adapters.llm import SampledTokens, SamplingConfig
+from adapters.llm.model.causal_lm import CausalLM
+from adapters.llm.sampling.continuous import ContinuousSampler
+from adapters.llm.sampling.samplers import SamplerError
+from grpo import GRPOConfig, GRPOTrainer
+from grpo.errors import ConfigError
+from tests.support.llm_models import END, FLOAT32_LOG_PROB, encoded, policy_of, row_logits, tiny_model
+
+PROMPTS = [encoded(state) for state in ("1+1=", "12+30=?", "abc")]
+
+
+def sample(model: Any, *, seed: int = 0, ends: tuple[int, ...] = (END,), max_rows: int | None = None, **settings: Any):
+    config = SamplingConfig(**{"max_new_tokens": 9} | settings)
+    sampler = ContinuousSampler(CausalLM(model), max_rows=max_rows)
+    return sampler.sample(PROMPTS, 3, config, end_token_ids=ends, seeds=range(seed, seed + 9))
+
+
+def assert_log_probs_as_alone(model: Any, sampled: SampledTokens, temperature: float, top_k: int | None) -> None:
+    for row, (tokens, found) in enumerate(zip(sampled.token_ids, sampled.behaviour_log_probs, strict=True)):
+        with torch.no_grad():
+            logits = row_logits(model, PROMPTS[row // 3], tokens) / temperature
+        if top_k is not None:
+            logits = logits.masked_fill(logits < logits.topk(top_k, dim=1).values[:, -1:], -torch.inf)
+        expected = logits.log_softmax(1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+        assert list(found) == pytest.approx(expected.tolist(), abs=2 * FLOAT32_LOG_PROB)
+
+
+def test_log_probs_are_those_of_each_row_alone(subtests: pytest.Subtests) -> None:
+    """Prompts and completions are longer than Gemma 2's and Mistral's window of 4 tokens."""
+    for family, settings, max_rows in [
+        ("qwen3", {"temperature": 0.7}, None),
+        ("mistral", {}, 2),
+        ("gemma2", {"top_k": 5}, None),
+    ]:
+        with subtests.test(family=family, settings=settings, max_rows=max_rows):
+            model = tiny_model(family).train()
+            attention, state = model.config._attn_implementation, torch.get_rng_state()
+            sampled = sample(model, max_rows=max_rows, **settings)
+            assert len(sampled.token_ids) == 9
+            assert model.training
+            assert model.config._attn_implementation == attention
+            assert torch.equal(torch.get_rng_state(), state)
+            assert sampled.policy_log_probs is None
+            model.eval()
+            assert_log_probs_as_alone(model, sampled, settings.get("temperature", 1.0), settings.get("top_k"))
+            for tokens, reason in zip(sampled.token_ids, sampled.finish_reasons, strict=True):
+                assert END not in tokens[:-1]
+                assert reason == ("end" if tokens[-1] == END else "length")
+                assert reason == "end" or len(tokens) == 9
+
+
+def test_rows_depend_on_the_seed_only() -> None:
+    first, again, other = (sample(tiny_model(), seed=seed, ends=()) for seed in (0, 0, 100))
+    assert first.token_ids == again.token_ids != other.token_ids
+    assert set(first.finish_reasons) == {"length"}
+
+
+def test_the_likeliest_tokens_are_certain() -> None:
+    sampled = sample(tiny_model(), temperature=0)
+    assert len(set(map(tuple, sampled.token_ids))) == len(PROMPTS)
+    assert not any(map(any, sampled.behaviour_log_probs))
+
+
+def test_settings_that_it_lacks_are_named(subtests: pytest.Subtests) -> None:
+    for name, value in [
+        ("min_new_tokens", 2),
+        ("min_p", 0.1),
+        ("xtc_probability", 0.5),
+        ("repetition_penalty", 1.2),
+        ("stop", ("a",)),
+    ]:
+        with subtests.test(name=name), pytest.raises(ConfigError, match=rf"does not have some settings .*{name}"):
+            sample(tiny_model(), **{name: value})
+
+
+def test_a_row_that_is_left_out_is_an_error() -> None:
+    model = tiny_model()
+    whole = model.generate_batch
+    model.generate_batch = lambda *args, **options: dict(list(whole(*args, **options).items())[1:])
+    with pytest.raises(SamplerError, match="must complete 9 rows; it completed 8"):
+        sample(model)
+
+
+def test_training_samples_with_the_new_weights() -> None:
+    policy = policy_of(sampler="continuous", max_new_tokens=4)
+    assert policy.samples_itself
+    config = GRPOConfig(group_size=4, learning_rate=1e-2, seed=0)
+    trainer = GRPOTrainer(
+        config=config, policy=policy, reward_model=lambda states, actions: [float(len(a)) for a in actions]
+    )
+    trainer.step(["1+1=", "abc"])
+    sampled = policy.sample_actions(["1+1=", "abc"], 4)
+    assert sampled.scores is None
+    scored = policy.score_groups(["1+1=", "abc"], sampled.actions)
+    torch.testing.assert_close(sampled.behaviour_log_probs, scored.log_probs.detach(), atol=1e-4, rtol=0)
