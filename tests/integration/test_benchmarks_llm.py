@@ -54,6 +54,7 @@ def test_the_language_model_benchmark_reports_times_and_arguments(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # six processes
 @pytest.mark.skipif(not HAS_TRL, reason=f"TRL is {INSTALL}")
 def test_the_language_model_benchmark_reports_memory_from_a_process_for_each_side(tmp_path: Path) -> None:
     memory = run_tiny(tmp_path, "--sampler", "generate")[-1]
