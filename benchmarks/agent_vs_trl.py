@@ -3,7 +3,8 @@
 Both sides train copies of the same random Qwen3 with the same environment class, written for TRL's `environment_factory`. The
 model's head only allows tool calls of 32 tokens, whose words are random, so every conversation has the same number of turns and
 tokens on both sides. TRL's own `train()` runs, and after each of its steps our trainer runs one, so that both sides are timed
-in turn in one process. Times are CPU seconds.
+in turn in one process. Times are CPU seconds. TRL has its best settings (`benchmarks/_trl.py`), and ours computes the exact
+entropy, because TRL does.
 
     python -m benchmarks.agent_vs_trl
     python -m benchmarks.agent_vs_trl --pairs 3 --rows 16
@@ -14,9 +15,7 @@ import copy
 import os
 import platform
 import statistics
-import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -24,18 +23,18 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen3ForCausalLM, TrainerCallback
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from adapters.agents import AgentPolicy, EnvironmentReward
 from adapters.agents.bridges.trl import trl_environments
 from adapters.llm import HFPolicy, SamplingConfig
+from benchmarks._trl import LEARNING_RATE, PASSES, SAMPLERS, fastest_sampler, run_trl
 from benchmarks.llm_vs_trl import Case, make_model
 from grpo import GRPOConfig, GRPOTrainer
 
 PROMPT, TURNS, TOKENS, GROUP = 256, 4, 32, 8
 """Tokens of a prompt with its tools, turns of a conversation, tokens of a turn, and conversations per prompt."""
-LEARNING_RATE = 1e-6
 VOCABULARY = 32_000
 WORDS = TOKENS - 3
 """Words of a call. The other tokens of a turn are `OPEN`, `CLOSE` and the end of the turn."""
@@ -142,67 +141,49 @@ def make_caller(tokenizer: Any) -> Qwen3ForCausalLM:
 def our_iteration(model: Qwen3ForCausalLM, tokenizer: Any, rows: list[Any]) -> Callable[[], dict[str, float]]:
     """A function that runs one `GRPOTrainer.step`."""
     sampling = SamplingConfig(max_new_tokens=TOKENS)
-    policy = HFPolicy(model, tokenizer, sampling=sampling, max_tokens_per_forward=10**9)
+    policy = HFPolicy(model, tokenizer, sampling=sampling, exact_entropy=True)
     agent = AgentPolicy(policy, trl_environments(Look), max_turns=TURNS)
     config = GRPOConfig(group_size=GROUP, learning_rate=LEARNING_RATE, seed=0)
     trainer = GRPOTrainer(config=config, policy=agent, reward_model=EnvironmentReward())
     return lambda: trainer.step(rows)
 
 
-def run_trl(
-    model: Qwen3ForCausalLM, tokenizer: Any, rows: list[Any], steps: int, after_step: Callable[[float], None]
+def trl_iterations(
+    model: Qwen3ForCausalLM,
+    tokenizer: Any,
+    rows: list[Any],
+    steps: int,
+    after_step: Callable[[float], None],
+    sampler: str,
 ) -> list[dict[str, Any]]:
     """Run TRL's `train()` and pass its step times to `after_step`. Returns TRL's metrics."""
-
-    class Timer(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.begin = time.process_time()
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            after_step(time.process_time() - self.begin)
-
-    arguments: dict[str, Any] = {
-        "per_device_train_batch_size": len(rows) * GROUP,
-        "num_generations": GROUP,
+    arguments = {
         "max_completion_length": 2 * TURNS * TOKENS,
         "generation_kwargs": {"max_new_tokens": TOKENS},
         "max_tool_calling_iterations": TURNS - 1,
-        "loss_type": "grpo",
         "scale_rewards": "none",
-        "learning_rate": LEARNING_RATE,
-        "max_steps": steps,
-        "gradient_checkpointing": False,
-        "bf16": False,
-        "use_cpu": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
     }
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what TRL's dependencies deprecate is not ours to fix
-        import trl
-        from datasets import Dataset
-
-        trainer = trl.GRPOTrainer(
-            model=model,
-            processing_class=tokenizer,
-            environment_factory=Look,
-            args=trl.GRPOConfig(output_dir=folder, **arguments),
-            train_dataset=Dataset.from_list(rows),
-            callbacks=[Timer()],
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    return [entry for entry in trainer.state.log_history if "reward" in entry]
+    _, metrics = run_trl(
+        model,
+        tokenizer,
+        rows,
+        steps,
+        after_step,
+        group=GROUP,
+        sampler=sampler,
+        arguments=arguments,
+        environment_factory=Look,
+    )
+    return metrics
 
 
 def main() -> None:
     """Read the command line, run both sides, and print the times, the ratio and the counts."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--rows", type=int, default=32, help=f"conversations per iteration, a multiple of {GROUP}")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--sampler", choices=SAMPLERS, help="how TRL samples, instead of the fastest way")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -224,7 +205,15 @@ def main() -> None:
         f"{platform.python_version()}, {options.threads} thread(s); CPU seconds, medians of {options.pairs} interleaved "
         f"iterations\nprompt {PROMPT}, {TURNS} turns of {TOKENS} tokens, group {GROUP}, {options.rows} conversations"
     )
-    theirs = run_trl(model, tokenizer, rows, options.pairs + 1, run_ours)
+
+    def seconds_of(sampler: str) -> float:
+        seconds: list[float] = []
+        trl_iterations(copy.deepcopy(model), tokenizer, rows, 2, seconds.append, sampler)
+        return seconds[-1]
+
+    sampler = options.sampler or fastest_sampler(seconds_of)
+    theirs = trl_iterations(model, tokenizer, rows, options.pairs + 1, run_ours, sampler)
+    print(f"  TRL samples with {sampler}, in {PASSES} passes per update")
     timed = times[1:]  # the first pair warms up
     ratios = [trl / ours for trl, ours in timed]
     print(

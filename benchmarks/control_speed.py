@@ -1,7 +1,8 @@
 """Speed of `adapters.control` compared with Stable-Baselines3's PPO and a single-file PPO.
 
 - Steps per second, training included: each learner starts from scratch and trains for all steps of the preset on CartPole, or
-  for two iterations on HalfCheetah. SB3 uses rl-zoo's settings for CartPole and its defaults for HalfCheetah.
+  for several iterations on HalfCheetah. SB3 uses rl-zoo's settings for CartPole and its defaults for HalfCheetah. Our presets
+  make fewer updates per environment step, so a second line has our side with as many updates as the other.
 - Seconds until CartPole is learned: the mean return of 20 episodes without noise must reach 475. Policies are evaluated about
   every 2,000 steps, from the same start states. Evaluations and the creation of learners are not counted.
 - Steps per second of rollouts alone: they are compared with stepping the environments without a policy, and with a loop of
@@ -51,6 +52,14 @@ CARTPOLE, HALF_CHEETAH = "CartPole-v1", "HalfCheetah-v5"
 
 EVALUATE_EVERY, NUM_EVAL_EPISODES, THRESHOLD = 2_000, 20, 475.0
 
+AS_MANY_UPDATES: dict[str, dict[str, Any]] = {
+    "CartPole, SB3": {"num_epochs": 20},
+    "CartPole, script": {"num_epochs": 12},
+    "HalfCheetah, SB3": {"batch_size": 64},
+}
+"""Changes of our presets that make about as many updates per environment step as the other side. Steps without an advantage
+make no update, and with more epochs there are more of them."""
+
 MOST_STEPS = 100_000
 """Maximum steps of a run that ends at the threshold. In these steps, rl-zoo's learning rate and clip range decay to 0."""
 
@@ -66,6 +75,8 @@ class Spent:
     """Wall-clock seconds."""
     idle: float = 0.0
     """Fraction of the steps that updates skipped because their advantage was 0. Skipped steps make training look faster."""
+    updates: int = 0
+    """Optimizer steps."""
     is_learned: bool = False
     """Whether the run ended because it reached the threshold."""
 
@@ -101,24 +112,31 @@ class Stopwatch:
 
 
 def our_learner(
-    env_id: str, num_steps: int, seed: int, *, reached: Callable[[Any], bool] | None = None, **options: Any
+    env_id: str,
+    num_steps: int,
+    seed: int,
+    *,
+    reached: Callable[[Any], bool] | None = None,
+    changes: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Spent:
-    """Our trainer with its preset, for a number of steps or until `reached(policy)`."""
+    """Our trainer with its preset, for a number of steps or until `reached(policy)`. `changes` are fields of the preset."""
     torch.manual_seed(seed)
-    preset = preset_for(env_id)
+    preset = replace(preset_for(env_id), **changes or {})
     policy = preset.make_policy(**options)
     advantages = CountingEstimator(preset.make_config().advantage)
     trainer = preset.make_trainer(policy, seed=seed, advantages=advantages)
     starts = episode_starts(preset.num_groups, seed=seed)
-    steps, due, is_reached = 0, EVALUATE_EVERY, False
+    steps, updates, due, is_reached = 0, 0, EVALUATE_EVERY, False
     watch = Stopwatch()
     while steps < num_steps and not is_reached:
         metrics = trainer.step(starts(trainer.iteration))
         steps += round(metrics["episodes/steps"])
+        updates += round(metrics["train/num_updates"])
         if reached is not None and steps >= due:
             due = steps + EVALUATE_EVERY
             is_reached = watch.leave_out(lambda: reached(policy))
-    spent = watch.spent(steps, idle=advantages.num_zero / steps, is_learned=is_reached)
+    spent = watch.spent(steps, idle=advantages.num_zero / steps, updates=updates, is_learned=is_reached)
     policy.pool.close()
     return spent
 
@@ -157,6 +175,7 @@ def sb3_learner(env_id: str, num_steps: int, seed: int, *, reached: Callable[[An
         }
     envs = make_vec_env(env_id, n_envs=8 if env_id == CARTPOLE else 1, seed=seed)
     learner = SB3PPO("MlpPolicy", envs, seed=seed, device="cpu", **settings)
+    updates = CountedUpdates(learner.policy.optimizer)
     watch = Stopwatch()
 
     class Evaluate(BaseCallback):
@@ -174,7 +193,7 @@ def sb3_learner(env_id: str, num_steps: int, seed: int, *, reached: Callable[[An
 
     evaluate = Evaluate()
     learner.learn(num_steps, callback=None if reached is None else evaluate)
-    spent = watch.spent(learner.num_timesteps, is_learned=evaluate.is_reached)
+    spent = watch.spent(learner.num_timesteps, updates=updates.count, is_learned=evaluate.is_reached)
     envs.close()
     return spent
 
@@ -182,8 +201,21 @@ def sb3_learner(env_id: str, num_steps: int, seed: int, *, reached: Callable[[An
 def script_learner(env_id: str, num_steps: int, seed: int) -> Spent:
     """The PPO of `benchmarks/_ppo.py`."""
     learner = PPO(env_id, num_steps, seed)
+    updates = CountedUpdates(learner.optimizer)
     watch = Stopwatch()
-    return watch.spent(learner.run())
+    steps = learner.run()
+    return watch.spent(steps, updates=updates.count)
+
+
+class CountedUpdates:
+    """Counts an optimizer's steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.count = 0
+        optimizer.register_step_post_hook(self._add)
+
+    def _add(self, *args: Any) -> None:
+        self.count += 1
 
 
 def is_learned(pool: Any, learner: Any) -> bool:
@@ -284,6 +316,7 @@ def repeated(run: Run, seconds: float) -> Run:
             cpu=sum(one.cpu for one in done),
             wall=sum(one.wall for one in done),
             idle=sum(one.idle * one.steps for one in done) / steps,
+            updates=sum(one.updates for one in done),
         )
 
     return runs
@@ -318,6 +351,9 @@ def report_speed(name: str, first: Run, second: Run, repeats: int, target: str) 
     medians = "".join(f"{statistics.median(side):12,.0f}" for side in rates)
     idle = statistics.median(one.idle for one in ours)
     note = f"; {idle:.0%} of our steps had no advantage, and were left out of updates" if idle >= 0.005 else ""
+    if ours[0].updates:
+        per_thousand = [statistics.median(1e3 * one.updates / one.steps for one in side) for side in (ours, theirs)]
+        note += "; updates per 1,000 steps: ours {:.1f}, other {:.1f}".format(*per_thousand)
     print(f"{name:44s}{medians}   {ratio_text(*rates):24s}{ratio_text(*walls):24s}{target}{note}", flush=True)
 
 
@@ -340,7 +376,8 @@ def report_threshold(num_seeds: int, most_steps: int) -> None:
         print(
             f"{f'CartPole until {THRESHOLD:g}, {name}':44s}{medians[-1]:10.2f} s of CPU ({min(seconds):.2f} to "
             f"{max(seconds):.2f}), {statistics.median(run.steps for run in runs):,.0f} steps, "
-            f"{sum(run.is_learned for run in runs)} of {len(runs)} seeds"
+            f"{statistics.median(run.updates for run in runs):,.0f} updates, {sum(run.is_learned for run in runs)} of "
+            f"{len(runs)} seeds"
         )
     ratio = f"{medians[0] / medians[1]:.2f}" if math.isfinite(max(medians)) else "not learned: no"
     print(f"{'':44s}{ratio} ratio of the medians; at most 0.5", flush=True)
@@ -349,22 +386,27 @@ def report_threshold(num_seeds: int, most_steps: int) -> None:
 def report_training(repeats: int, seconds: float, *, quick: bool) -> None:
     """Print the steps per second, training included."""
     steps = 600 if quick else preset_for(CARTPOLE).total_steps
-    ours = repeated(lambda seed: our_learner(CARTPOLE, steps, seed), seconds)
+
+    def ours(env_id: str, num_steps: int, changes: dict[str, Any], **options: Any) -> Run:
+        return repeated(lambda seed: our_learner(env_id, num_steps, seed, changes=changes, **options), seconds)
+
     if HAS_SB3:
         theirs = repeated(lambda seed: sb3_learner(CARTPOLE, steps, seed), seconds)
-        report_speed("CartPole, training : SB3 PPO, zoo", ours, theirs, repeats, "at least 4")
+        report_speed("CartPole, training : SB3 PPO, zoo", ours(CARTPOLE, steps, {}), theirs, repeats, "at least 4")
+        as_many = ours(CARTPOLE, steps, AS_MANY_UPDATES["CartPole, SB3"])
+        report_speed("  with as many updates", as_many, theirs, repeats, "no target")
     script = repeated(lambda seed: script_learner(CARTPOLE, steps, seed), seconds)
-    report_speed("CartPole, training : CleanRL-style PPO", ours, script, repeats, "at least 3")
+    report_speed("CartPole, training : CleanRL-style PPO", ours(CARTPOLE, steps, {}), script, repeats, "at least 3")
+    as_many = ours(CARTPOLE, steps, AS_MANY_UPDATES["CartPole, script"])
+    report_speed("  with as many updates", as_many, script, repeats, "no target")
     if HAS_SB3 and HAS_MUJOCO:
         options = {"options": EpisodeOptions(max_episode_steps=50)} if quick else {}
-        steps = 400 if quick else 16_000
-        report_speed(
-            "HalfCheetah, training : SB3 PPO, defaults",
-            repeated(lambda seed: our_learner(HALF_CHEETAH, steps, seed, **options), seconds),
-            repeated(lambda seed: sb3_learner(HALF_CHEETAH, steps, seed), seconds),
-            repeats,
-            "at least 4",
-        )
+        steps_of_robot = 400 if quick else 16_000
+        theirs = repeated(lambda seed: sb3_learner(HALF_CHEETAH, steps_of_robot, seed), seconds)
+        own = ours(HALF_CHEETAH, steps_of_robot, {}, **options)
+        report_speed("HalfCheetah, training : SB3 PPO, defaults", own, theirs, repeats, "at least 4")
+        as_many = ours(HALF_CHEETAH, steps_of_robot, AS_MANY_UPDATES["HalfCheetah, SB3"], **options)
+        report_speed("  with as many updates", as_many, theirs, repeats, "no target")
 
 
 def report_rollouts(repeats: int, *, quick: bool) -> None:

@@ -5,6 +5,10 @@ compute rewards, one optimizer update. TRL's own `train()` runs, and after each 
 that all sides are timed in turn in one process. Times are CPU seconds on a CPU, and wall-clock seconds on CUDA. Peak memory is
 measured in a separate process per side: the maximum resident memory (on CUDA: allocated).
 
+TRL has its best settings (`benchmarks/_trl.py`): its head is applied to completions only, an update takes four passes, and its
+fastest sampler on the device is used, and printed. TRL reports the exact entropy in each iteration, so ours computes it too
+where the two are compared. The bare loops report nothing, so ours is compared with them without the entropy.
+
 The bare loop (`benchmarks/_bare_llm.py`) uses the same techniques with only torch and transformers. The fused bare loop also
 computes its loss's gradient together with the logits: three products with the head instead of four.
 
@@ -23,9 +27,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -35,16 +36,22 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from adapters.llm import HFPolicy, SamplingConfig
 from benchmarks._bare_llm import BareLoop
+from benchmarks._trl import LEARNING_RATE, PASSES, SAMPLERS, fastest_sampler, now, run_trl
 from grpo import GRPOConfig, GRPOTrainer
 
-SIDES = {"trl": "TRL", "ours": "ours", "bare": "bare loop", "fused": "fused bare loop"}
+SIDES = {
+    "trl": "TRL",
+    "entropy": "ours with TRL's metrics",
+    "ours": "ours",
+    "bare": "bare loop",
+    "fused": "fused bare loop",
+}
 """The compared sides and their printed names."""
-LEARNING_RATE = 1e-6
 HAZARD = 1 / 160
 """Probability per token that a completion of the "ragged" case ends. The mean length is 128 of at most 256 tokens."""
 
@@ -77,6 +84,8 @@ CASES = {
 }
 TINY = {"tiny": Case(prompt=8, completion=4, group=2, rows=4)}
 """A small case to check that the benchmark runs."""
+PROBE = Case(prompt=64, completion=16, group=8)
+"""What TRL's samplers are compared on, on a CPU."""
 CUDA_CASES = {"gpu": Case(prompt=512, completion=256, group=8, rows=16)}
 
 
@@ -145,11 +154,12 @@ def share_of_even_tokens(completion_ids: Any, **_: Any) -> list[float]:
     return [sum(token % 2 == 0 for token in row) / max(len(row), 1) for row in completion_ids]
 
 
-def our_iteration(case: Case, model: Qwen3ForCausalLM, tokenizer: Any, prompts: list[str]) -> Callable[[], object]:
+def our_iteration(
+    case: Case, model: Qwen3ForCausalLM, tokenizer: Any, prompts: list[str], *, exact_entropy: bool = False
+) -> Callable[[], object]:
     """A function that runs one `GRPOTrainer.step`."""
-    policy = HFPolicy(
-        model, tokenizer, sampling=SamplingConfig(max_new_tokens=case.completion), max_tokens_per_forward=10**9
-    )
+    sampling = SamplingConfig(max_new_tokens=case.completion)
+    policy = HFPolicy(model, tokenizer, sampling=sampling, exact_entropy=exact_entropy)
     config = GRPOConfig(group_size=case.group, learning_rate=LEARNING_RATE, seed=0)
 
     def reward(_: Any, actions: Any) -> list[float]:
@@ -175,97 +185,87 @@ def bare_iteration(
     return lambda: loop.step(tokenizer(prompts)["input_ids"])
 
 
-def run_trl(
+def trl_iterations(
     case: Case,
     model: Qwen3ForCausalLM,
     tokenizer: Any,
     prompts: list[str],
     steps: int,
     after_step: Callable[[float], None],
+    *,
+    sampler: str,
+    passes: int = PASSES,
 ) -> dict[str, Any]:
     """Run TRL's `train()` and pass its step times to `after_step`. Returns TRL's arguments."""
-    import trl
-    from datasets import Dataset
-
-    class Timer(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.begin = now(model)
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            after_step(now(model) - self.begin)
-
-    arguments = {
-        "per_device_train_batch_size": case.rows,
-        "gradient_accumulation_steps": 1,
-        "num_generations": case.group,
-        "num_iterations": 1,
-        "max_completion_length": case.completion,
-        "beta": 0.0,
-        "temperature": 1.0,
-        "loss_type": "grpo",
-        "learning_rate": LEARNING_RATE,
-        "max_grad_norm": 1.0,
-        "max_steps": steps,
-        "gradient_checkpointing": False,
-        "bf16": model.dtype == torch.bfloat16,
-        "use_cpu": model.device.type == "cpu",
-        "logging_steps": 10**6,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "dataloader_num_workers": 0,
-    }
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = trl.GRPOTrainer(
-            model=model,
-            processing_class=tokenizer,
-            reward_funcs=share_of_even_tokens,
-            args=trl.GRPOConfig(output_dir=folder, **arguments),
-            train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
-            callbacks=[Timer()],
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
+    arguments, _ = run_trl(
+        model,
+        tokenizer,
+        [{"prompt": prompt} for prompt in prompts],
+        steps,
+        after_step,
+        group=case.group,
+        sampler=sampler,
+        passes=passes,
+        arguments={"max_completion_length": case.completion},
+        reward_funcs=share_of_even_tokens,
+    )
     return arguments
-
-
-def now(model: Qwen3ForCausalLM) -> float:
-    """Current time in seconds: CPU time, or on CUDA the wall-clock time after synchronisation."""
-    if model.device.type == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def timed(run: Callable[[], object], model: Qwen3ForCausalLM) -> float:
     """Seconds of one run."""
-    begin = now(model)
+    begin = now(model.device.type)
     run()
-    return now(model) - begin
+    return now(model.device.type) - begin
 
 
-def compare(case: Case, device: str, pairs: int, *, with_trl: bool, with_memory: bool) -> None:
-    """Print the interleaved times and the peak memory."""
+def sampler_for(case: Case, device: str) -> str:
+    """TRL's fastest sampler."""
     model = make_model(case, device)
     tokenizer = make_tokenizer(model.config.vocab_size)
     prompts = make_prompts(case, model.config.vocab_size)
-    theirs = copy.deepcopy(model) if with_trl else None
+
+    def seconds_of(sampler: str) -> float:
+        seconds: list[float] = []
+        trl_iterations(case, copy.deepcopy(model), tokenizer, prompts, 2, seconds.append, sampler=sampler)
+        return seconds[-1]
+
+    return fastest_sampler(seconds_of)
+
+
+def compare(case: Case, device: str, pairs: int, *, sampler: str | None, with_memory: bool) -> None:
+    """Print the interleaved times and the peak memory.
+
+    Args:
+        case: The sizes.
+        device: "cpu" or "cuda".
+        pairs: Number of iterations of each side, after one that warms up.
+        sampler: How TRL samples. None leaves TRL out.
+        with_memory: Whether to measure the peak memory.
+    """
+    model = make_model(case, device)
+    tokenizer = make_tokenizer(model.config.vocab_size)
+    prompts = make_prompts(case, model.config.vocab_size)
     runs = {
+        "entropy": our_iteration(case, copy.deepcopy(model), tokenizer, prompts, exact_entropy=True),
         "ours": our_iteration(case, copy.deepcopy(model), tokenizer, prompts),
         "bare": bare_iteration(case, copy.deepcopy(model), tokenizer, prompts),
         "fused": bare_iteration(case, copy.deepcopy(model), tokenizer, prompts, knows_its_loss=True),
     }
+    if sampler is None:
+        del runs["entropy"]
     times: dict[str, list[float]] = {name: [] for name in ("trl", *runs)}
 
     def run_all(seconds_of_trl: float) -> None:
         times["trl"].append(seconds_of_trl)
         for name in list(runs)[:: 1 if len(times["trl"]) % 2 else -1]:
             times[name].append(timed(runs[name], model))
+        print("  ", *(f"{name} {values[-1]:.2f}" for name, values in times.items()), flush=True)
 
     print(f"\n{case}")
-    if theirs is not None:
-        print(f"  TRL's arguments: {json.dumps(run_trl(case, theirs, tokenizer, prompts, pairs + 1, run_all))}")
+    if sampler is not None:
+        arguments = trl_iterations(case, model, tokenizer, prompts, pairs + 1, run_all, sampler=sampler)
+        print(f"  TRL's arguments: {json.dumps(arguments)}")
     else:
         for _ in range(pairs + 1):
             run_all(math.nan)
@@ -275,34 +275,42 @@ def compare(case: Case, device: str, pairs: int, *, with_trl: bool, with_memory:
         ratios = [a / b for a, b in zip(after_warmup[first], after_warmup[second], strict=True)]
         return f"{statistics.median(ratios):.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
 
-    sides = [side for side in SIDES if with_trl or side != "trl"]
+    sides = [side for side in SIDES if side in runs or (sampler is not None and side == "trl")]
     print("  s/iteration", *(f"  {SIDES[side]} {statistics.median(after_warmup[side]):.2f}" for side in sides))
-    if with_trl:
-        print(f"  speed against TRL {ratio('trl', 'ours')}")
+    if sampler is not None:
+        print(
+            f"  speed against TRL, same metrics {ratio('trl', 'entropy')}   without exact entropy {ratio('trl', 'ours')}"
+        )
     print(f"  time against the bare loop {ratio('ours', 'bare')}   against the fused one {ratio('ours', 'fused')}")
     if with_memory:
-        megabytes = {side: peak_memory(case, device, side) for side in sides if side != "fused"}
-        print("  peak MB    ", *(f"  {SIDES[side]} {value:.0f}" for side, value in megabytes.items()), flush=True)
+        measured = [(SIDES[side], peak_memory(case, device, side)) for side in sides if side != "fused"]
+        if sampler is not None:
+            measured.insert(1, ("TRL in one pass", peak_memory(case, device, "trl", "--passes", "1")))
+        print("  peak MB    ", *(f"  {name} {value:.0f}" for name, value in measured), flush=True)
 
 
-def peak_memory(case: Case, device: str, side: str) -> float:
+def peak_memory(case: Case, device: str, side: str, *more: str) -> float:
     """Peak memory in megabytes of two iterations in a separate process."""
     names = [name for name, known in (CASES | TINY | CUDA_CASES).items() if known == case]
-    options = ["--device", device, "--cases", names[0], "--memory-of", side]
+    options = ["--device", device, "--cases", names[0], "--memory-of", side, *more]
     command = [sys.executable, "-m", "benchmarks.llm_vs_trl", *options]
     finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return float(finished.stdout.strip().splitlines()[-1])
 
 
-def print_peak_memory(case: Case, device: str, side: str) -> None:
+def print_peak_memory(case: Case, device: str, side: str, passes: int) -> None:
     """Print the peak memory of two iterations. `peak_memory` runs this function in a separate process."""
     model = make_model(case, device)
     tokenizer = make_tokenizer(model.config.vocab_size)
     prompts = make_prompts(case, model.config.vocab_size)
     if side == "trl":
-        run_trl(case, model, tokenizer, prompts, 2, lambda _: None)
+        trl_iterations(case, model, tokenizer, prompts, 2, lambda _: None, sampler="generate", passes=passes)
     else:
-        run = (our_iteration if side == "ours" else bare_iteration)(case, model, tokenizer, prompts)
+        run = (
+            bare_iteration(case, model, tokenizer, prompts)
+            if side == "bare"
+            else our_iteration(case, model, tokenizer, prompts, exact_entropy=side == "entropy")
+        )
         run()
         run()
     if device == "cuda":
@@ -320,11 +328,13 @@ def main() -> None:
     parser.add_argument(
         "--cases", nargs="+", help=f"of {', '.join(CASES)}; with --device cuda, of {', '.join(CUDA_CASES)}"
     )
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--skip-trl", action="store_true", help="only ours and the loops by hand")
+    parser.add_argument("--sampler", choices=SAMPLERS, help="how TRL samples, instead of the fastest way")
     parser.add_argument("--skip-memory", action="store_true")
-    parser.add_argument("--memory-of", choices=("trl", "ours", "bare"), help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", choices=("trl", "entropy", "ours", "bare"), help=argparse.SUPPRESS)
+    parser.add_argument("--passes", type=int, default=PASSES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -332,7 +342,7 @@ def main() -> None:
     cases = CUDA_CASES if options.device == "cuda" else CASES
     chosen = [(TINY | cases)[name] for name in options.cases or cases]
     if options.memory_of:
-        print_peak_memory(chosen[0], options.device, options.memory_of)
+        print_peak_memory(chosen[0], options.device, options.memory_of, options.passes)
         return
     where = torch.cuda.get_device_name() if options.device == "cuda" else f"{options.threads} thread(s)"
     trl = "" if options.skip_trl else f"TRL {version('trl')}, "
@@ -340,8 +350,12 @@ def main() -> None:
         f"torch {torch.__version__}, transformers {version('transformers')}, {trl}Python {platform.python_version()}, "
         f"{where}; medians of {options.pairs} interleaved iterations"
     )
+    sampler = None
+    if not options.skip_trl:
+        sampler = options.sampler or sampler_for(PROBE if options.device == "cpu" else chosen[0], options.device)
+        print(f"  TRL samples with {sampler}, and divides the rows among {PASSES} passes per update")
     for case in chosen:
-        compare(case, options.device, options.pairs, with_trl=not options.skip_trl, with_memory=not options.skip_memory)
+        compare(case, options.device, options.pairs, sampler=sampler, with_memory=not options.skip_memory)
 
 
 if __name__ == "__main__":

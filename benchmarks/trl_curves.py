@@ -9,7 +9,6 @@ import argparse
 import logging
 import os
 import statistics
-import time
 import warnings
 from importlib.metadata import version
 from typing import Any
@@ -60,13 +59,10 @@ def main() -> None:
     logging.getLogger("grpo").setLevel(logging.ERROR)  # its advice about the loss is for users
     print(f"torch {torch.__version__}, TRL {version('trl')}; {CASE}; {SETTINGS}; seeds 0 to {options.seeds - 1}\n")
     curves: dict[str, list[list[float]]] = {}
-    seconds: dict[str, float] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for side in ("ours", "TRL"):
-            begin = time.process_time()
-            runs = [curve(seed, options.iterations, by_trl=side == "TRL") for seed in range(options.seeds)]
-            curves[side], seconds[side] = runs, time.process_time() - begin
+            curves[side] = [curve(seed, options.iterations, by_trl=side == "TRL") for seed in range(options.seeds)]
     print("| iteration | ours | TRL |\n|---|---|---|")
     shown = sorted({1, *range(options.iterations // 4, options.iterations + 1, max(options.iterations // 4, 1))} - {0})
     for iteration in shown:
@@ -75,9 +71,6 @@ def main() -> None:
             values = [run[iteration - 1] for run in runs]
             cells.append(f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})")
         print(f"| {iteration} | {cells[0]} | {cells[1]} |")
-    print(
-        f"\nCPU seconds, import of TRL included: {', '.join(f'{side} {value:.0f}' for side, value in seconds.items())}"
-    )
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ TYPED = {
     "tools": ["--seeds", "1", "--iterations", "3"],
     "tracking": ["--tasks", "bandit", "--sinks", "jsonl", "tensorboard", "--pairs", "2"],
 }
-"""A short run of each benchmark, as typed; `llm_vs_trl` has a file of its own."""
+"""A short run of each benchmark, as typed; `llm_vs_trl` and `gpu` have files of their own."""
 
 
 @pytest.mark.slow
@@ -99,14 +99,15 @@ def test_a_benchmark_runs_as_typed_without_a_warning(name: str, tmp_path: Path) 
 
 def test_every_benchmark_has_a_short_run() -> None:
     names = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")}
-    assert names == {*TYPED, "llm_vs_trl", "agent_vs_trl", "trl_curves", "tool_logs", "import_time"}
+    assert names == {*TYPED, "llm_vs_trl", "agent_vs_trl", "gpu", "trl_curves", "tool_logs", "import_time"}
 
 
 @pytest.mark.slow
 def test_both_sides_of_the_benchmark_of_agents_have_the_same_turns_and_tokens(run: Run) -> None:
     small = functools.partial(agent_vs_trl.make_model, hidden_size=64, num_hidden_layers=1)
     sizes = {"TURNS": 3, "TOKENS": 8, "WORDS": 5, "VOCABULARY": 1000, "make_model": small}
-    printed = run(agent_vs_trl, "--pairs", "1", "--rows", "8", **sizes)
+    printed = run(agent_vs_trl, "--pairs", "1", "--rows", "8", "--sampler", "generate", **sizes)
+    assert "TRL samples with generate, in 4 passes per update" in printed
     assert re.search(r"s/iteration   TRL [\d.]+   ours [\d.]+\n  speed against TRL [\d.]+ x", printed)
     counts = r"turns per conversation \{3\.0\}, sampled tokens per conversation \{24\.0\}"
     assert re.search(rf"TRL:  {counts}\n  ours: {counts}", printed)
@@ -206,6 +207,10 @@ def test_the_control_benchmark_prints_a_line_for_each_comparison(
     has_sb3, has_mujoco = control_speed.HAS_SB3, control_speed.HAS_MUJOCO
     assert printed.count("CartPole, training : ") == 1 + has_sb3
     assert printed.count("HalfCheetah, training : ") == (has_sb3 and has_mujoco)
+    assert printed.count("  with as many updates ") == 1 + has_sb3 + (has_sb3 and has_mujoco)
+    updates = [float(number) for number in re.findall(r"updates per 1,000 steps: ours ([\d.]+)", printed)]
+    assert len(updates) >= 2
+    assert all(as_many > usual > 0 for usual, as_many in zip(updates[::2], updates[1::2], strict=True))
     assert printed.count("HalfCheetah, rollout of 16 : ") == has_mujoco
     assert (printed.count(" : bare loop"), printed.count(" : bare pool")) == (2, 1)
     assert printed.count("CartPole until 475, ") == 2 * has_sb3

@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +18,15 @@ import torch
 
 from adapters.llm import HFPolicy, SamplingConfig
 from adapters.llm.sampling.samplers import SampledTokens
-from benchmarks import _bare_llm, llm_vs_trl
+from benchmarks import _bare_llm, _trl, llm_vs_trl
 from benchmarks._bare_llm import BareLoop
 from benchmarks.objective import HAS_TRL, INSTALL
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import GRPOWarning
 
 ROOT = Path(__file__).resolve().parents[2]
-NUMBERS = r"  (TRL|ours|bare loop|fused bare loop) ([\d.]+)"
+SIDES = ["TRL", "ours with TRL's metrics", "ours", "bare loop", "fused bare loop"]
+NUMBERS = rf"  ({'|'.join([*SIDES, 'TRL in one pass'])}) ([\d.]+)"
 
 
 def run_tiny(tmp_path: Path, *arguments: str) -> list[str]:
@@ -38,20 +41,73 @@ def run_tiny(tmp_path: Path, *arguments: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRL, reason=f"TRL is {INSTALL}")
 def test_the_language_model_benchmark_reports_times_and_arguments(tmp_path: Path) -> None:
-    case, arguments, times, *ratios = run_tiny(tmp_path, "--skip-memory")[2:]
+    _, sampler, _, case, *pairs, arguments, times, with_trl, with_loops = run_tiny(
+        tmp_path, "--skip-memory", "--sampler", "generate"
+    )
+    assert sampler == "  TRL samples with generate, and divides the rows among 4 passes per update"
     assert case == "prompt 8, completion 4, group 2, 4 rows"
-    assert json.loads(arguments.partition(": ")[2])["num_generations"] == 2
-    assert [line.count(" x (") for line in ratios] == [1, 2]  # TRL; the bare loop, and the fused one
-    assert [side for side, _ in re.findall(NUMBERS, times)] == ["TRL", "ours", "bare loop", "fused bare loop"]
+    assert len(pairs) == 2  # the first warms up
+    settings = json.loads(arguments.partition(": ")[2])
+    assert (settings["num_generations"], settings["per_device_train_batch_size"]) == (2, 1)
+    assert (with_trl.count(" x ("), with_loops.count(" x (")) == (2, 2)
+    assert [side for side, _ in re.findall(NUMBERS, times)] == SIDES
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # six processes
 @pytest.mark.skipif(not HAS_TRL, reason=f"TRL is {INSTALL}")
 def test_the_language_model_benchmark_reports_memory_from_a_process_for_each_side(tmp_path: Path) -> None:
-    memory = run_tiny(tmp_path)[-1]
+    memory = run_tiny(tmp_path, "--sampler", "generate")[-1]
     megabytes = {side: float(number) for side, number in re.findall(NUMBERS, memory)}
-    assert list(megabytes) == ["TRL", "ours", "bare loop"]
+    assert list(megabytes) == ["TRL", "TRL in one pass", *SIDES[1:4]]
     assert all(100 < number < 10_000 for number in megabytes.values())
+
+
+@pytest.mark.skipif(not HAS_TRL, reason=f"TRL is {INSTALL}")
+def test_trl_scores_completions_only_with_the_same_log_probs_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of 9 tokens, of which 4 and 3 count: TRL's head gets 16 positions on a CPU, and 7 with the switch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what TRL's dependencies deprecate
+        from trl.trainer import utils
+
+    labels = torch.randint(2, TINY_SHAPE["vocab_size"], (2, 9))
+    tokens = labels.clone()
+    labels[:, :5], labels[1, -1] = -100, -100
+    head = utils._ChunkedLogProbFunction
+    positions: list[int] = []
+
+    def apply(hidden: torch.Tensor, *rest: Any) -> Any:
+        positions.append(len(hidden))
+        return head.apply(hidden, *rest)
+
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=apply))
+    monkeypatch.setattr(utils, "_use_triton", utils._use_triton)  # undone at the end
+    model = llm_vs_trl.make_model(TINY_CASE, "cpu", **TINY_SHAPE)
+    utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    found = []
+    for switch in (lambda: None, _trl.score_completions_only):
+        switch()
+        model.zero_grad()
+        output = model(input_ids=tokens, labels=labels, fused_lm_head=True)
+        (output.log_probs * torch.arange(16.0).reshape(2, 8)).sum().backward()
+        found.append([output.log_probs.detach(), output.entropy.detach(), *(p.grad for p in model.parameters())])
+    assert positions == [16, 7]
+    for everywhere, completions in zip(*found, strict=True):
+        torch.testing.assert_close(completions, everywhere, rtol=1e-5, atol=1e-6)
+
+
+def test_the_fastest_sampler_is_chosen_among_those_that_run(capsys: pytest.CaptureFixture[str]) -> None:
+    def seconds(sampler: str) -> float:
+        if sampler == "vLLM":
+            raise ImportError("vLLM is not available.\nInstall it.")
+        return {"generate": 3.0, "continuous batching": 2.0}[sampler]
+
+    assert _trl.fastest_sampler(seconds) == "continuous batching"
+    assert capsys.readouterr().out.splitlines() == [
+        "  TRL with generate: 3.00 s",
+        "  TRL with continuous batching: 2.00 s",
+        "  TRL with vLLM: not run. ImportError: vLLM is not available.",
+    ]
 
 
 TINY_SHAPE = {

@@ -10,7 +10,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -21,6 +20,14 @@ from transformers.cache_utils import (
 from grpo.errors import ContractError, GRPOError
 
 from .value_head import ValueHead
+
+try:  # a layer without keys of its own, from transformers 5.18 on
+    from transformers.cache_utils import DummyLayer
+except ImportError:
+
+    class DummyLayer:  # type: ignore[no-redef]
+        """No layer has this class before."""
+
 
 SHAREABLE = {
     DynamicLayer,

@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -22,7 +21,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from .causal_lm import CausalLM
+from .causal_lm import CausalLM, DummyLayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ class ContinuousSampler:
 
         Raises:
             ConfigError: Continuous batching does not have a setting.
-            SamplerError: transformers did not complete a row. Its log says why.
+            SamplerError: Transformers did not complete a row. Its log says why.
         """
         default = SamplingConfig(max_new_tokens=config.max_new_tokens)
         lacking = {name: getattr(config, name) for name in LACKS if getattr(config, name) != getattr(default, name)}

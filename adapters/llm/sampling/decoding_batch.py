@@ -9,13 +9,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
 
-from adapters.llm.model.causal_lm import CausalLM
+from adapters.llm.model.causal_lm import CausalLM, DummyLayer
 from adapters.llm.model.shared_prompts import Rows, RowStates, prefill
 
 GROWTH = 128

@@ -29,7 +29,7 @@ class VLLMSampler:
             the rest. `dtype="float32"` is slower and closer to a trainer in float32.
 
     Raises:
-        ImportError: vLLM is not installed.
+        ImportError: VLLM is not installed.
         ConfigError: The engine would use several processes, and weights cannot be transferred to them in memory.
 
     Example:
@@ -73,8 +73,8 @@ class VLLMSampler:
         """Sample completions; see `Sampler.sample`. Each row is a request, and vLLM's prefix cache shares the prompts.
 
         Raises:
-            ConfigError: vLLM does not support a setting, or a prompt is too long.
-            SamplerError: vLLM did not complete a request.
+            ConfigError: VLLM does not support a setting, or a prompt is too long.
+            SamplerError: VLLM did not complete a request.
         """
         require_room(prompts, config, self._max_length)
         settings = request_settings(config, end_token_ids)
@@ -91,7 +91,7 @@ class VLLMSampler:
 
         Raises:
             ConfigError: An adapter cannot be merged.
-            SamplerError: vLLM could not clear its prefix cache.
+            SamplerError: VLLM could not clear its prefix cache.
         """
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": merged_weights(model)})
         if not self.engine.reset_prefix_cache():  # the cache has keys and values of the old weights

@@ -31,7 +31,7 @@ def request_settings(config: SamplingConfig, end_token_ids: Sequence[int]) -> di
     All settings are given, because a server takes missing settings from the model's `generation_config.json`.
 
     Raises:
-        ConfigError: vLLM does not support a setting.
+        ConfigError: VLLM does not support a setting.
     """
     if config.xtc_probability > 0:
         raise ConfigError(

@@ -126,7 +126,7 @@ class VLLMServerSampler:
         """Sample completions; see `Sampler.sample`. Each row is a request, and vLLM's prefix cache shares the prompts.
 
         Raises:
-            ConfigError: vLLM does not support a setting, a prompt is too long, or a server was started with other options.
+            ConfigError: VLLM does not support a setting, a prompt is too long, or a server was started with other options.
             SamplerError: No server answers, one rejects a request, or one has weights of another client.
         """
         settings = request_settings(config, end_token_ids) | {"detokenize": bool(config.stop)}
