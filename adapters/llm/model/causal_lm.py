@@ -22,8 +22,8 @@ from grpo.errors import ContractError, GRPOError
 from .value_head import ValueHead
 
 try:  # a layer without keys of its own, from transformers 5.18 on
-    from transformers.cache_utils import DummyLayer
-except ImportError:
+    from transformers.cache_utils import DummyLayer as DummyLayer
+except ImportError:  # GPU images of the cloud are often older
 
     class DummyLayer:  # type: ignore[no-redef]
         """No layer has this class before."""
