@@ -53,8 +53,6 @@ class Draws:
 OTHER_RANK = Costs(
     counts={"rows/dropped": 2.0},
     measured={"judge/calls": (0, 1), "judge/seconds": (1, 10.0)},
-    rows_per_call=None,
-    num_halvings=0,
     num_repeated=0,
 )
 """The costs of another rank, which has measured a call of 10 s."""

@@ -180,7 +180,7 @@ def test_each_broken_rule_is_found_and_named(subtests: pytest.Subtests) -> None:
         (3, "creation", "must be an id or a function that creates one; got int 3"),
         ("CartPol-v1", "creation", "Did you mean 'CartPole-v1'"),
         (lambda: gymnasium.wrappers.NormalizeObservation(Walk()), "statistics", "NormalizeObservation keeps a running"),
-        (Unlimited, "time limit", r"Pass EpisodePolicy\(max_episode_steps=...\)"),
+        (Unlimited, "time limit", r"Pass EpisodeOptions\(max_episode_steps=...\)"),
         ("CliffWalking-v1", "time limit", "has none"),
         (Outside, "observations", "must lie within its space"),
         (WrongShape, "observations", r"must be float32 \[3\]; got float32 \[2\]"),
