@@ -33,6 +33,7 @@ def test_dynamic_bandit_follows_the_best_arm(bandit: tuple[dict[str, list[float]
     assert steps_to_half < 4
 
 
+@pytest.mark.slow
 def test_dynamic_bandit_shows_that_naive_settings_abandon_arm_0(
     bandit: tuple[dict[str, list[float]], Path, Path],
 ) -> None:

@@ -19,7 +19,7 @@ from tests.support.launches import run_with_children
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.on_each_rank import DIFFERENT, IDLE, PATTERNS, UNEQUAL
 
-pytestmark = pytest.mark.filterwarnings("ignore:objective.kl_estimator='k1'")
+pytestmark = [pytest.mark.filterwarnings("ignore:objective.kl_estimator='k1'"), pytest.mark.slow]
 SECONDS = 240
 """Many times what the launch takes, and less than the time limit of a test."""
 COUNTED = ["rows/skipped_zero_advantage", "rows/dropped", "rows/replayed"]
@@ -70,7 +70,6 @@ def assert_equal_on_both(ranks: list[dict[str, Any]], *path: Any) -> None:
         assert one["metrics"][metric] == pytest.approx(value, rel=0, abs=0, nan_ok=True), metric
 
 
-@pytest.mark.slow
 def test_an_update_on_two_ranks_equals_the_update_of_one_process(ranks, subtests):
     cases = [(name, torch.float64) for name in DIFFERENT] + [(name, torch.float32) for name in PATTERNS]
     assert {(name, str(dtype).removeprefix("torch.")) for name, dtype in cases} == set(ranks[0]["updates"])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.tool_executors import BUBBLEWRAP_DAILY, LINUX, LONG, OWN_USERS, exists, soon
 
-pytestmark = LINUX
+pytestmark = [*LINUX, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[5]
 
@@ -62,7 +62,6 @@ def seen_in(lines: list[str]) -> tuple[list[int], Path]:
     return [int(number) for number in numbers], Path(root)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", BUBBLEWRAP_DAILY)
 def test_tools_may_be_defined_in_the_main_program_and_end_with_it(tmp_path: Path, kind: str) -> None:
     process = start(tmp_path, MAIN, "-m", "script_with_tools", "0", kind)
@@ -74,7 +73,6 @@ def test_tools_may_be_defined_in_the_main_program_and_end_with_it(tmp_path: Path
     assert soon(lambda: not any(exists(pid) for pid in started) and not root.exists())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", BUBBLEWRAP_DAILY)
 def test_a_program_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path, kind: str) -> None:
     process = start(tmp_path, MAIN, str(tmp_path / "script_with_tools.py"), "1000", kind)
@@ -88,7 +86,6 @@ def test_a_program_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path
     assert soon(lambda: not any(exists(pid) for pid in started) and not root.exists())
 
 
-@pytest.mark.slow
 def test_a_main_program_with_tools_but_no_guard_is_refused(tmp_path: Path) -> None:
     unguarded = MAIN.replace('if __name__ == "__main__":', "if True:").replace("sys.argv[2]", repr("user"))
     process = start(tmp_path, unguarded)
@@ -105,7 +102,6 @@ print(executor.run([ToolCall(tool="add", arguments={"a": 5})])[0].output)
     assert (process.returncode, out.splitlines()) == (0, ["imported __main__", "6"])
 
 
-@pytest.mark.slow
 def test_a_main_program_that_is_no_file_is_refused(tmp_path: Path) -> None:
     process = start(tmp_path, "", "-c", SCRIPT + MAIN, "0", "auto")
     _, errors = process.communicate(timeout=LONG)
@@ -113,7 +109,6 @@ def test_a_main_program_that_is_no_file_is_refused(tmp_path: Path) -> None:
     assert "Move the functions to a module, and import them" in errors.splitlines()[-1]
 
 
-@pytest.mark.slow
 def test_an_interrupt_while_the_tools_are_imported_ends_the_fork_server(tmp_path: Path) -> None:
     (tmp_path / "slow_there.py").write_text("""
 import os, time
