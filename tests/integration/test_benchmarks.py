@@ -86,6 +86,7 @@ TYPED = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # some take five minutes on a busy machine
 @pytest.mark.parametrize("name", TYPED)
 def test_a_benchmark_runs_as_typed_without_a_warning(name: str, tmp_path: Path) -> None:
     command = [sys.executable, *STRICT, "-m", f"benchmarks.{name}", *TYPED[name]]
