@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ import torch
 
 from grpo._common.global_state import restore_random_state
 from grpo._rewarding.deadlines import WAIT_SECONDS
-from grpo.errors import CallError, DeadlineError
+from grpo.errors import CallError, DeadlineError, GRPOError
 
 from .supervisor import END_SECONDS, supervise
 from .worker import LENGTH, NamedCall, flush
@@ -30,11 +31,17 @@ START_SECONDS = 0.5
 """How long the process may take to start and to send the state of its generators, beyond the time of a call."""
 
 
+class ForkRefusedError(GRPOError):
+    """A process was to be started by a thread that must not fork. A run asks again in the thread that may."""
+
+
 class Process:
     """One process for a few calls. Call `end` afterwards, whatever happened. A second `end` completes an interrupted one."""
 
     num_started: ClassVar[int] = 0
     """How many of them this process has started."""
+    only_thread: ClassVar[int | None] = None
+    """The id of the only thread that may start one, because it computes while others ask for rewards. None: any thread."""
 
     def __init__(self) -> None:
         self._ends: set[int] = set()
@@ -89,6 +96,11 @@ class Process:
 
     def _start(self, calls: Sequence[NamedCall]) -> None:
         """Fork the supervisor. Signals are blocked meanwhile, because the child must not run the handlers of this process."""
+        if Process.only_thread not in (None, threading.get_ident()):
+            raise ForkRefusedError(
+                "call_in_process must be called in the thread that trains, because a fork would copy the locks that this "
+                "thread holds. Ask in a plain reward function, or set iterations_ahead=0."
+            )
         Process.num_started += 1
         self._answers, answers_end = self._pipe()
         self._status, status_end = self._pipe()

@@ -30,7 +30,7 @@ from grpo._common.global_state import (
 )
 from grpo._common.protocols import kept_state
 from grpo._processes.calls import call_in_process
-from grpo._processes.process import Process
+from grpo._processes.process import ForkRefusedError, Process
 from grpo._rewarding.calls import RewardCalls
 from grpo._updating.parts import Counters
 from grpo._updating.sampler import SamplerSync
@@ -50,6 +50,9 @@ LOGGER = logging.getLogger("grpo")
 IN_ORDER = "GRPO_AHEAD_IN_ORDER"
 """The environment variable that makes a run do everything in one thread. Its value is not empty and not "0"."""
 
+# a fork copies the locks that another thread holds, such as torch's, and nobody releases the copies
+FORKS = "starts processes (call_in_process, or reward.timeout of a function that is not async)"
+"""Why a reward is asked in the first thread."""
 WAIT_SECONDS = 0.2
 """Longest wait at a time, before this thread looks at what the second thread does."""
 
@@ -108,6 +111,7 @@ class Ahead:
             self._collector.reward_model, self._config.reward, in_process=call_in_process, waiting=self._waiting
         )
         self._first_thread, is_complete = threading.get_ident(), False
+        Process.only_thread = self._first_thread
         try:
             with self._interrupts.at_once():
                 for pending in self.pending:
@@ -115,7 +119,7 @@ class Ahead:
             yield
             is_complete = True
         finally:
-            self._first_thread = None
+            self._first_thread = Process.only_thread = None
             self._sampling.close(drops=False, waits=is_complete)  # a checkpoint holds no iteration without rows
             self._rewards.close(drops=True, waits=is_complete)
 
@@ -138,6 +142,8 @@ class Ahead:
                 self._ask(self.pending[-1])
             pending = self.pending[0]
             self._wait(pending)
+            if isinstance(pending.answer.error, ForkRefusedError):
+                pending.answer = self._asked_here(pending)
             rows, answer = pending.rows.result(), pending.answer.result()
         del self.pending[0]
         self._collector.costs.add(answer.counts, answer.measured)
@@ -208,22 +214,35 @@ class Ahead:
             restore_random_state(before)  # a call that was ended leaves the generators anywhere: the next call tells
             answer.result()
             return
-        reasons = {
-            "draws from the global random generators": not _same_random_state(before, capture_random_state()),
-            "keeps a state": has_state,
-            # a fork copies the locks that another thread holds, such as torch's, and nobody releases the copies
-            "runs in a process that can be killed (reward.timeout of a function that is not async)": (
-                Process.num_started > num_started
-            ),
-        }
-        self._asks_in_order = any(reasons.values())
-        if self._asks_in_order:
-            LOGGER.warning(
-                "%s %s, so it is called between the updates and not beside them, and iterations_ahead=%d hides no time.",
-                reward_name(reward_model),
-                next(reason for reason, holds in reasons.items() if holds),
-                self._num_ahead,
-            )
+        self._asks_in_order = False
+        if not _same_random_state(before, capture_random_state()):
+            self._ask_in_order("draws from the global random generators")
+        elif has_state:
+            self._ask_in_order("keeps a state")
+        elif Process.num_started > num_started:
+            self._ask_in_order(FORKS)
+
+    def _asked_here(self, pending: Pending) -> Task[CollectedRewards]:
+        """Ask once more in this thread, because the reward started a process only now, which the second thread must not do."""
+        if not self._asks_in_order:
+            self._ask_in_order(FORKS)
+        answer = pending.question()
+        with (
+            preserved_random_state()
+        ):  # the rows of every iteration are asked for without touching the updates' numbers
+            answer.run()
+        pending.waited += answer.seconds
+        return answer
+
+    def _ask_in_order(self, reason: str) -> None:
+        """Ask for all further rewards in this thread, and say why."""
+        self._asks_in_order = True
+        LOGGER.warning(
+            "%s %s, so it is called between the updates and not beside them, and iterations_ahead=%d hides no time.",
+            reward_name(self._collector.reward_model),
+            reason,
+            self._num_ahead,
+        )
 
     def _wait(self, pending: Pending) -> None:
         """Wait for the rewards of an iteration. The other ranks learn from this thread why the second thread takes long."""

@@ -47,10 +47,15 @@ class Pending:
     def __init__(self, rows: Task[SampledRows], ask: Callable[[SampledRows], CollectedRewards]) -> None:
         self.rows = rows
         """The rows."""
-        self.answer = Task(lambda: ask(rows.result()))
+        self._ask = ask
+        self.answer = self.question()
         """Their rewards."""
         self.waited = 0.0
         """Seconds for which the thread that updates the policy has waited for the rows and the rewards."""
+
+    def question(self) -> Task[CollectedRewards]:
+        """A new task that asks for the rewards."""
+        return Task(lambda: self._ask(self.rows.result()))
 
     def state_dict(self) -> dict[str, Any]:
         """The rows, and their rewards if they are there. Waits while the rows are being sampled.

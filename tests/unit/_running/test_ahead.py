@@ -24,6 +24,7 @@ from grpo import (
 from grpo._running.ahead import seed_of
 from grpo.engine import OneProcess
 from grpo.errors import ConfigError, RewardError
+from grpo.rewards import Call, call_in_process
 from tests.support.checkpoint_runs import CountingNetwork, NoisyReward
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import ExactSampling, TablePolicy, VectorPolicy, digest, weights_of
@@ -213,8 +214,8 @@ IN_ORDER: dict[str, tuple[Callable[[], Any], str]] = {
     "buffer": (lambda: CountingNetwork(0), "CountingNetwork.compute_rewards keeps a state"),
     "state of a part": (lambda: WeightedRewards({"x": CountingNetwork(0), "y": one}), " keeps a state"),
     "state of a function": (lambda: NoisyReward(0), "NoisyReward keeps a state"),
-    "process": (lambda: one, "one runs in a process that can be killed"),
-    "process of a part": (lambda: WeightedRewards({"x": in_turn, "y": one}), " runs in a process that can be killed"),
+    "process": (lambda: one, "one starts processes"),
+    "process of a part": (lambda: WeightedRewards({"x": in_turn, "y": one}), " starts processes"),
 }
 
 
@@ -261,6 +262,36 @@ def test_a_reward_without_draws_state_and_forks_is_asked_in_the_second_thread(
     )
     assert threads == [True, False, False, False]
     assert not caplog.records
+
+
+def test_a_reward_that_forks_only_later_is_asked_again_in_the_thread_that_may(caplog: pytest.LogCaptureFixture) -> None:
+    """A fork beside an update could hang, and would set the random generators that the update draws from."""
+
+    class Later:
+        __name__ = "later"
+
+        def __init__(self) -> None:
+            self.forked_here: list[bool] = []
+            self.num_calls = 0
+
+        def __call__(self, states: Any, actions: Any) -> list[float]:
+            self.num_calls += 1
+            if self.num_calls == 1:
+                return one(states, actions)
+            answer = call_in_process([Call(name="one", function=one, arguments=(states, actions))], timeout=60.0)[0]
+            self.forked_here.append(threading.current_thread() is threading.main_thread())
+            return answer
+
+    reward = Later()
+    trainer, history, weights = run(reward=reward, num_iterations=6, iterations_ahead=2)
+    lines = [record.getMessage() for record in caplog.records if "iterations_ahead" in record.getMessage()]
+    assert len(lines) == 1
+    assert "later starts processes" in lines[0]
+    assert reward.forked_here == [True] * 5
+    assert trainer.ahead.pending == []
+    _, expected_history, expected = run(reward=one, num_iterations=6, iterations_ahead=2)
+    assert (weights, history) == (expected, expected_history)
+    call_in_process([Call(name="one", function=int)], timeout=60.0)  # any thread may, after the run
 
 
 def test_step_collect_and_update_refuse_iterations_ahead() -> None:
