@@ -229,7 +229,7 @@ class Ahead:
         answer = pending.question()
         with (
             preserved_random_state()
-        ):  # the rows of every iteration are asked for without touching the updates' numbers
+        ):  # a process that ends sets the generators, and updates draw from them
             answer.run()
         pending.waited += answer.seconds
         return answer
