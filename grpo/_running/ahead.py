@@ -227,9 +227,7 @@ class Ahead:
         if not self._asks_in_order:
             self._ask_in_order(FORKS)
         answer = pending.question()
-        with (
-            preserved_random_state()
-        ):  # a process that ends sets the generators, and updates draw from them
+        with preserved_random_state():  # a process that ends sets the generators, and updates draw from them
             answer.run()
         pending.waited += answer.seconds
         return answer
