@@ -184,11 +184,12 @@ def run_with_faults(
     """Train, evaluate now and then, go on after steps that raise, and compare what is reported with what happened."""
     reward = FaultyReward(folder / "calls", seed)
     settings = RewardConfig(num_retries=1, retry_delay=0.0, timeout=timeout, on_failure=on_failure, breaker_failures=50)
-    trainer = trainer_of(TablePolicy(), asynchronous(reward) if is_async else reward, reward=settings, seed=seed)
     reported = dict.fromkeys(COUNTED, 0.0)
     num_raised = num_answered = 0
     maker = (parts, "await_all") if is_async else (GRPOTrainer, "call_in_process")
     with recorded(*maker) as outcomes:
+        model = asynchronous(reward) if is_async else reward
+        trainer = trainer_of(TablePolicy(), model, reward=settings, seed=seed)  # it keeps what makes the calls
         while num_answered < num_iterations:
             try:
                 if (num_answered + num_raised) % 7 == 3:
