@@ -33,10 +33,10 @@ test test-slow coverage: | bwrap
 test: $(DEV)  ## Run the daily tests, all but the slow ones (more options: ARGS="-k name")
 	@$(RUN) pytest -n auto --dist loadfile -m "not slow and not faults" $(ARGS)
 
-test-slow: $(DEV) $(MCP_SERVERS)  ## Run the slow tests only; needs node and npm
-	@$(RUN) pytest -n auto --dist worksteal -m slow $(ARGS)
+test-slow: $(DEV) $(MCP_SERVERS)  ## Run the slow tests only, without the longest; needs node and npm
+	@$(RUN) pytest -n auto --dist worksteal -m "slow and not faults" $(ARGS)
 
-test-faults: $(DEV)  ## Run the long tests of kills, signals, damaged files and failing ranks; needs strace
+test-faults: $(DEV)  ## Run the longest tests: kills, damaged files, failing ranks, many seeds (an hour); needs strace
 	@$(RUN) pytest -n auto --dist load -m faults $(ARGS)
 
 test-all: test test-slow test-faults  ## Run all tests

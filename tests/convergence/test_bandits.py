@@ -28,9 +28,10 @@ def mean(runs: list[dict[str, float]], name: str) -> float:
 
 
 @pytest.mark.slow
-def test_tuned_settings_follow_the_best_arm_of_the_dynamic_bandit_over_20_seeds() -> None:
+@pytest.mark.parametrize("num_seeds", [6, pytest.param(20, marks=pytest.mark.faults)])
+def test_tuned_settings_follow_the_best_arm_of_the_dynamic_bandit(num_seeds: int) -> None:
     """Chance is .2 for the probabilities and .27 for the reward; the oracle has .75."""
-    runs = [summarise(train_tuned(seed)) for seed in range(20)]
+    runs = [summarise(train_tuned(seed)) for seed in range(num_seeds)]
     assert mean(runs, "arm 3") >= 0.85
     assert mean(runs, "arm 0") >= 0.85
     assert mean(runs, "structured reward") >= 0.67
@@ -39,13 +40,13 @@ def test_tuned_settings_follow_the_best_arm_of_the_dynamic_bandit_over_20_seeds(
 
 @pytest.mark.slow
 def test_naive_settings_do_not_find_the_second_best_arm() -> None:
-    runs = [summarise(train_naive(seed)) for seed in range(5)]
+    runs = [summarise(train_naive(seed)) for seed in range(3)]
     assert mean(runs, "arm 0") < 0.2
     assert mean(runs, "structured reward") < 0.45
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_runs", "horizon"), [(10, 5_000), (50, 10_000)])
+@pytest.mark.parametrize(("num_runs", "horizon"), [(10, 5_000), pytest.param(50, 10_000, marks=pytest.mark.faults)])
 def test_grpo_beats_the_classics_on_the_abruptly_changing_bandit(
     num_runs: int, horizon: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

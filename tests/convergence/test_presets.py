@@ -1,8 +1,7 @@
 """Every preset learns: its advantage, objective and KL control, at the sizes and the learning rate of two small tasks.
 
 The bandit moves, so that what was learned has to be unlearned; the sequences have ragged steps. In both, an iteration makes
-up to four updates, so that ratios leave 1 and clips act. Every day: one seed, the sequences for every preset and the bandit for
-one preset of each kind. Slow: five seeds, both tasks.
+up to four updates, so that ratios leave 1 and clips act. Two seeds are slow tests, three more are among the longest.
 """
 
 import copy
@@ -32,10 +31,7 @@ SABOTAGE: dict[str, Change] = {
     "zero": torch.zeros_like,
 }
 
-KINDS = ["deepseek_math", "gspo", "cispo", "rloo", "gpg", "balanced"]
-"""One preset of each kind, for the bandit with one seed."""
-
-SEEDS = range(5)
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.faults) for seed in (2, 3, 4))]
 
 
 class Required(NamedTuple):
@@ -166,65 +162,40 @@ def assert_learns_to_write(name: str, seed: int) -> None:
     assert (max(metrics["train/clip_fraction"] for metrics in history) > 0) == clips
 
 
-def assert_learns_from_rewards_of_0_and_1(name: str, seed: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_learns_both_tasks(name: str, seed: int, subtests: pytest.Subtests) -> None:
+    with subtests.test(task="bandit"):
+        assert_follows_the_bandit(name, seed)
+    with subtests.test(task="sequences"):
+        assert_learns_to_write(name, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ["maxrl", "bnpo"])
+def test_a_preset_learns_from_rewards_of_0_and_1(name: str, seed: int) -> None:
+    """These two presets are made for rewards of 0 and 1. The reward is 1 if a whole answer of two or three steps is right.
+
+    An untrained policy gets .01 to .03."""
     right, _ = learn_to_count(PRESETS[name](), seed, reward=exactly_right, states=all_states(2), group_size=16)
     assert right >= 0.6
 
 
-def assert_learns_more_without_the_kl(seed: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_conversation_presets_learn_more_without_the_kl(seed: int) -> None:
+    """0.1 for each step keeps them uncertain, against rewards in [0, 1] that no standard deviation scales up."""
     config = PRESETS["balanced"]()
     right, _ = learn_to_count(replace(config, objective=replace(config.objective, kl_coef=0.0)), seed)
     assert right >= 2 * REQUIRED["balanced"].sequences
 
 
-@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.slow
-def test_a_preset_of_each_kind_follows_the_dynamic_bandit(name: str) -> None:
-    assert_follows_the_bandit(name, seed=0)
-
-
-@pytest.mark.slow
-def test_a_preset_learns_to_write_sequences() -> None:
-    assert_learns_to_write("dapo", seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_learns_both_tasks_with_five_seeds(name: str, subtests: pytest.Subtests) -> None:
-    for seed in SEEDS:
-        with subtests.test(task="bandit", seed=seed):
-            assert_follows_the_bandit(name, seed)
-        with subtests.test(task="sequences", seed=seed):
-            assert_learns_to_write(name, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["maxrl", "bnpo"])
-def test_a_preset_learns_from_rewards_of_0_and_1(name: str) -> None:
-    """These two presets are made for rewards of 0 and 1. The reward is 1 if a whole answer of two or three steps is right.
-
-    An untrained policy gets .01 to .03."""
-    assert_learns_from_rewards_of_0_and_1(name, seed=0)
-
-
-@pytest.mark.slow
-def test_the_conversation_presets_learn_more_without_the_kl() -> None:
-    """0.1 for each step keeps them uncertain, against rewards in [0, 1] that no standard deviation scales up."""
-    assert_learns_more_without_the_kl(seed=0)
-
-
-@pytest.mark.slow
-def test_binary_rewards_and_the_kl_have_the_same_effect_with_five_seeds(subtests: pytest.Subtests) -> None:
-    for seed in SEEDS:
-        for name in ("maxrl", "bnpo"):
-            with subtests.test(name=name, seed=seed):
-                assert_learns_from_rewards_of_0_and_1(name, seed)
-        with subtests.test("without the KL", seed=seed):
-            assert_learns_more_without_the_kl(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name", ["dapo", *(pytest.param(name, marks=pytest.mark.faults) for name in PRESETS if name != "dapo")]
+)
 def test_broken_advantages_reach_less_than_half_of_what_is_required(name: str, subtests: pytest.Subtests) -> None:
     config, required = PRESETS[name](), REQUIRED[name]
     for change in SABOTAGE:

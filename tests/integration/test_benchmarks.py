@@ -83,11 +83,15 @@ TYPED = {
     "tracking": ["--tasks", "bandit", "--sinks", "jsonl", "tensorboard", "--pairs", "2"],
 }
 """A short run of each benchmark, as typed; `llm_vs_trl` and `gpu` have files of their own."""
+LONGEST = {"bandits", "tools_bfcl", "tracking"}
+"""Their short runs take more than a minute."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # some take five minutes on a busy machine
-@pytest.mark.parametrize("name", TYPED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.faults) if name in LONGEST else name for name in TYPED]
+)
 def test_a_benchmark_runs_as_typed_without_a_warning(name: str, tmp_path: Path) -> None:
     command = [sys.executable, *STRICT, "-m", f"benchmarks.{name}", *TYPED[name]]
     environment = dict(os.environ)

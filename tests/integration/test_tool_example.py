@@ -26,7 +26,7 @@ def added_tools(printed: str) -> list[dict[str, float]]:
     return [{part: float(re.findall(rf"({NUMBER})% \({part}\)", line)[0]) / 100 for part in parts} for line in lines]
 
 
-@pytest.mark.slow
+@pytest.mark.faults  # two minutes
 def test_tool_routing_reaches_its_documented_accuracy(tmp_path: Path) -> None:
     """The example runs unchanged, and every call is really executed."""
     printed = run_example("tool_routing", folder=tmp_path)

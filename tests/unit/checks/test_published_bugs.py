@@ -1,5 +1,7 @@
 """The kit finds published kinds of bug, and says nothing about their correct twins."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -102,16 +104,17 @@ def test_slates_that_are_refused_if_items_repeat_are_compared_all_the_same(tempe
 
 
 @pytest.mark.slow
-def test_over_many_seeds_every_bug_is_found_and_no_twin_accused(subtests) -> None:
+@pytest.mark.parametrize("seeds", [range(1, 4), pytest.param(range(4, 11), marks=pytest.mark.faults)])
+def test_over_many_seeds_every_bug_is_found_and_no_twin_accused(seeds: Sequence[int], subtests) -> None:
     for bug in BUGS:
         with subtests.test(kind=bug.kind):
-            for seed in range(1, 11):
+            for seed in seeds:
                 found = report(bug, bug.wrong, seed)
                 assert bug.rule in {result.name for result in found.failures}, str(found)
     twins = [bug.right for bug in TWINS if bug.states is not None]
     for kind in [*twins, Flow, ShortFlow, LongFlow, WholeSlates]:
         states = PROMPTS if issubclass(kind, Tokens) else ITEMS
         with subtests.test(kind=kind.__name__), as_users_run_it():
-            for seed in range(1, 11):
+            for seed in seeds:
                 found = check_policy(kind(), states, seed=seed, num_samples=1024)
                 assert found.ok, str(found)

@@ -142,7 +142,7 @@ def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
     assert "default-src &#x27;none&#x27;" in page  # and if anything were in it, the browser would refuse it
 
 
-@pytest.mark.parametrize("num", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [2_000, pytest.param(100_000, marks=pytest.mark.faults)])
 def test_a_page_of_a_long_run_is_below_2_megabytes(tmp_path: Path, num: int) -> None:
     """Every chart that there is, six parts of the reward, long samples and a comparison of many states with long answers."""
     generator = np.random.default_rng(0)
