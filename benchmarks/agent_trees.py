@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from adapters.agents import AgentPolicy, Branching, Conversation, EnvironmentReward, Message
-from adapters.llm import Completion, HFPolicy, SamplingConfig
+from adapters.llm import Completion, HFOptions, HFPolicy, SamplingConfig
 from grpo import AdvantageConfig, AdvantageEstimator, ExperienceBatch
 
 Credit: TypeAlias = Literal["row", "gigpo"]
@@ -140,7 +140,9 @@ def make_model(task: Task) -> HFPolicy:
         eos_token_id=2,
     )
     sampling = SamplingConfig(max_new_tokens=max(task.num_letters) + 3)
-    return HFPolicy(Qwen3ForCausalLM(config), tokenizer, sampling=sampling, max_tokens_per_forward=200_000)
+    return HFPolicy(
+        Qwen3ForCausalLM(config), tokenizer, sampling=sampling, options=HFOptions(max_tokens_per_forward=200_000)
+    )
 
 
 def warm_up(policy: HFPolicy, task: Task) -> None:

@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from adapters.agents import AgentPolicy, EnvironmentReward
 from adapters.agents.bridges.trl import trl_environments
-from adapters.llm import HFPolicy, SamplingConfig
+from adapters.llm import HFOptions, HFPolicy, SamplingConfig
 from benchmarks._trl import LEARNING_RATE, PASSES, SAMPLERS, fastest_sampler, run_trl
 from benchmarks.llm_vs_trl import Case, make_model
 from grpo import GRPOConfig, GRPOTrainer
@@ -141,7 +141,7 @@ def make_caller(tokenizer: Any) -> Qwen3ForCausalLM:
 def our_iteration(model: Qwen3ForCausalLM, tokenizer: Any, rows: list[Any]) -> Callable[[], dict[str, float]]:
     """A function that runs one `GRPOTrainer.step`."""
     sampling = SamplingConfig(max_new_tokens=TOKENS)
-    policy = HFPolicy(model, tokenizer, sampling=sampling, exact_entropy=True)
+    policy = HFPolicy(model, tokenizer, sampling=sampling, options=HFOptions(exact_entropy=True))
     agent = AgentPolicy(policy, trl_environments(Look), max_turns=TURNS)
     config = GRPOConfig(group_size=GROUP, learning_rate=LEARNING_RATE, seed=0)
     trainer = GRPOTrainer(config=config, policy=agent, reward_model=EnvironmentReward())

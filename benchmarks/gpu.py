@@ -40,7 +40,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
-from adapters.llm import HFPolicy, SamplingConfig
+from adapters.llm import HFOptions, HFPolicy, SamplingConfig
 from benchmarks._trl import first_line, now, run_trl
 from benchmarks.llm_vs_trl import Case, make_prompts, make_tokenizer, share_of_even_tokens
 from grpo import GRPOConfig, GRPOTrainer
@@ -180,8 +180,7 @@ def run_ours(setup: Setup, sampler: Any, times: Times) -> None:
         tokenizer,
         sampling=SamplingConfig(max_new_tokens=setup.case.completion),
         sampler=sampler,
-        exact_entropy=True,
-        max_tokens_per_forward=TOKENS_PER_PASS,
+        options=HFOptions(exact_entropy=True, max_tokens_per_forward=TOKENS_PER_PASS),
     )
     config = GRPOConfig(
         group_size=setup.case.group,

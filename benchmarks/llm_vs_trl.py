@@ -39,7 +39,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
-from adapters.llm import HFPolicy, SamplingConfig
+from adapters.llm import HFOptions, HFPolicy, SamplingConfig
 from benchmarks._bare_llm import BareLoop
 from benchmarks._trl import LEARNING_RATE, PASSES, SAMPLERS, fastest_sampler, now, run_trl
 from grpo import GRPOConfig, GRPOTrainer
@@ -159,7 +159,7 @@ def our_iteration(
 ) -> Callable[[], object]:
     """A function that runs one `GRPOTrainer.step`."""
     sampling = SamplingConfig(max_new_tokens=case.completion)
-    policy = HFPolicy(model, tokenizer, sampling=sampling, exact_entropy=exact_entropy)
+    policy = HFPolicy(model, tokenizer, sampling=sampling, options=HFOptions(exact_entropy=exact_entropy))
     config = GRPOConfig(group_size=case.group, learning_rate=LEARNING_RATE, seed=0)
 
     def reward(_: Any, actions: Any) -> list[float]:

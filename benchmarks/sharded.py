@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from adapters.llm import HFPolicy, SamplingConfig
+from adapters.llm import HFOptions, HFPolicy, SamplingConfig
 from adapters.llm.model.loading import add_lora
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.distributed import Replicated, Sharded
@@ -52,7 +52,7 @@ def policy(*, lora: bool, layers: int) -> HFPolicy:
     if lora:
         model = add_lora(model)
     sampling = SamplingConfig(max_new_tokens=MAX_NEW_TOKENS)
-    return HFPolicy(model, digits(), sampling=sampling, end_token_ids=[])
+    return HFPolicy(model, digits(), sampling=sampling, options=HFOptions(end_token_ids=()))
 
 
 def megabytes(tensors: Any) -> float:

@@ -21,6 +21,7 @@ from peft import LoraConfig
 
 from adapters.llm import (
     CompletionRewards,
+    HFOptions,
     HFPolicy,
     SamplingConfig,
     correctness_first,
@@ -132,8 +133,10 @@ def main() -> None:
         lora=LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"),
         load_in_4bit=args.load_in_4bit,
         sampling=SamplingConfig(max_new_tokens=args.max_new_tokens),
-        max_tokens_per_forward=args.max_tokens_per_forward,
-        chat_template_options={"enable_thinking": False},  # Qwen3 would think for longer than max_new_tokens
+        options=HFOptions(
+            max_tokens_per_forward=args.max_tokens_per_forward,
+            chat_template_options={"enable_thinking": False},  # Qwen3 would think for longer than max_new_tokens
+        ),
     )
     if policy.tokenizer.chat_template is not None:  # an instruct model expects a conversation
         for row in problems + unseen:

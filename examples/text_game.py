@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from adapters.agents import AgentPolicy, Conversation, Message
 from adapters.agents.bridges.textarena import TextArena
-from adapters.llm import HFPolicy, SamplingConfig
+from adapters.llm import HFOptions, HFPolicy, SamplingConfig
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer
 
 MARKS = ["<pad>", "<opponent>", "<policy>", "<end>"]
@@ -100,7 +100,9 @@ def make_policy() -> HFPolicy:
     heads = {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "tie_word_embeddings": True}
     ends = {"bos_token_id": None, "eos_token_id": MARKS.index("<end>")}
     config = Qwen3Config(vocab_size=len(vocabulary), initializer_range=0.1, **sizes, **heads, **ends)
-    return HFPolicy(Qwen3ForCausalLM(config), fast, sampling=SamplingConfig(max_new_tokens=3), exact_entropy=True)
+    return HFPolicy(
+        Qwen3ForCausalLM(config), fast, sampling=SamplingConfig(max_new_tokens=3), options=HFOptions(exact_entropy=True)
+    )
 
 
 def play(number: int, share_right: float = 0.0) -> tuple[list[Message], float]:

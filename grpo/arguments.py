@@ -28,7 +28,7 @@ from ._common.conversion import (
     reward_name,
     widest_float,
 )
-from ._common.settings import Settings, nearest_name, setting
+from ._common.settings import Settings, nearest_name, refuse_options, setting
 
 __all__ = [
     "Settings",
@@ -44,6 +44,7 @@ __all__ = [
     "is_finite",
     "nearest_name",
     "pad_steps",
+    "refuse_options",
     "require_count",
     "require_each",
     "require_instances",

@@ -87,7 +87,7 @@ class AgentPolicy:
             _require_branching(branch, make, max_turns)
         self.policy, self.make, self.max_turns, self.max_tokens = policy, make, max_turns, max_tokens
         self.template = ChatTemplate(
-            policy.tokenizer, end_token_ids=policy.end_token_ids, options=policy.chat_template_options
+            policy.tokenizer, end_token_ids=policy.end_token_ids, options=policy.options.chat_template_options
         )
         self.branch, self._concurrency = branch, concurrency
         self.has_dependent_rows = branch is not None
@@ -156,7 +156,7 @@ class AgentPolicy:
         turns = ModelTurns(self.policy, self.template, {})
         conversations, metrics = self._converse(states, num_actions_per_state, turns, branching)
         device = next(iter(self.policy.model.parameters())).device
-        mask = step_mask(conversations, mask_truncated=self.policy.mask_truncated)
+        mask = step_mask(conversations, mask_truncated=self.policy.options.mask_truncated)
         behaviour = torch.zeros(mask.shape)
         for row, conversation in zip(behaviour, conversations, strict=True):
             log_probs = torch.tensor(conversation.behaviour_log_probs)[: mask.shape[1]]

@@ -20,7 +20,7 @@ def score_conversations(policy: HFPolicy, actions: Sequence[Conversation]) -> Ac
     A conversation can have several contexts, which are called segments here. The language model scores each segment as a row of
     its own. The scores are then joined: a conversation's T steps are the sampled tokens of its segments, in order.
     """
-    prompts, completions, row_of_segment = _segments(actions, mask_truncated=policy.mask_truncated)
+    prompts, completions, row_of_segment = _segments(actions, mask_truncated=policy.options.mask_truncated)
     parts = [
         (part, policy.score_actions([prompts[i] for i in part], [completions[i] for i in part]))
         for part in _passes(policy, prompts, completions)
@@ -29,7 +29,7 @@ def score_conversations(policy: HFPolicy, actions: Sequence[Conversation]) -> Ac
         nothing = torch.zeros(0, 0)
         critic = {} if policy.value_head is None else {"values": nothing, "final_values": torch.zeros(0)}
         parts = [([], ActionScores(log_probs=nothing, mask=nothing.bool(), **critic))]
-    mask = step_mask(actions, mask_truncated=policy.mask_truncated).to(parts[0][1].mask.device)
+    mask = step_mask(actions, mask_truncated=policy.options.mask_truncated).to(parts[0][1].mask.device)
     joined: dict[str, Any] = {}
     for name in (field.name for field in fields(ActionScores)):
         values = [(part, getattr(scores, name), scores.mask) for part, scores in parts]
@@ -44,7 +44,7 @@ def score_conversations(policy: HFPolicy, actions: Sequence[Conversation]) -> Ac
 
 def reference_log_probs(policy: HFPolicy, actions: Sequence[Conversation]) -> Float[Tensor, "N T"]:
     """Log-probs of the steps under the reference of the language model."""
-    prompts, completions, _ = _segments(actions, mask_truncated=policy.mask_truncated)
+    prompts, completions, _ = _segments(actions, mask_truncated=policy.options.mask_truncated)
     width = max((len(completion) for completion in completions), default=0)
     values = []
     for part in _passes(policy, prompts, completions):
@@ -52,10 +52,10 @@ def reference_log_probs(policy: HFPolicy, actions: Sequence[Conversation]) -> Fl
         log_probs = policy.reference_log_probabilities([prompts[i] for i in part], some)
         sampled = torch.zeros(len(some), width, dtype=torch.bool)
         for row, completion in zip(sampled, some, strict=True):
-            if not (policy.mask_truncated and completion.is_truncated):
+            if not (policy.options.mask_truncated and completion.is_truncated):
                 row[: len(completion)] = torch.tensor(completion.sampled)
         values.append((part, log_probs, sampled[:, : log_probs.shape[1]].to(log_probs.device)))
-    mask = step_mask(actions, mask_truncated=policy.mask_truncated)
+    mask = step_mask(actions, mask_truncated=policy.options.mask_truncated)
     if not values:
         return torch.zeros(mask.shape)
     return _on_steps(values, len(completions), mask.to(values[0][1].device))

@@ -201,7 +201,7 @@ class ChatTemplate:
         if not (end or self._end):
             raise ContractError(
                 f"The template must write a special token at the end of a turn; none is known for the turn {written[:80]!r}. "
-                "Pass HFPolicy(end_token_ids=...), or end the text with the token."
+                "Pass options=HFOptions(end_token_ids=...), or end the text with the token."
             )
         return [*token_ids, *(end or self._end)]
 

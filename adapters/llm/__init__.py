@@ -28,6 +28,7 @@ from .model.loading import add_lora, load_model
 from .model.merged_weights import merged_weights
 from .model.token_log_probs import token_log_probs
 from .model.value_head import ValueHead
+from .options import HFOptions
 from .policy import HFPolicy
 from .presets import lora_start
 from .rewards.completion_rewards import CompletionRewards
@@ -47,6 +48,7 @@ __all__ = [
     "CompletionRewards",
     "ExactMatch",
     "FinishReason",
+    "HFOptions",
     "HFPolicy",
     "JSONSchemaMatch",
     "MathMatch",

@@ -1,7 +1,7 @@
 """A Hugging Face causal language model as a policy."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo import ActionScores, SampledActions
-from grpo.arguments import describe, require_lengths
+from grpo.arguments import describe, refuse_options, require_instances, require_lengths
 from grpo.errors import ConfigError, ContractError
 
 from .completions import Completion, completion_mask, padded
@@ -21,6 +21,7 @@ from .model.cards import base_on_hub, save_with_card
 from .model.causal_lm import CausalLM
 from .model.loading import keep_differentiable, load_model, save_model
 from .model.value_head import VALUE_HEAD_FILE, ValueHead
+from .options import HFOptions
 from .prompts import Prompt, PromptEncoder, PromptState, prompt_of
 from .sampling.continuous import ContinuousSampler
 from .sampling.decoding import DecodingSampler
@@ -50,17 +51,9 @@ class HFPolicy:
             continuous batching, or another engine with its own weights (`VLLMSampler`).
         reference_model: A frozen model with the same tokenizer, for a KL term. With LoRA, None uses the model without its
             adapter.
-        prompt_column: Column with the prompt, for states that are rows of a data set.
-        end_token_ids: Tokens that end a completion. None uses the end-of-sequence tokens of the tokenizer and of the model's
-            generation config.
-        exact_entropy: Whether scores include the entropy of every step. It costs one more pass over the logits.
-        mask_truncated: Whether completions that reached `max_new_tokens` are excluded from the loss (DAPO, arXiv:2503.14476).
-        max_tokens_per_forward: Maximum number of positions per forward pass in scoring and training, padding and prompts
-            included, and of shared prompts in decoding. A larger number is faster on a GPU and uses more memory.
-        max_rows_per_decode: Maximum number of rows decoded together. None decodes all.
-        chat_template_options: Options of the chat template, for prompts that are chat messages.
         value_head: Whether scores include the value of the state before each token, for `advantage.credit="gae"`. True makes a
             new head; pass a `ValueHead` for other sizes or another dropout.
+        options: All other settings. None uses the defaults of `HFOptions`.
 
     Raises:
         ConfigError: A setting is invalid, or the model's sampling and scoring disagree.
@@ -82,33 +75,25 @@ class HFPolicy:
         sampling: SamplingConfig | None = None,
         sampler: Sampler | Literal["decoding", "generate", "continuous"] = "decoding",
         reference_model: Any = None,
-        prompt_column: str = "prompt",
-        end_token_ids: Sequence[int] | int | None = None,
-        exact_entropy: bool = False,
-        mask_truncated: bool = False,
-        max_tokens_per_forward: int = 16_384,
-        max_rows_per_decode: int | None = None,
-        chat_template_options: Mapping[str, Any] | None = None,
         value_head: bool | ValueHead = False,
+        options: HFOptions | None = None,
+        **misplaced: Any,
     ) -> None:
+        refuse_options("HFPolicy", HFOptions, misplaced)
+        if misplaced:
+            raise ConfigError(f"HFPolicy has no arguments {sorted(misplaced)}.")
+        require_instances("HFPolicy", SamplingConfig | None, "a SamplingConfig or None", sampling=sampling)
+        require_instances("HFPolicy", HFOptions | None, "HFOptions or None", options=options)
+        require_instances("HFPolicy", bool | ValueHead, "True, False or a ValueHead", value_head=value_head)
         self.model = model
         self.tokenizer = tokenizer
-        self.sampling = SamplingConfig() if sampling is None else sampling
-        if not isinstance(self.sampling, SamplingConfig):
-            raise ConfigError(f"HFPolicy: sampling must be a SamplingConfig; got {describe(sampling)}.")
+        self.sampling = sampling or SamplingConfig()
+        self.options = options = options or HFOptions()
         if self.sampling.temperature == 0:
             raise ConfigError(
                 "HFPolicy: sampling.temperature must be above 0; got 0. All completions of a prompt would be equal, "
                 "and training would learn nothing. For greedy evaluation, call generate_actions(states, 1, temperature=0)."
             )
-        limits = {"max_tokens_per_forward": max_tokens_per_forward, "max_rows_per_decode": max_rows_per_decode}
-        for name, limit in limits.items():
-            if not (limit is None and name == "max_rows_per_decode") and (type(limit) is not int or limit < 1):
-                raise ConfigError(f"HFPolicy: {name} must be at least 1; got {limit!r}. Pass an integer.")
-        switches = {"exact_entropy": exact_entropy, "mask_truncated": mask_truncated}
-        for name, switch in switches.items():
-            if type(switch) is not bool:
-                raise ConfigError(f"HFPolicy: {name} must be True or False; got {describe(switch)}.")
         self._lm = CausalLM(model)
         keep_differentiable(model)
         self._lm.check_logits()
@@ -131,24 +116,23 @@ class HFPolicy:
             )
         for lm in (self._lm, self._reference or self._lm):
             _require_tokenizer(tokenizer, lm.vocabulary_size)
-        self.chat_template_options = {} if chat_template_options is None else chat_template_options
-        self._encode = PromptEncoder(tokenizer, self._lm.vocabulary_size, prompt_column, self.chat_template_options)
-        self._end_token_ids = _end_token_ids(tokenizer, self._lm, end_token_ids, self.sampling)
-        self._exact_entropy = exact_entropy
-        self._mask_truncated = mask_truncated
-        self._max_tokens_per_forward = max_tokens_per_forward
+        self._encode = PromptEncoder(
+            tokenizer, self._lm.vocabulary_size, options.prompt_column, options.chat_template_options
+        )
+        self.end_token_ids = _end_token_ids(tokenizer, self._lm, options.end_token_ids, self.sampling)
+        """Tokens that end a completion."""
         match sampler:
             case "decoding" | "generate":
                 self._sampler: Sampler = DecodingSampler(
                     self._lm,
                     tokenizer,
-                    with_entropy=exact_entropy,
-                    max_rows=max_rows_per_decode,
-                    max_tokens_per_forward=max_tokens_per_forward,
+                    with_entropy=options.exact_entropy,
+                    max_rows=options.max_rows_per_decode,
+                    max_tokens_per_forward=options.max_tokens_per_forward,
                     loop="generate" if sampler == "generate" else "own",
                 )
             case "continuous":
-                self._sampler = ContinuousSampler(self._lm, max_rows=max_rows_per_decode)
+                self._sampler = ContinuousSampler(self._lm, max_rows=options.max_rows_per_decode)
             case _ if not isinstance(sampler, str) and hasattr(sampler, "sample") and hasattr(sampler, "sync"):
                 self._sampler = sampler
             case _:
@@ -174,18 +158,19 @@ class HFPolicy:
         revision: str | None = None,
         device: torch.device | str | None = None,
         trust_remote_code: bool = False,
-        **options: Any,
+        **arguments: Any,
     ) -> "HFPolicy":
         """A policy of a model on the hub or in a local folder; see `load_model` for its arguments.
 
         Args:
-            options: Options of `HFPolicy`.
+            arguments: Arguments of `HFPolicy`.
 
         Example:
             A 4-bit model that trains an adapter::
 
                 policy = HFPolicy.from_pretrained("Qwen/Qwen3-0.6B", lora=True, load_in_4bit=True)
         """
+        refuse_options("HFPolicy", HFOptions, arguments)  # before a long download
         model, tokenizer = load_model(
             name_or_folder,
             dtype=dtype,
@@ -197,9 +182,9 @@ class HFPolicy:
             device=device,
             trust_remote_code=trust_remote_code,
         )
-        if options.get("value_head") is True and (Path(name_or_folder) / VALUE_HEAD_FILE).is_file():
-            options["value_head"] = ValueHead.load(name_or_folder)
-        return cls(model, tokenizer, **options)
+        if arguments.get("value_head") is True and (Path(name_or_folder) / VALUE_HEAD_FILE).is_file():
+            arguments["value_head"] = ValueHead.load(name_or_folder)
+        return cls(model, tokenizer, **arguments)
 
     def save_pretrained(
         self,
@@ -282,7 +267,7 @@ class HFPolicy:
         return lambda: self._with_scores(*sample(), num_actions_per_state)
 
     def _with_scores(self, completions: list[Completion], sampled: SampledTokens, size: int) -> SampledActions:
-        mask = completion_mask(completions, mask_truncated=self._mask_truncated).to(self._lm.device)
+        mask = completion_mask(completions, mask_truncated=self.options.mask_truncated).to(self._lm.device)
         width = mask.shape[1]
 
         def beside(values: Sequence[Sequence[float]]) -> Tensor:
@@ -363,16 +348,6 @@ class HFPolicy:
                 self._sampler.kept = None
 
     @property
-    def end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a completion."""
-        return tuple(self._end_token_ids)
-
-    @property
-    def mask_truncated(self) -> bool:
-        """Whether completions that reached `max_new_tokens` are excluded from the loss."""
-        return self._mask_truncated
-
-    @property
     def value_head(self) -> ValueHead | None:
         """The head that computes values. None: there is none."""
         return self._lm.value_head
@@ -436,7 +411,7 @@ class HFPolicy:
             [len(prompt) for prompt in prompts],
             prompt_of_row.tolist(),
             [max(len(tokens) - len(before), 0) for tokens, before in own],
-            self._max_tokens_per_forward,
+            self.options.max_tokens_per_forward,
             shares_prompts=self._shares_prompts,
         )
 
@@ -518,7 +493,7 @@ class HFPolicy:
         self._require_room(lengths, f"prompts with sampling.max_new_tokens={config.max_new_tokens}")
         seeds = torch.randint(2**62, (len(prompts) * size,)).tolist()
         return lambda: self._completions(
-            self._sampler.sample(prompts, size, config, end_token_ids=self._end_token_ids, seeds=seeds), seeds
+            self._sampler.sample(prompts, size, config, end_token_ids=self.end_token_ids, seeds=seeds), seeds
         )
 
     def _completions(self, sampled: SampledTokens, seeds: Sequence[int]) -> tuple[list[Completion], SampledTokens]:
@@ -555,7 +530,7 @@ class HFPolicy:
 
     def _scored_tokens(self, actions: Sequence[Completion]) -> list[tuple[int, ...]]:
         """The tokens of each completion that count in the loss. A masked completion has no such tokens and is not forwarded."""
-        return [() if self._mask_truncated and action.is_truncated else action.token_ids for action in actions]
+        return [() if self.options.mask_truncated and action.is_truncated else action.token_ids for action in actions]
 
     def _score(
         self,
@@ -576,11 +551,11 @@ class HFPolicy:
         self._require_known([action.token_ids for action in actions], "scored")
         lengths = [len(prompts[prompt]) + len(c) for prompt, c in zip(prompt_of_row.tolist(), actions, strict=True)]
         self._require_room(lengths, "prompts with their completions")
-        mask = completion_mask(actions, mask_truncated=self._mask_truncated)
+        mask = completion_mask(actions, mask_truncated=self.options.mask_truncated)
         width, scored = mask.shape[1], self._scored_tokens(actions)
         options: dict[str, Any] = {
             "temperature": self.sampling.scoring_temperature,
-            "with_entropy": self._exact_entropy and not log_probs_only,
+            "with_entropy": self.options.exact_entropy and not log_probs_only,
             "value_head": None if log_probs_only else lm.value_head,
             "is_cut": torch.tensor([action.is_truncated for action in actions], dtype=torch.bool),
         }
@@ -600,10 +575,8 @@ class HFPolicy:
         )
 
 
-def _value_head(lm: CausalLM, given: Any) -> ValueHead | None:
+def _value_head(lm: CausalLM, given: bool | ValueHead) -> ValueHead | None:
     """The value head on the model's device, in float32 or better."""
-    if not isinstance(given, bool | ValueHead):
-        raise ConfigError(f"HFPolicy: value_head must be True, False or a ValueHead; got {describe(given)}.")
     if given is False:
         return None
     size = lm.hidden_size
@@ -627,24 +600,25 @@ def _grouped(completions: list[Completion], size: int) -> list[list[Completion]]
     return [completions[begin : begin + size] for begin in range(0, len(completions), size)]
 
 
-def _end_token_ids(tokenizer: Any, lm: CausalLM, given: Any, sampling: SamplingConfig) -> list[int]:
+def _end_token_ids(
+    tokenizer: Any, lm: CausalLM, given: tuple[int, ...] | None, sampling: SamplingConfig
+) -> tuple[int, ...]:
     size = lm.vocabulary_size
     if given is not None:
-        ids = [given] if isinstance(given, int) else list(given) if isinstance(given, Sequence | Set) else [given]
-        if not all(isinstance(token, int) and 0 <= token < size for token in ids):
+        if not all(0 <= token < size for token in given):
             raise ConfigError(
-                f"HFPolicy: end_token_ids must be integers from 0 to {size - 1}, the model's vocabulary; got {given!r}. Pass "
+                f"HFPolicy: end_token_ids must be from 0 to {size - 1}, the model's vocabulary; got {given!r}. Pass "
                 "tokenizer.convert_tokens_to_ids(...)."
             )
-        return ids
+        return given
     configured = getattr(lm.plain.generation_config, "eos_token_id", None)
     listed = configured if isinstance(configured, list) else [configured]
-    found = sorted({token for token in [tokenizer.eos_token_id, *listed] if token is not None and token < size})
+    found = tuple(sorted({token for token in [tokenizer.eos_token_id, *listed] if token is not None and token < size}))
     if not found and not sampling.stop:
         raise ConfigError(
             "HFPolicy: the tokenizer or the model's generation config must have an end-of-sequence token; got none, "
-            "so no completion could end before max_new_tokens. Pass end_token_ids=[...], or end_token_ids=[] "
-            "if completions should not end."
+            "so no completion could end before max_new_tokens. Pass options=HFOptions(end_token_ids=(...,)), or "
+            "end_token_ids=() if completions should not end."
         )
     return found
 

@@ -3,8 +3,7 @@
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
-from grpo.arguments import describe
-from grpo.errors import ConfigError, ContractError, warn_user
+from grpo.errors import ContractError, warn_user
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
@@ -29,7 +28,7 @@ def prompt_of(state: PromptState, column: str = "prompt") -> Prompt:
                 )
             raise ContractError(
                 f"A state given as a row needs the prompt column {column!r}; got the columns {sorted(map(str, state))}. Rename "
-                "the column, or pass prompt_column=..."
+                "the column, or pass options=HFOptions(prompt_column=...)."
             )
         prompt = state[column]
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes) and len(prompt) > 0
@@ -71,12 +70,9 @@ class PromptEncoder:
         chat_template_options: Options of `tokenizer.apply_chat_template`, for example `enable_thinking=False`.
     """
 
-    def __init__(self, tokenizer: Any, vocabulary_size: int, column: Any, chat_template_options: Any) -> None:
-        if not isinstance(column, str) or not isinstance(chat_template_options, Mapping):
-            raise ConfigError(
-                "HFPolicy: prompt_column must be a text, and chat_template_options a mapping or None; got "
-                f"{describe(column)} and {describe(chat_template_options)}."
-            )
+    def __init__(
+        self, tokenizer: Any, vocabulary_size: int, column: str, chat_template_options: Mapping[str, Any]
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocabulary_size = vocabulary_size
         self.column = column
@@ -116,8 +112,8 @@ class PromptEncoder:
             if chat[-1]["role"] == "assistant" and not self._options.get("continue_final_message"):
                 raise ContractError(
                     f"A chat must end with the message that the model answers; the chat of state {position} ends with the "
-                    "assistant. Remove the message if it is the answer. If the model should continue it, pass HFPolicy("
-                    "chat_template_options={'continue_final_message': True, 'add_generation_prompt': False})."
+                    "assistant. Remove the message if it is the answer. If the model should continue it, pass options="
+                    "HFOptions(chat_template_options={'continue_final_message': True, 'add_generation_prompt': False})."
                 )
             text = self._text_of(chat, position)
             token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has added them

@@ -155,6 +155,15 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def refuse_options(whose: str, options: type[Settings], keywords: Mapping[str, Any]) -> None:
+    """Refuse the keywords that are settings of `options`, and say where they belong."""
+    misplaced = [field.name for field in dataclasses.fields(options) if field.name in keywords]
+    if misplaced:
+        raise ConfigError(
+            f"{whose} takes {', '.join(misplaced)} in options. Pass options={options.__name__}({misplaced[0]}=...)."
+        )
+
+
 def nearest_name(name: str, known: Sequence[str]) -> str:
     """A sentence with the known name that is nearest to `name`, also by its last part, or with all known names.
 

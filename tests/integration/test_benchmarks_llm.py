@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.llm import HFPolicy, SamplingConfig
+from adapters.llm import HFOptions, HFPolicy, SamplingConfig
 from adapters.llm.sampling.samplers import SampledTokens
 from benchmarks import _bare_llm, _trl, llm_vs_trl
 from benchmarks._bare_llm import BareLoop
@@ -170,7 +170,7 @@ def test_the_bare_loop_and_the_trainer_have_the_same_gradient(
         tokenizer,
         sampling=SamplingConfig(max_new_tokens=TINY_CASE.completion),
         sampler=Given(completions, old_log_probs.tolist()),
-        max_tokens_per_forward=10**9,
+        options=HFOptions(max_tokens_per_forward=10**9),
     )
     ours = Recorder(model.parameters())
     trainer = GRPOTrainer(

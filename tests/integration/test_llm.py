@@ -27,6 +27,7 @@ from tests.support.llm_models import (
     FLOAT32_GRADIENT,
     FLOAT32_LOG_PROB,
     character_tokenizer,
+    hf_policy,
     relative_difference,
     tiny_model,
 )
@@ -45,7 +46,7 @@ def count_of_ones(states: Any, actions: Any) -> list[float]:
 
 def policy_of(model: Any = None, **options: Any) -> HFPolicy:
     sampling = options.pop("sampling", SamplingConfig(max_new_tokens=8))
-    return HFPolicy(model or tiny_model(), character_tokenizer(), sampling=sampling, **options)
+    return hf_policy(model or tiny_model(), character_tokenizer(), sampling=sampling, **options)
 
 
 def with_lora(model: Any = None) -> Any:

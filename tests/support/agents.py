@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from adapters.agents import AgentPolicy, Conversation, Message
 from adapters.llm import HFPolicy, SamplingConfig
-from tests.support.llm_models import row_log_probs, tiny_model
+from tests.support.llm_models import hf_policy, row_log_probs, tiny_model
 
 CHATML = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -68,7 +68,7 @@ def language_model(
     with torch.no_grad():  # more turns end
         model.get_output_embeddings().weight[tokenizer.eos_token_id] *= options.pop("end_scale", 4.0)
     sampling = options.pop("sampling", None) or SamplingConfig(max_new_tokens=max_new_tokens)
-    return HFPolicy(model, tokenizer, sampling=sampling, **options)
+    return hf_policy(model, tokenizer, sampling=sampling, **options)
 
 
 class Scripted:

@@ -1,6 +1,7 @@
 """Tiny language models of several families, a character tokenizer, and scores that are computed one row at a time."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from adapters.llm import Completion, HFPolicy, SamplingConfig
+from adapters.llm import Completion, HFOptions, HFPolicy, SamplingConfig
 
 CHARACTERS = "0123456789+=? abcdefghijklmnopqrstuvwxyz.\n"
 PAD, END = 0, 1
@@ -193,11 +194,17 @@ ROWS = [completion(5, 6, 7), completion(9), completion(4, 12, 30, 2)]
 """One completion of each of `STATES`."""
 
 
+def hf_policy(model: Any, tokenizer: Any, **arguments: Any) -> HFPolicy:
+    """A policy whose options stand among its arguments, so that tests can give some of both."""
+    options = {field.name: arguments.pop(field.name) for field in fields(HFOptions) if field.name in arguments}
+    return HFPolicy(model, tokenizer, **arguments, options=HFOptions.from_dict(options))
+
+
 def policy_of(model: Any = None, *, max_new_tokens: int = 8, **options: Any) -> HFPolicy:
     """A policy of a tiny model, with the character tokenizer unless `options` has another."""
     sampling = options.pop("sampling", SamplingConfig(max_new_tokens=max_new_tokens))
     tokenizer = options.pop("tokenizer", None) or character_tokenizer()
-    return HFPolicy(model or tiny_model(), tokenizer, sampling=sampling, **options)
+    return hf_policy(model or tiny_model(), tokenizer, sampling=sampling, **options)
 
 
 def adapted_model(model: Any = None, **options: Any) -> Any:

@@ -44,10 +44,10 @@ def language_model(
     **options: Any,
 ) -> Any:
     """A tiny language model. What it needs is imported here, because modules need none of it and imports are slow."""
-    from adapters.llm import HFPolicy, SamplingConfig
+    from adapters.llm import SamplingConfig
     from adapters.llm.model.loading import add_lora
     from adapters.llm.model.value_head import ValueHead
-    from tests.support.llm_models import character_tokenizer, tiny_model
+    from tests.support.llm_models import character_tokenizer, hf_policy, tiny_model
 
     torch.manual_seed(0)
     if has_reference_model:
@@ -63,7 +63,7 @@ def language_model(
                     value.add_(0.01)  # at first it is 0, and the reference is the policy
     if has_critic:
         options["value_head"] = ValueHead(32, dropout=0.0)
-    return HFPolicy(model, character_tokenizer(), sampling=SamplingConfig(max_new_tokens=6), **options)
+    return hf_policy(model, character_tokenizer(), sampling=SamplingConfig(max_new_tokens=6), **options)
 
 
 @dataclass(frozen=True, kw_only=True)

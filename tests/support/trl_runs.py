@@ -11,7 +11,7 @@ from torch import Tensor
 from adapters.agents import AgentPolicy, train_with_trl
 from adapters.llm import HFPolicy, SampledTokens, SamplingConfig
 from grpo import GRPOConfig, GRPOTrainer
-from tests.support.llm_models import END, PAD, character_tokenizer, row_log_probs, tiny_model
+from tests.support.llm_models import END, PAD, character_tokenizer, hf_policy, row_log_probs, tiny_model
 
 STATES = ["1 + 1 = ", "2 + 2 = ? "]
 LENGTH = 6
@@ -67,7 +67,7 @@ def both_ways(
     for is_ours in (True, False):
         model = tiny_model()
         options["reference_model"] = None if reference_model is None else reference_model()
-        policy = HFPolicy(model, character_tokenizer(), sampling=SamplingConfig(max_new_tokens=LENGTH), **options)
+        policy = hf_policy(model, character_tokenizer(), sampling=SamplingConfig(max_new_tokens=LENGTH), **options)
         samples = given_samples(len(STATES) * config.group_size)
         reference = None if reference_policy is None else reference_policy()
         if is_ours:

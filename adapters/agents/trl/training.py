@@ -113,8 +113,8 @@ def train_with_trl(
             max_steps=num_iterations * sizes.updates,
             seed=int(torch.randint(2**32, ())) if config.seed is None else config.seed,
             reward_weights=weights,
-            mask_truncated_completions=language.mask_truncated,
-            chat_template_kwargs=dict(language.chat_template_options),
+            mask_truncated_completions=language.options.mask_truncated,
+            chat_template_kwargs=dict(language.options.chat_template_options),
             use_cpu=language.model.device.type == "cpu",
             **{**QUIET, **(arguments or {})},
         )
@@ -213,7 +213,7 @@ def _require_counterpart(policy: Any, language: HFPolicy, config: GRPOConfig, kl
     configured = language.model.generation_config.eos_token_id
     ends = {language.tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
     if {*language.end_token_ids} != ends:
-        refuse("policy.end_token_ids", list(language.end_token_ids))
+        refuse("policy.options.end_token_ids", list(language.end_token_ids))
     # TRL copies an adapter as the reference; ours is the model without it, so the KL would differ
     if kl_coef > 0 and (reference is None or hasattr(language.model, "peft_config")):
         refuse("objective.kl_coef", kl_coef)

@@ -1,8 +1,8 @@
 """A policy whose actions are whole episodes of a Gymnasium environment."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias, assert_never
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, pad_to_steps
 from adapters.control.environments.pools import EnvironmentPool, make_pool
-from grpo.arguments import describe, require_instances, require_integers
+from grpo.arguments import describe, refuse_options, require_instances, require_integers
 from grpo.errors import ConfigError, ContractError, warn_user
 from grpo.types import ActionScores, SampledActions
 
@@ -79,7 +79,7 @@ class EpisodePolicy(nn.Module):
         )
         require_instances("EpisodePolicy", nn.Module | bool, "True, False or an nn.Module", critic=critic)
         require_instances("EpisodePolicy", EpisodeOptions | None, "EpisodeOptions or None", options=options)
-        _require_no_options_among(make)
+        refuse_options("EpisodePolicy", EpisodeOptions, make)
         options = options or EpisodeOptions()
         is_info = isinstance(action_mask, str) and action_mask == "info"
         if not (action_mask is None or is_info or callable(action_mask)):
@@ -453,15 +453,6 @@ class EpisodePolicy(nn.Module):
                 "returned none. Pass a callable (encoded observations -> bool [n, K]), or action_mask=None."
             )
         return torch.from_numpy(np.stack([np.asarray(info["action_mask"]) for info in infos]).astype(bool))
-
-
-def _require_no_options_among(make: Mapping[str, Any]) -> None:
-    """Refuse an option among the keywords of `make_pool`, which would reach the environment."""
-    misplaced = [field.name for field in fields(EpisodeOptions) if field.name in make]
-    if misplaced:
-        raise ConfigError(
-            f"EpisodePolicy takes {', '.join(misplaced)} in options. Pass options=EpisodeOptions({misplaced[0]}=...)."
-        )
 
 
 def draw_seed() -> int:

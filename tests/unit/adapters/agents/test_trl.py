@@ -24,7 +24,7 @@ from adapters.agents import (
 from adapters.agents.bridges.trl import trl_environments
 from adapters.agents.trl import SETTINGS, settings_table
 from adapters.agents.trl.settings import Sizes, learning_rate_factor, trl_arguments
-from adapters.llm import HFPolicy, SamplingConfig
+from adapters.llm import HFOptions, HFPolicy, SamplingConfig
 from grpo import (
     AdvantageConfig,
     EntropyControl,
@@ -327,8 +327,9 @@ def test_the_table_has_every_setting_and_the_docs_have_the_table() -> None:
     } - {"advantage", "objective", "reward"}
     arguments = {"policy.": HFPolicy, "agent.": AgentPolicy}
     names |= {section + name for section, kind in arguments.items() for name in inspect.signature(kind).parameters}
-    own = {"policy.model", "policy.tokenizer", "policy.sampling", "agent.policy"}
-    assert names - own == set(SETTINGS)
+    names |= {f"policy.options.{field.name}" for field in fields(HFOptions)}
+    own = {"model", "tokenizer", "sampling", "options", "misplaced"}
+    assert names - {"agent.policy", *(f"policy.{name}" for name in own)} == set(SETTINGS)
     page = Path(__file__).parents[4] / "docs" / "agents.md"
     assert settings_table() in page.read_text(encoding="utf-8")
 
@@ -467,7 +468,7 @@ def test_policies_that_trl_cannot_run_are_refused(subtests: pytest.Subtests) -> 
     with_kl, moving = config("objective", "kl_coef", 0.1), config("", "reference_sync_every", 2)
     cases: dict[str, tuple[Any, GRPOConfig, dict[str, Any], str]] = {
         "sampler": (Scripted([]).policy, DEFAULTS, {}, "policy.sampler='another engine'"),
-        "ends": (other_ends, DEFAULTS, {}, r"policy.end_token_ids=\[5\]"),
+        "ends": (other_ends, DEFAULTS, {}, r"policy.options.end_token_ids=\[5\]"),
         "no reference": (model, with_kl, {}, r"objective.kl_coef=0\.1"),
         "no KL": (model, moving, {}, "reference_sync_every=2"),
         "program": (AgentPolicy(model, play), DEFAULTS, {}, "agent.make="),

@@ -7,11 +7,11 @@ from adapters.agents import AgentPolicy
 from adapters.llm import HFPolicy
 from adapters.llm.model.value_head import ValueHead
 from grpo import ConfigError
-from tests.support.llm_models import FLOAT32_LOG_PROB, character_tokenizer, completion, tiny_model
+from tests.support.llm_models import FLOAT32_LOG_PROB, character_tokenizer, completion, hf_policy, tiny_model
 
 
 def policy_of(family: str = "qwen3", **options: object) -> HFPolicy:
-    return HFPolicy(tiny_model(family), character_tokenizer(), **options)
+    return hf_policy(tiny_model(family), character_tokenizer(), **options)
 
 
 @pytest.mark.parametrize(

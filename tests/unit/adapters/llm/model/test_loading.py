@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
-from adapters.llm import HFPolicy, SamplingConfig
+from adapters.llm import HFOptions, HFPolicy, SamplingConfig
 from adapters.llm.model.loading import add_lora, load_model
 from adapters.llm.model.merged_weights import merged_weights
 from grpo import GRPOConfig, GRPOTrainer
@@ -72,7 +72,9 @@ def disturb(model: Any) -> None:
 
 
 def test_a_model_and_its_tokenizer_are_loaded_from_a_folder(folder: Path) -> None:
-    policy = HFPolicy.from_pretrained(folder, sampling=SamplingConfig(max_new_tokens=4), exact_entropy=True)
+    policy = HFPolicy.from_pretrained(
+        folder, sampling=SamplingConfig(max_new_tokens=4), options=HFOptions(exact_entropy=True)
+    )
     torch.testing.assert_close(logits(policy.model), logits(base_model()))
     assert policy.model.dtype == torch.float32  # the saved data type
     assert policy.tokenizer.eos_token_id == END

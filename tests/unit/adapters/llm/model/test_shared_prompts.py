@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.llm import Completion, HFPolicy
+from adapters.llm import Completion, HFOptions, HFPolicy
 from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.model.shared_prompts import Rows, hidden_of_whole_rows, hidden_with_shared_prompts, prefill
 from grpo.errors import ContractError
@@ -196,7 +196,7 @@ def test_uneven_groups_are_scored_as_their_rows() -> None:
 def test_whole_rows_are_as_wide_as_the_longest_of_them() -> None:
     """A long prompt with a short completion, and a short prompt with a long one, are 2 rows of 10 and not of 9 + 8."""
     model = tiny_model("mamba")
-    policy = HFPolicy(model, TOKENIZER, max_tokens_per_forward=20)
+    policy = HFPolicy(model, TOKENIZER, options=HFOptions(max_tokens_per_forward=20))
     rows = ["abcdefghi", "ab"], [completion(5), completion(*range(2, 10))]
     assert list(map(len, policy.plan_micro_batches(*rows))) == [2]
     shapes = forward_shapes(model)

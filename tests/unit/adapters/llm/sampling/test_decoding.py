@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from adapters.llm import HFPolicy, SampledTokens, SamplingConfig
+from adapters.llm import HFOptions, HFPolicy, SampledTokens, SamplingConfig
 from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.model.shared_prompts import prefill
 from adapters.llm.sampling import decoding, decoding_batch
@@ -124,7 +124,9 @@ def test_the_scores_of_the_sampler_are_those_of_scoring(subtests: pytest.Subtest
     ]:
         with subtests.test(setting=setting, loop=loop):
             config = SamplingConfig(max_new_tokens=10, **SETTINGS[setting])
-            policy = HFPolicy(tiny_model(), TOKENIZER, sampling=config, sampler=loop, exact_entropy=True)
+            policy = HFPolicy(
+                tiny_model(), TOKENIZER, sampling=config, sampler=loop, options=HFOptions(exact_entropy=True)
+            )
             torch.manual_seed(1)
             sampled = policy.sample_actions(STATES, 3)
             rows = [completion for group in sampled.actions for completion in group]

@@ -1,0 +1,32 @@
+"""Options of `HFPolicy`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from grpo.arguments import Settings, setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFOptions(Settings):
+    """Options of an `HFPolicy` that are plain values.
+
+    Raises:
+        ConfigError: A value is not allowed.
+    """
+
+    prompt_column: str = "prompt"
+    """Column with the prompt, for states that are rows of a data set."""
+    end_token_ids: tuple[int, ...] | None = None
+    """Tokens that end a completion. None uses the end-of-sequence tokens of the tokenizer and of the model's generation
+    config."""
+    exact_entropy: bool = False
+    """Whether scores include the entropy of every step. It costs one more pass over the logits."""
+    mask_truncated: bool = False
+    """Whether completions that reached `max_new_tokens` are excluded from the loss (DAPO, arXiv:2503.14476)."""
+    max_tokens_per_forward: int = setting(16_384, at_least=1)
+    """Maximum number of positions per forward pass in scoring and training, padding and prompts included, and of shared prompts
+    in decoding. A larger number is faster on a GPU and uses more memory."""
+    max_rows_per_decode: int | None = setting(None, at_least=1)
+    """Maximum number of rows decoded together. None decodes all."""
+    chat_template_options: Mapping = field(default_factory=dict)
+    """Options of the chat template, for prompts that are chat messages, for example `{"enable_thinking": False}`."""
