@@ -11,7 +11,7 @@ from adapters.llm.model.causal_lm import CausalLM
 from grpo import preserved_random_state
 from grpo.errors import ConfigError
 
-from .samplers import SampledTokens, SamplerError
+from .samplers import Ints, SampledTokens, SamplerError
 from .sampling_config import SamplingConfig
 
 PAGE = 32
@@ -37,13 +37,7 @@ class ContinuousSampler:
 
     @torch.no_grad()
     def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        num_per_prompt: int,
-        config: SamplingConfig,
-        *,
-        end_token_ids: Sequence[int],
-        seeds: Sequence[int],
+        self, prompts: Sequence[Ints], num_per_prompt: int, config: SamplingConfig, *, end_token_ids: Ints, seeds: Ints
     ) -> SampledTokens:
         """Sample completions; see `Sampler.sample`. The scores are None, because the paged attention rounds differently.
 

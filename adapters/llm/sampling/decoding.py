@@ -24,7 +24,7 @@ from adapters.llm.model.causal_lm import CausalLM
 
 from .decoding_batch import DecodingBatch
 from .kept_prefixes import KeptPrefixes, continued_batch
-from .samplers import SampledTokens
+from .samplers import Ints, SampledTokens
 from .sampling_config import SamplingConfig
 from .token_draw import TokenDraw
 
@@ -131,13 +131,7 @@ class DecodingSampler:
 
     @torch.no_grad()
     def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        num_per_prompt: int,
-        config: SamplingConfig,
-        *,
-        end_token_ids: Sequence[int],
-        seeds: Sequence[int],
+        self, prompts: Sequence[Ints], num_per_prompt: int, config: SamplingConfig, *, end_token_ids: Ints, seeds: Ints
     ) -> SampledTokens:
         """Sample completions; see `Sampler.sample`."""
         parts = []

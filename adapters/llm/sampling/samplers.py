@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from adapters.llm.completions import FinishReason
 from grpo.arguments import describe
 from grpo.errors import ContractError, GRPOError
 
 from .sampling_config import SamplingConfig
+
+Ints: TypeAlias = Sequence[int]
 
 
 class SamplerError(GRPOError, RuntimeError):
@@ -67,13 +69,7 @@ class Sampler(Protocol):
     """Draws completions of prompts. A sampler may hold its own weights, which `sync` updates."""
 
     def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        num_per_prompt: int,
-        config: SamplingConfig,
-        *,
-        end_token_ids: Sequence[int],
-        seeds: Sequence[int],
+        self, prompts: Sequence[Ints], num_per_prompt: int, config: SamplingConfig, *, end_token_ids: Ints, seeds: Ints
     ) -> SampledTokens:
         """Sample `num_per_prompt` completions of each of B prompts.
 

@@ -9,7 +9,7 @@ from adapters.llm.model.merged_weights import merged_weights
 from grpo import preserved_random_state
 from grpo.errors import ConfigError
 
-from .samplers import SampledTokens, SamplerError
+from .samplers import Ints, SampledTokens, SamplerError
 from .sampling_config import SamplingConfig
 from .vllm_requests import Answer, request_settings, require_room, sampled_tokens
 
@@ -62,13 +62,7 @@ class VLLMSampler:
         self._max_length: int = self.engine.llm_engine.vllm_config.model_config.max_model_len
 
     def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        num_per_prompt: int,
-        config: SamplingConfig,
-        *,
-        end_token_ids: Sequence[int],
-        seeds: Sequence[int],
+        self, prompts: Sequence[Ints], num_per_prompt: int, config: SamplingConfig, *, end_token_ids: Ints, seeds: Ints
     ) -> SampledTokens:
         """Sample completions; see `Sampler.sample`. Each row is a request, and vLLM's prefix cache shares the prompts.
 

@@ -16,7 +16,7 @@ from grpo.arguments import describe
 from grpo.engine import Engine, OneProcess
 from grpo.errors import ConfigError, warn_user
 
-from .samplers import SampledTokens, SamplerError
+from .samplers import Ints, SampledTokens, SamplerError
 from .sampling_config import SamplingConfig
 from .vllm_http import ServerLostError, ServerTimeoutError
 from .vllm_requests import Answer, request_settings, require_room, sampled_tokens
@@ -115,13 +115,7 @@ class VLLMServerSampler:
         """When to look for each lost server again. The other servers work."""
 
     def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        num_per_prompt: int,
-        config: SamplingConfig,
-        *,
-        end_token_ids: Sequence[int],
-        seeds: Sequence[int],
+        self, prompts: Sequence[Ints], num_per_prompt: int, config: SamplingConfig, *, end_token_ids: Ints, seeds: Ints
     ) -> SampledTokens:
         """Sample completions; see `Sampler.sample`. Each row is a request, and vLLM's prefix cache shares the prompts.
 
