@@ -5,11 +5,11 @@ Surrogates, KL estimators and `Steps` are imported from `grpo.surrogates` and `g
 `grpo.arguments`, calls with deadlines from `grpo.rewards`, engines for several processes from `grpo.distributed`.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from ._common.global_state import preserved_random_state, seed_everything
 from ._objective.sampler import Mask, Truncate
+from .advantage_estimator import AdvantageEstimator, group_relative_advantages, group_relative_returns
+from .callbacks import Callback, EarlyStopping, KeepBestPolicy, TimeBudget
+from .checkpoint import load_weights
 from .config import AdvantageConfig, EntropyControl, GRPOConfig, KLControl, ObjectiveConfig, RewardConfig
 from .errors import (
     CheckpointError,
@@ -23,7 +23,9 @@ from .errors import (
     RewardError,
     TrainingInterrupted,
 )
+from .evaluation import compare_policies, measure_policy
 from .grpo_objective import grpo_objective, step_weights
+from .learner import Learner
 from .policy_base import (
     BeginsSampling,
     HasShardUnits,
@@ -38,53 +40,11 @@ from .policy_base import (
     SplitsSteps,
     SyncsSampler,
 )
+from .reward_model_base import ComparesActions, RewardModel, Rewards
+from .rewards import PairwiseRewards, WeightedRewards
+from .sinks import JSONLSink, MetricSink, Samples
+from .trainer import GRPOTrainer
 from .types import ActionScores, ExperienceBatch, ObjectiveInputs, ObjectiveOutput, SampledActions
-
-if TYPE_CHECKING:
-    from .advantage_estimator import AdvantageEstimator, group_relative_advantages, group_relative_returns
-    from .callbacks import Callback, EarlyStopping, KeepBestPolicy, TimeBudget
-    from .checkpoint import load_weights
-    from .evaluation import compare_policies, measure_policy
-    from .learner import Learner
-    from .reward_model_base import ComparesActions, RewardModel, Rewards
-    from .rewards import PairwiseRewards, WeightedRewards
-    from .sinks import JSONLSink, MetricSink, Samples
-    from .trainer import GRPOTrainer
-else:  # these modules take half of the time of all imports, and a program may use few of them, or use them later
-    _IMPORTED_AT_FIRST_USE = {
-        "AdvantageEstimator": "advantage_estimator",
-        "group_relative_advantages": "advantage_estimator",
-        "group_relative_returns": "advantage_estimator",
-        "Callback": "callbacks",
-        "EarlyStopping": "callbacks",
-        "KeepBestPolicy": "callbacks",
-        "TimeBudget": "callbacks",
-        "load_weights": "checkpoint",
-        "compare_policies": "evaluation",
-        "measure_policy": "evaluation",
-        "Learner": "learner",
-        "RewardModel": "reward_model_base",
-        "Rewards": "reward_model_base",
-        "ComparesActions": "reward_model_base",
-        "PairwiseRewards": "rewards",
-        "WeightedRewards": "rewards",
-        "JSONLSink": "sinks",
-        "MetricSink": "sinks",
-        "Samples": "sinks",
-        "GRPOTrainer": "trainer",
-    }
-
-    def __getattr__(name: str) -> Any:
-        """Import a name of the table when it is first used."""
-        if name not in _IMPORTED_AT_FIRST_USE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f".{_IMPORTED_AT_FIRST_USE[name]}", __name__), name)
-        globals()[name] = value
-        return value
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *_IMPORTED_AT_FIRST_USE})
-
 
 __version__ = "0.1.0"
 
