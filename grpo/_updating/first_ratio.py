@@ -4,25 +4,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from grpo.config import GRPOConfig
 from grpo.errors import warn_user
 from grpo.types import ObjectiveInputs, zero_outside
 
-FLOAT32_TOLERANCE = 1e-3
-"""Largest change of a log-prob that counts as rounding if everything is computed in float32."""
-HALF_TOLERANCE = 0.05
-"""Largest change of a log-prob that counts as rounding if anything is computed in less than float32."""
+TOLERANCE = 0.05
+"""Largest change of a log-prob that counts as rounding, which half precision can reach."""
 
 
-def warns_of_ratio(policy: Any, config: GRPOConfig, inputs: ObjectiveInputs) -> bool:
+def warns_of_ratio(policy: Any, inputs: ObjectiveInputs) -> bool:
     """Warn, and return True, if log-probs before the first update differ from the log-probs at collection."""
     assert inputs.old_log_probs is not None
     now, old = (zero_outside(values.detach(), inputs.mask) for values in (inputs.log_probs, inputs.old_log_probs))
-    tolerance = FLOAT32_TOLERANCE if _computes_in_float32(policy, config, now) else HALF_TOLERANCE
     # float32 rounds large log-probs by 1e-7 of their size
-    if torch.allclose(now, old.to(now.dtype), atol=tolerance, rtol=1e-6):
+    if torch.allclose(now, old.to(now.dtype), atol=TOLERANCE, rtol=1e-6):
         return False
     change = (now - old).abs().max().item()
     random = list(_random_parts(policy))
@@ -41,30 +37,15 @@ def warns_of_ratio(policy: Any, config: GRPOConfig, inputs: ObjectiveInputs) -> 
     return True
 
 
-def _modules(policy: Any) -> list[tuple[str, nn.Module]]:
-    """The modules of a policy, which is a module itself or holds modules in its attributes, with their names."""
+def _random_parts(policy: Any) -> Iterator[str]:
+    """Name each dropout rate above 0: of dropout modules, and of other modules, such as `nn.LSTM.dropout`.
+
+    A policy is a module itself, or holds modules in its attributes.
+    """
     held = {"": policy} if isinstance(policy, nn.Module) else getattr(policy, "__dict__", {})
     roots = [(name, value) for name, value in held.items() if isinstance(value, nn.Module)]
-    return [pair for name, root in roots for pair in root.named_modules(prefix=name)]
-
-
-def _random_parts(policy: Any) -> Iterator[str]:
-    """Name each dropout rate above 0: of dropout modules, and of other modules, such as `nn.LSTM.dropout`."""
-    for name, module in _modules(policy):
+    for name, module in (pair for prefix, root in roots for pair in root.named_modules(prefix=prefix)):
         for key, value in vars(module).items():
             is_rate = "drop" in key or (key == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
             if is_rate and isinstance(value, float) and value > 0:
                 yield f"{name}.{key}={value:g}".removeprefix(".")
-
-
-def _computes_in_float32(policy: Any, config: GRPOConfig, log_probs: Tensor) -> bool:
-    """Whether no weight has fewer bits than float32, and neither autocast nor fast matrix products are on."""
-    weights = [
-        *policy.get_parameters().values(),
-        *(w for _, module in _modules(policy) for w in module.parameters(False)),
-    ]
-    return (
-        config.autocast_dtype is None
-        and torch.get_float32_matmul_precision() == "highest"
-        and all(tensor.dtype in (torch.float32, torch.float64) for tensor in (log_probs, *weights))
-    )

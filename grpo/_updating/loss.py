@@ -6,22 +6,14 @@ import torch
 
 from grpo._common.conversion import describe, widest_float
 from grpo._objective.sampler import sampler_divergence
-from grpo.config import GRPOConfig, ObjectiveConfig
+from grpo.config import GRPOConfig
 from grpo.errors import ContractError, warn_user
 from grpo.grpo_objective import Objective, unchecked_objective
 from grpo.metrics import Meter
 from grpo.types import ObjectiveInputs, ObjectiveOutput
 
-REPORTED_AS = {
-    "kl_coef": "kl_penalty",
-    "entropy_coef": "entropy_bonus",
-    "value_coef": "value_loss",
-    "surrogate": "policy_loss",
-    "sampler_correction": "sampler_ratio",
-    "top_entropy_fraction": "kept_fraction",
-    "off_policy_threshold": "kept_fraction",
-}
-"""Maps a setting of the loss to the metric that shows its term."""
+REPORTED_AS = {"kl_coef": "kl_penalty", "entropy_coef": "entropy_bonus", "value_coef": "value_loss"}
+"""Maps the coefficient of a term of the loss to the metric that shows the term."""
 
 
 class MeteredObjective:
@@ -61,22 +53,14 @@ class MeteredObjective:
         return output
 
     def _name_dropped_terms(self, inputs: ObjectiveInputs, output: ObjectiveOutput) -> None:
-        """Warn, once, about each configured term that the user's objective does not report."""
+        """Warn, once, about each term that has a coefficient and that the user's objective does not report."""
         self._has_named_dropped_terms = True
-        asked = {name: getattr(self._config, name) for name in REPORTED_AS}
-        asked |= {"sampler_correction": self._config.correction}
-        asked |= {"kl_coef": inputs.kl_coef or 0.0, "entropy_coef": inputs.entropy_coef or 0.0}
-        asked["value_coef"] = 0.0 if inputs.returns is None else self._config.value_coef
-        default = ObjectiveConfig(kl_coef=0.0, value_coef=0.0)
-        dropped = [
-            f"{name}={value!r}"
-            for name, value in asked.items()
-            if value != getattr(default, name) and REPORTED_AS[name] not in output.metrics
-        ]
+        asked = {"kl_coef": inputs.kl_coef, "entropy_coef": inputs.entropy_coef}
+        asked["value_coef"] = None if inputs.returns is None else self._config.value_coef
+        dropped = [f"{k}={v!r}" for k, v in asked.items() if v and REPORTED_AS[k] not in output.metrics]
         if dropped:
             warn_user(
-                f"objective=... replaces the whole loss, and does not report the terms that these settings ask for: "
-                f"{', '.join(dropped)}. Compute these terms in your objective (grpo.surrogates and grpo.divergence have them) "
-                "and report their metrics, or leave the settings at their defaults. To change only the policy's loss, pass "
-                "ObjectiveConfig(surrogate=...) instead."
+                f"objective=... replaces the whole loss, and does not report the terms of {', '.join(dropped)}. Compute these "
+                "terms in your objective (grpo.surrogates and grpo.divergence have them) and report their metrics, or set the "
+                "coefficients to 0. To change only the policy's loss, pass ObjectiveConfig(surrogate=...) instead."
             )

@@ -206,7 +206,7 @@ class Update:
         if inputs.old_log_probs is None or not inputs.log_probs.requires_grad:
             return
         self._context.has_compared_modes = True  # all micro-batches of this update are compared, but no later update
-        self._compares_modes = not warns_of_ratio(self._context.collector.policy, self._context.config, inputs)
+        self._compares_modes = not warns_of_ratio(self._context.collector.policy, inputs)
 
     def forget_scores(self) -> None:
         """Forget the scores of a failed attempt."""

@@ -149,17 +149,14 @@ def warnings_of_two_iterations(policy: Any, **settings: Any) -> list[str]:
 
 
 def test_log_probs_that_differ_in_train_mode_are_warned_of_once(subtests: pytest.Subtests) -> None:
-    """In float32, rounding explains 0.001; with weights in bfloat16, 0.05. Later updates are expected to differ."""
-    of_float32 = [(0.0009, 0), (0.0012, 1), (-0.0012, 1)]
-    for dtype, cases in [(torch.float32, of_float32), (torch.bfloat16, [(0.04, 0), (0.06, 1), (-0.06, 1)])]:
-        for change, num_warnings in cases:
-            with subtests.test(dtype=dtype, change=change):
-                shifted = Changing(lambda scores, change=change: replace(scores, log_probs=scores.log_probs + change))
-                shifted.frozen = torch.nn.Linear(1, 1, dtype=dtype)
-                messages = warnings_of_two_iterations(shifted)
-                assert len(messages) == num_warnings
-                text = f"the same in train() and eval(); they differ by up to {abs(change):.2g}"
-                assert all(text in message for message in messages)
+    """Rounding in half precision explains 0.05. Later updates are expected to differ."""
+    for change, num_warnings in [(0.04, 0), (0.06, 1), (-0.06, 1)]:
+        with subtests.test(change=change):
+            shifted = Changing(lambda scores, change=change: replace(scores, log_probs=scores.log_probs + change))
+            messages = warnings_of_two_iterations(shifted)
+            assert len(messages) == num_warnings
+            text = f"the same in train() and eval(); they differ by up to {abs(change):.2g}"
+            assert all(text in message for message in messages)
 
 
 def test_the_last_micro_batch_of_the_first_update_is_compared_too() -> None:
