@@ -87,8 +87,8 @@ class ExperienceCollector:
         self._group_by = group_by
         self.reward_model = reward_model
         ask = RewardCalls(reward_model, reward or RewardConfig(), in_process=in_process, waiting=engine.waiting)
-        self._ask_for_rewards, self._turns = ask, Lock()
-        self.costs = CallCosts(self._ask_for_rewards, self.sample, self.scoring, self.updating)
+        self.ask_for_rewards, self._turns = ask, Lock()
+        self.costs = CallCosts(self.ask_for_rewards, self.sample, self.scoring, self.updating)
         """What the calls of policy and reward model have cost since the last report."""
 
     def collect(self, states: Rows) -> ExperienceBatch:
@@ -100,7 +100,7 @@ class ExperienceCollector:
         """
         rows = self.sample_rows(states)
         start = time.perf_counter()
-        rewards = self.rewards_of(rows, self._ask_for_rewards)
+        rewards = self.rewards_of(rows, self.ask_for_rewards)
         return rows.with_rewards(rewards, {"time/reward": time.perf_counter() - start})
 
     def sample_rows(self, states: Rows, *, ahead: bool = False) -> SampledRows:
@@ -196,7 +196,7 @@ class ExperienceCollector:
         group_ids = self.groups_of(states).repeat_interleave(num_actions_per_state)
         mask = None if sampled is None else sampled.mask
         with self._turns, torch.no_grad():
-            rewards = self._ask_for_rewards(row_states, row_actions, mask, group_ids=group_ids, keep_counts=True)
+            rewards = self.ask_for_rewards(row_states, row_actions, mask, group_ids=group_ids, keep_counts=True)
         return row_states, row_actions, group_ids, mask, rewards
 
     def plan_parts(

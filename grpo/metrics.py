@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from typing import Any, ParamSpec, TypeAlias
+from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 import numpy as np
 import torch
@@ -24,13 +24,17 @@ class Meter:
 
     A count of 0 marks a metric as a loss term. Loss terms are summed over the micro-batches of an update and averaged over
     updates. Other metrics are averaged over their counts.
+
+    Args:
+        clock: Returns seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
         self._names: list[str] = []
         self._moments: list[Tensor] = []
         self._values: dict[str, tuple[int, float]] = {}
-        self._start = time.perf_counter()
+        self._start = self.clock()
 
     def add(self, moments: Mapping[str, Float[Tensor, "3"]]) -> None:
         """Add the moments of one micro-batch. The device is not synchronised."""
@@ -68,12 +72,12 @@ class Meter:
     def begin(self) -> None:
         """Begin an iteration: forget everything that was added, and start the clock."""
         self.clear()
-        self._start = time.perf_counter()
+        self._start = self.clock()
 
     @property
     def seconds(self) -> float:
         """Seconds since `begin`."""
-        return time.perf_counter() - self._start
+        return self.clock() - self._start
 
     def clear(self) -> None:
         """Forget everything that was added."""
@@ -116,13 +120,15 @@ def _added_up(parts: Iterable[tuple[str, Sequence[float]]]) -> Totals:
     return totals
 
 
-def timed(method: Callable[Args, dict[str, float]]) -> Callable[Args, dict[str, float]]:
-    """Add the seconds that a method takes to the metrics that it returns, as `time/iteration`."""
+def timed(
+    method: Callable[Concatenate[Any, Args], dict[str, float]],
+) -> Callable[Concatenate[Any, Args], dict[str, float]]:
+    """Add the seconds that a learner's method takes to the metrics that it returns, as `time/iteration`."""
 
     @wraps(method)
-    def measured(*args: Args.args, **kwargs: Args.kwargs) -> dict[str, float]:
-        start = time.perf_counter()
-        return {**method(*args, **kwargs), "time/iteration": time.perf_counter() - start}
+    def measured(self: Any, /, *args: Args.args, **kwargs: Args.kwargs) -> dict[str, float]:
+        start = self.meter.clock()
+        return {**method(self, *args, **kwargs), "time/iteration": self.meter.clock() - start}
 
     return measured
 

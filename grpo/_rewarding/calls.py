@@ -63,8 +63,8 @@ class RewardCalls:
         config: What to do when a call of the reward model fails, or returns NaN or infinity.
         in_process: Makes calls in another process, for `config.timeout`. None: nobody does.
         waiting: Tells the other ranks that this process waits. None: there are no other ranks.
-        clock: Returns seconds. None: `time.monotonic`.
-        sleep: Waits for some seconds. None: `time.sleep`.
+        clock: Returns seconds.
+        sleep: Waits for some seconds.
 
     Raises:
         ConfigError: `config.timeout` is set, and the reward model cannot run in another process.
@@ -77,8 +77,8 @@ class RewardCalls:
         *,
         in_process: CallsInProcess | None = None,
         waiting: Waiting | None = None,
-        clock: Callable[[], float] | None = None,
-        sleep: Callable[[float], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.reward_model = as_reward_model(reward_model)
         self.config = config
@@ -89,7 +89,7 @@ class RewardCalls:
             max_concurrent=config.max_concurrent,
             in_process=in_process,
         )
-        self._clock, self._sleep = clock or time.monotonic, sleep or time.sleep
+        self._clock, self.sleep = clock, sleep
         self._waiting = waiting or OneProcess().waiting
         pause = partial(self._pause, reason=f"{self._name} fails, and is called again after reward.breaker_seconds")
         self._retries = Retries(self._name, config, clock=self._clock, sleep=pause)
@@ -231,7 +231,7 @@ class RewardCalls:
 
     def _pause(self, seconds: float, reason: str) -> None:
         with self._waiting(seconds, reason):
-            self._sleep(seconds)
+            self.sleep(seconds)
 
     def _raise_for(self, error: Exception, num_rows: int, num_calls: int) -> NoReturn:
         """Raise a RewardError for the last failed call for all rows."""

@@ -55,7 +55,7 @@ class Calls:
         self.callbacks = [StoppingCallback(self.before)] if phase == "callback" else []
         match phase:
             case "reward":
-                self._wrap(trainer.collector, "_ask_for_rewards")
+                self._wrap(trainer.collector, "ask_for_rewards")
                 if trainer.config.iterations_ahead > 0:  # asks for rewards with calls of its own
                     self._wrap(trainer.collector, "rewards_of")
             case "score":

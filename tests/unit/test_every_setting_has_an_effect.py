@@ -170,10 +170,10 @@ def outcome(config: GRPOConfig, scene: Scene) -> str:
         rewards = WeightedRewards({"one": awaited, "two": awaited})
     error = ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo._rewarding.calls.time.sleep", slept.append)
         patch.setattr(torch, "compile", compile_nothing)
         try:
             trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards, reference_policy=reference)
+            trainer.collector.ask_for_rewards.sleep = slept.append
             trainer.train([0, 1, 2, 3], num_iterations=2, progress=False)
         except GRPOError as raised:
             error = f"{type(raised).__name__}: {raised}"

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import ContractError, RewardConfig, RewardError, TrainingInterrupted
+from grpo import ContractError, RewardError, TrainingInterrupted
 from grpo._rewarding import calls as reward_calls
 from grpo._rewarding.answers import spread
-from grpo._rewarding.calls import RewardCalls
 from grpo.errors import RewardRaisedError
 from tests.support.reward_faults import FakeTime, asked, calls_of, counts
 
@@ -354,13 +353,6 @@ def test_counts_of_an_interrupted_call_are_kept() -> None:
     with pytest.raises(KeyboardInterrupt):
         calls(ROWS, ROWS)
     assert calls(ROWS, ROWS).metrics == counts(retries=1, failed_calls=1)
-
-
-def test_real_time_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    RewardCalls(Scripted("raises"), RewardConfig(num_retries=1))(ROWS, ROWS)
-    assert slept == [1.0]
 
 
 def test_the_rewards_of_a_call_need_no_gradient_and_no_other_process_by_default() -> None:
