@@ -11,9 +11,8 @@ from transformers.utils.chat_template_utils import get_json_schema
 from grpo.arguments import describe
 from grpo.errors import ContractError
 
+from .call_formats import THOUGHTS, find_calls, without
 from .messages import Message, tool_message
-
-TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
@@ -43,7 +42,7 @@ def read_turn(
     """The policy's turn as a message, and whether it has a malformed tool call. A malformed call stays in the text.
 
     The tokenizer's own response parser reads the turn if the tokenizer has a `response_template`. If not, calls are read in
-    the common formats: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, and a turn that is such a JSON object.
+    the published formats of `call_formats`. What stands inside thoughts is no call.
 
     Args:
         tokenizer: The policy's tokenizer.
@@ -54,37 +53,47 @@ def read_turn(
         number: Number of the turn, for the ids of the calls.
     """
     whole: Message = {"role": "assistant", "content": text}
-    if getattr(tokenizer, "response_template", None) is not None:
-        try:
-            parsed = tokenizer.parse_response(list(turn), prefix=list(context), tools=list(tools) if tools else None)
-            calls = [
-                _call(call.get("function", call), number, i) for i, call in enumerate(parsed.pop("tool_calls", []))
-            ]
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ):  # what the parser and `_call` raise for malformed text
-            return whole, True
-        said: Any = {**parsed, "role": "assistant", "content": parsed.get("content") or ""}
-        return _message(said, calls), False
-    if not tools:
-        return whole, False
-    raw = tokenizer.decode(list(turn), skip_special_tokens=False)  # the tags are special tokens in some tokenizers
-    tagged = TAGGED.findall(raw)
+    raw = tokenizer.decode(list(turn), skip_special_tokens=False)  # marks are special tokens in some tokenizers
+    parser, special = getattr(tokenizer, "response_template", None), tokenizer.all_special_tokens
+    found, said = None, raw
     try:
-        if tagged:
-            calls = [_call(json.loads(call), number, i) for i, call in enumerate(tagged)]
-            return _message({**whole, "content": text.split("<tool_call>")[0].strip()}, calls), False
-        spoken = text.split("</think>")[-1].strip()
-        if spoken.startswith(('{"name"', '[{"name"')):
-            listed = json.loads(spoken)
-            calls = [_call(call, number, i) for i, call in enumerate(listed if isinstance(listed, list) else [listed])]
-            return _message({**whole, "content": text[: text.rfind(spoken)].strip()}, calls), False
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return whole, True
-    return whole, False
+        if tools and (parser is None or "tool_calls" not in parser["fields"]):
+            in_thought = _opens_thought(tokenizer, context)
+            found = find_calls(raw, tools, in_thought=in_thought, special_tokens=special)
+            said = raw if found is None else raw[: found.begin]
+        called: list[Any] = [] if found is None else [{"name": n, "arguments": given} for n, given in found.calls]
+        if parser is not None:
+            before = tokenizer.decode(list(context), skip_special_tokens=False)
+            parsed = tokenizer.parse_response(said, prefix=before, tools=list(tools) if tools else None)
+            called += [call.get("function", call) for call in parsed.pop("tool_calls", [])]
+            whole = {**parsed, "role": "assistant", "content": parsed.get("content") or ""}
+        elif "<|channel|>" in raw and "<|message|>" in raw:
+            whole.update(_channels(said))
+        elif found is not None:
+            whole["content"] = without(said, special).strip()
+        calls = [_call(call, number, i) for i, call in enumerate(called)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # what parsers raise for malformed text
+        return {"role": "assistant", "content": text}, True
+    return _message(whole, calls), False
+
+
+def _opens_thought(tokenizer: Any, context: Sequence[int]) -> bool:
+    """Whether the prompt ends inside a thought, as `<think>` in the template's generation prompt."""
+    special, tail = set(tokenizer.all_special_ids), []
+    for token in reversed(context[-64:]):
+        if token in special and tokenizer.convert_ids_to_tokens(token) not in (*THOUGHTS, *THOUGHTS.values()):
+            break
+        tail.append(token)
+    text = tokenizer.decode(tail[::-1], skip_special_tokens=False)
+    return any(text.rfind(mark) > text.rfind(end) for mark, end in THOUGHTS.items())
+
+
+def _channels(raw: str) -> Message:
+    """What a turn of gpt-oss says on its channels: the analysis is a thought."""
+    said = re.findall(r"<\|channel\|>(\w+)[^<]*(?:<\|constrain\|>\w*)?<\|message\|>(.*?)(?=<\||\Z)", raw, re.DOTALL)
+    thoughts = "\n".join(text for channel, text in said if channel == "analysis")
+    message: Message = {"content": "\n".join(text for channel, text in said if channel != "analysis")}
+    return {**message, "reasoning_content": thoughts} if thoughts else message
 
 
 async def call_functions(

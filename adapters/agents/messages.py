@@ -85,6 +85,22 @@ def in_the_order_of_calls(messages: Sequence[Message]) -> list[Message]:
     return ordered
 
 
+def with_names_as_ids(messages: Sequence[Message]) -> list[Message]:
+    """The messages with ids such as `functions.add:0` for the calls: the name of the tool, and the number of the call."""
+    ids: dict[Any, str] = {}
+    renamed: list[Any] = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or []:
+            ids[call.get("id")] = f"functions.{call['function']['name']}:{len(ids)}"
+            calls.append({**call, "id": ids[call.get("id")]})
+        own = message.get("tool_call_id")
+        renamed.append(
+            message | ({"tool_calls": calls} if calls else {}) | ({"tool_call_id": ids[own]} if own in ids else {})
+        )
+    return renamed
+
+
 def say_the_same(one: Sequence[Message], other: Sequence[Message]) -> bool:
     """Whether two lists of messages have equal roles, texts, calls and call ids."""
     return len(one) == len(other) and all(_essence(a) == _essence(b) for a, b in zip(one, other, strict=True))

@@ -15,6 +15,7 @@ from grpo.rewards import is_async
 from grpo.types import CONTINUES
 
 from .branching import Branch, Branching
+from .call_check import require_readable_calls
 from .chat import Chat, Limits
 from .conversations import Conversation, step_mask
 from .environments import EnvironmentLoop
@@ -89,6 +90,7 @@ class AgentPolicy:
         self.template = ChatTemplate(
             policy.tokenizer, end_token_ids=policy.end_token_ids, options=policy.options.chat_template_options
         )
+        require_readable_calls(policy.tokenizer, self.template)
         self.branch, self._concurrency = branch, concurrency
         self.has_dependent_rows = branch is not None
         """Whether rows of a group share steps, so that `max_at_k` is refused."""

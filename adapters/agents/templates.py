@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 
 from grpo.errors import ConfigError, ContractError
 
-from .messages import Message, tool_message
+from .messages import Message, tool_message, with_names_as_ids
 
 Role: TypeAlias = Literal["user", "tool"]
 
@@ -90,7 +90,7 @@ class ChatTemplate:
         own = ("tokenize", "add_generation_prompt", "continue_final_message")
         self._options = {name: value for name, value in (options or {}).items() if name not in own}
         self._special = set(tokenizer.all_special_ids)
-        self._arguments_as_text = False
+        self._arguments_as_text, self._names_as_ids = False, False
         self._in_parts = self._needs_parts()
         spoken = self._text([ASKED, ANSWERED], None, turn_follows=False)
         following = self._encode(spoken[spoken.rfind(ANSWER) + len(ANSWER) :])[:1]
@@ -205,6 +205,25 @@ class ChatTemplate:
             )
         return [*token_ids, *(end or self._end)]
 
+    def write(self, said: Message, tools: Sequence[Any]) -> tuple[list[int], list[int]]:
+        """Token ids of a prompt, and of the policy's turn after it, as the template writes them.
+
+        Raises:
+            ContractError: The template cannot write the message.
+        """
+        prompt, text = (
+            self._text_or_error([ASKED], tools),
+            self._text_or_error([ASKED, said], tools, turn_follows=False),
+        )
+        if not isinstance(prompt, str) or not isinstance(text, str):
+            raise ContractError(
+                f"The chat template must write a call of a tool; got the error {text!r}. Use another template."
+            )
+        begin = _num_shared(prompt, text)
+        if begin < len(prompt):  # the template opens a thought in the prompt only: go back to the end of its header
+            begin = max(prompt.rfind(mark, 0, begin) for mark in ">]\n") + 1
+        return self._encode(prompt[:begin]), self._encode(text[begin:])
+
     def _written(self, said: Message) -> tuple[str, list[int]]:
         """What the template writes for a message of the policy, and the token that ends it, if the template writes one."""
         calls = said.get("tool_calls", [])
@@ -237,10 +256,11 @@ class ChatTemplate:
         )
 
     def _finds_tools(self) -> bool:
-        for as_text in (False, True):  # some templates accept arguments as JSON text only
-            self._arguments_as_text = as_text
-            text = self._text_or_error(HISTORIES[2], [TOOL])
-            if isinstance(text, str) and all(word in text for word in (NAME, KEY, VALUE, RESULT)):
+        # some templates accept arguments as JSON text only, and Kimi K2's writes the id of a call in place of the name
+        for self._names_as_ids, self._arguments_as_text in product((False, True), repeat=2):
+            prompt, text = (str(self._text_or_error(said, [TOOL])) for said in (HISTORIES[0], HISTORIES[2]))
+            said = text[_num_shared(prompt, text) :]  # the description of the tool has the words too
+            if all(word in said for word in (NAME, KEY, VALUE, RESULT)):
                 return True
         return False
 
@@ -306,8 +326,9 @@ class ChatTemplate:
             return error
 
     def _text(self, messages: Sequence[Message], tools: Any, *, turn_follows: bool = True) -> str:
+        named = with_names_as_ids(messages) if self._names_as_ids else messages
         return self._tokenizer.apply_chat_template(
-            [self._as_the_template_reads_it(message) for message in messages],
+            [self._as_the_template_reads_it(message) for message in named],
             tools=list(tools) if tools else None,
             tokenize=False,
             add_generation_prompt=turn_follows,
@@ -327,3 +348,9 @@ class ChatTemplate:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _num_shared(one: str, other: str) -> int:
+    """Number of characters with which both texts begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

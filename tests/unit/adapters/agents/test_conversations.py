@@ -124,17 +124,20 @@ def test_calls_are_read_in_the_common_formats_and_only_if_there_are_tools() -> N
 def test_the_tokenizers_own_parser_reads_calls() -> None:
     spoken = ['<think>hm</think>[lookup: {"topic": "sun"}]', "[lookup: {]"]
     agent = Scripted(spoken, max_new_tokens=100)
+    tagged = "<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
+    own = CHATML.replace(tagged, "[{{ c.function.name }}: {{ c.function.arguments | tojson }}]")
+    agent.policy.tokenizer.chat_template = own
     agent.policy.tokenizer.response_template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {
             "reasoning_content": {"open": "<think>", "close_pattern": "</think>", "content": "text"},
             "tool_calls": {
-                "open": "[lookup: ",
-                "close_pattern": "]",
+                "open_pattern": r"\[(?P<name>\w+): ",
+                "close_pattern": r"\](?=\[|<\|im_end)",
                 "repeats": True,
                 "content": "json",
-                "transform": {"type": "function", "function": {"name": "lookup", "arguments": "{content}"}},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
             },
             "content": {"close_pattern": r"<\|im_end\|>", "content": "text"},
         },

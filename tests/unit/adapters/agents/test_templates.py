@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from adapters.agents import ChatTemplate, Message
+from adapters.agents.call_check import require_readable_calls
 from adapters.agents.messages import tool_message
 from adapters.agents.templates import ANSWERED, ASKED, CALLED, RESULT, RETURNED, TOOL
 from grpo.errors import ConfigError, ContractError
@@ -122,6 +123,16 @@ def test_which_original_templates_rewrite_the_history() -> None:
             at_tool.add(name)
     assert found == REWRITES_AT_USER
     assert at_tool == {"deepseekv3", "diffusion_gemma"}
+
+
+def test_the_calls_of_all_original_templates_are_read_back(subtests: pytest.Subtests) -> None:
+    checked = 0
+    for name in ORIGINALS:
+        template, tokenizer = template_of(name)
+        with subtests.test(template=name):
+            require_readable_calls(tokenizer, template)
+        checked += template.shows_tools
+    assert checked == 28
 
 
 def test_marks_of_other_speakers_end_a_turn() -> None:
