@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._common.conversion import as_float32
 from ._objective.checks import require_finite_inputs, require_step_loss
-from ._objective.metrics import shares, step_moments
+from ._objective.metrics import MeasuredLoss, measured_steps
 from ._objective.sampler import near_policy_rows
 from ._objective.selection import kept_by_entropy, selected_by
 from ._objective.steps import Steps
@@ -54,13 +54,13 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     Source:
         Shao et al. 2024, arXiv:2402.03300, eq. 3.
     """
-    output = unchecked_objective(inputs, config)
-    require_finite_inputs(output.loss, inputs)
-    return output
+    loss, measured = unchecked_objective(inputs, config)
+    require_finite_inputs(loss, inputs)
+    return ObjectiveOutput(loss=loss, metrics=measured.moments())
 
 
-def unchecked_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> ObjectiveOutput:
-    """The same loss for the trainer, which itself checks once per update, on any device, that what it passes is finite."""
+def unchecked_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> MeasuredLoss:
+    """The same loss for the trainer, which checks once per update that scores are finite, and computes metrics at the end."""
     inputs = with_selections(inputs, config)
     traits = traits_of(config.surrogate)
     steps = Steps(inputs, config.correction)
@@ -93,8 +93,8 @@ def unchecked_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Obj
         per_step = {"entropy": entropy, "kl": measured_kl, "kept_fraction": counted}
         if "entropy_bonus" in sums:
             sums["entropy_bonus"] = -sums["entropy_bonus"]  # subtracted in the loss, and reported without the sign
-        metrics = shares({**sums, "total_loss": loss}) | step_moments(steps, traits.level, stopped, per_step)
-    return ObjectiveOutput(loss=loss, metrics=metrics)
+        measured = measured_steps({**sums, "total_loss": loss}, steps, traits.level, stopped, per_step)
+    return MeasuredLoss(loss, measured)
 
 
 def with_selections(inputs: ObjectiveInputs, config: ObjectiveConfig) -> ObjectiveInputs:

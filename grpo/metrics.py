@@ -12,11 +12,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ._advantages.groups import mean_and_std
+from ._objective.metrics import Measured, all_moments
 
 Args = ParamSpec("Args")
 
 Totals: TypeAlias = dict[str, tuple[float, float, float]]
 """Metric name -> (count, sum, sum of squares)."""
+
+MAX_WAITING = 2**12
+"""Largest number of steps of a micro-batch whose metrics are computed at the end of the iteration, together with others."""
 
 
 class Meter:
@@ -31,15 +35,15 @@ class Meter:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self._names: list[str] = []
-        self._moments: list[Tensor] = []
+        self._added: list[Mapping[str, Tensor] | Measured] = []
         self._values: dict[str, tuple[int, float]] = {}
         self._start = self.clock()
 
-    def add(self, moments: Mapping[str, Float[Tensor, "3"]]) -> None:
-        """Add the moments of one micro-batch. The device is not synchronised."""
-        self._names.extend(moments)
-        self._moments.extend(moments.values())
+    def add(self, moments: Mapping[str, Float[Tensor, "3"]] | Measured) -> None:
+        """Add the moments of one micro-batch, or what they are computed from. The device is not synchronised."""
+        # small micro-batches wait: it takes longer to start the operations than to run them
+        waits = not isinstance(moments, Measured) or moments.mask.numel() <= MAX_WAITING
+        self._added += [moments] if waits else all_moments([moments])
 
     def add_value(self, name: str, value: float) -> None:
         """Add one number that is on the host already. `report` returns the mean of such numbers."""
@@ -48,8 +52,9 @@ class Meter:
 
     def totals(self) -> Totals:
         """The totals of this rank, which are copied to the host."""
-        moments = torch.stack(self._moments).tolist() if self._moments else []
-        return _added_up(zip(self._names, moments, strict=True))
+        state = self.state_dict()
+        moments = [] if state["moments"] is None else state["moments"].tolist()
+        return _added_up(zip(state["names"], moments, strict=True))
 
     def report(self, num_updates: int, of_ranks: Sequence[Totals] | None = None) -> dict[str, tuple[float, float]]:
         """Return (mean, standard deviation) of each metric, and empty the meter. Loss terms are averaged over the updates.
@@ -81,14 +86,14 @@ class Meter:
 
     def clear(self) -> None:
         """Forget everything that was added."""
-        self._names, self._moments, self._values = [], [], {}
+        self._added, self._values = [], {}
 
     def restore_point(self) -> Callable[[], None]:
         """Return a function that forgets everything that is added from now on."""
-        num_moments, values = len(self._moments), {**self._values}
+        num_added, values = len(self._added), {**self._values}
 
         def restore() -> None:
-            del self._names[num_moments:], self._moments[num_moments:]
+            del self._added[num_added:]
             self._values = {**values}
 
         return restore
@@ -96,19 +101,20 @@ class Meter:
     def copy(self) -> "Meter":
         """A meter with the same content. The device is not synchronised."""
         copied = Meter()
-        copied._names, copied._moments, copied._values = [*self._names], [*self._moments], {**self._values}
+        copied._added, copied._values = [*self._added], {**self._values}
         return copied
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that was added, in the order in which it was added, so that sums are the same to the last bit."""
-        moments = torch.stack(self._moments) if self._moments else None
-        return {"names": [*self._names], "moments": moments, "values": {**self._values}}
+        rows = [row for moments in all_moments(self._added) for row in moments.items()]
+        names, values = [name for name, _ in rows], [value for _, value in rows]
+        return {"names": names, "moments": torch.stack(values) if values else None, "values": {**self._values}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        moments = state["moments"]
+        moments = () if state["moments"] is None else state["moments"]
         self.begin()
-        self._names, self._moments = list(state["names"]), [] if moments is None else list(moments)
+        self._added = [{name: row} for name, row in zip(state["names"], moments, strict=True)]
         self._values = dict(state["values"])
 
 

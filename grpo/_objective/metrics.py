@@ -1,6 +1,8 @@
-"""The metrics that the loss reports, computed on the device without waiting for it."""
+"""The metrics that the loss reports, computed on the device without waiting for it, for many micro-batches at once."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,27 +18,60 @@ Moments = dict[str, Float[Tensor, "3"]]
 """Name -> (count, sum, sum of squares), which add up over micro-batches, updates and ranks."""
 
 
-def shares(terms: Mapping[str, Float[Tensor, ""]]) -> Moments:
-    """Return each loss term as (0, value, 0). A count of 0 tells `Meter` to sum the term over micro-batches, not average it."""
-    values = torch.stack([term.detach() for term in terms.values()])
-    values = values.to(widest_float(values.device))
-    return dict(zip(terms, torch.nn.functional.pad(values.unsqueeze(1), (1, 1)).unbind(0), strict=True))
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Measured:
+    """What the metrics of a micro-batch are computed from. `Meter` computes the metrics of many micro-batches together."""
+
+    terms: Mapping[str, Float[Tensor, ""]]
+    """The terms of the loss."""
+    per_step: Mapping[str, Tensor | float]
+    """Values per step, values per row (which count once for each step of the row), or a single number for all steps."""
+    mask: Bool[Tensor, "N T"]
+    """The valid steps."""
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What is equal for micro-batches that can be measured together."""
+        per_step = (
+            (name, value if isinstance(value, float) else value.shape[1]) for name, value in self.per_step.items()
+        )
+        return self.mask.shape[1], self.mask.device, *self.terms, *per_step
+
+    def moments(self) -> Moments:
+        """Return (count, sum, sum of squares) of each metric.
+
+        Example:
+            >>> values = {"ratio": 1.0, "entropy": torch.tensor([[1.0, 3.0, 9.0]])}
+            >>> found = Measured(terms={}, per_step=values, mask=torch.tensor([[True, True, False]])).moments()
+            >>> {name: values.tolist() for name, values in found.items()}
+            {'entropy': [2.0, 4.0, 10.0], 'ratio': [2.0, 2.0, 2.0]}
+        """
+        return _moments_of([self])[0]
 
 
-def step_moments(
+class MeasuredLoss(NamedTuple):
+    """A loss, and what its metrics are computed from."""
+
+    loss: Float[Tensor, ""]
+    measured: Measured
+
+
+def measured_steps(
+    terms: Mapping[str, Float[Tensor, ""]],
     steps: Steps,
     level: RatioLevel,
     stopped: tuple[Bool[Tensor, "N #T"], Bool[Tensor, "N #T"]] | None,
     others: Mapping[str, Float[Tensor, "N #T"] | Bool[Tensor, "N #T"] | None],
-) -> Moments:
-    """Return (count, sum, sum of squares) of each metric of the loss over the valid steps.
+) -> Measured:
+    """Collect the terms of the loss and the metrics per step, detached.
 
     Every result has `ratio`, `ratio_clamped_fraction` (steps whose log-ratio was clamped), and `clip_fraction_low`,
     `clip_fraction_high` and `clip_fraction` (steps whose gradient the surrogate has stopped). The result has `sampler_ratio` if
     there is a sampler correction, `selected_fraction` if the surrogate selects steps, and every value in `others` (`entropy`,
-    `kl`, `kept_fraction`). A value per row counts once for each step of the row.
+    `kl`, `kept_fraction`).
 
     Args:
+        terms: The terms of the loss.
         steps: The rows.
         level: The level of the ratio.
         stopped: Steps stopped at the lower and at the upper bound. None: there are no bounds, or no ratio differs from 1.
@@ -51,24 +86,53 @@ def step_moments(
         low, high = stopped
         found |= {"clip_fraction_low": low, "clip_fraction_high": high, "clip_fraction": low | high}
     found |= {"sampler_ratio": steps.sampler_weights, "selected_fraction": steps.selected, **others}
-    return moments({name: value for name, value in found.items() if value is not None}, steps.mask)
+    per_step = {name: _detached(value) for name, value in found.items() if value is not None}
+    return Measured(terms={name: term.detach() for name, term in terms.items()}, per_step=per_step, mask=steps.mask)
 
 
-def moments(values: Mapping[str, Tensor | float], mask: Bool[Tensor, "N T"]) -> Moments:
-    """Return (count, sum, sum of squares) over the valid steps of values per step, values per row, or a single number.
+def all_moments(added: Sequence[Mapping[str, Tensor] | Measured]) -> list[Mapping[str, Float[Tensor, "3"]]]:
+    """Return (count, sum, sum of squares) of each metric, by micro-batch. Micro-batches of one kind are measured together."""
+    found: dict[int, Mapping[str, Tensor]] = {}
+    waiting: dict[Any, dict[int, Measured]] = {}
+    for place, each in enumerate(added):
+        if isinstance(each, Measured):
+            waiting.setdefault(each.kind, {})[place] = each
+        else:
+            found[place] = each
+    for alike in waiting.values():
+        found |= zip(alike, _moments_of([*alike.values()]), strict=True)
+    return [found[place] for place in range(len(added))]
 
-    Example:
-        >>> found = moments({"ratio": 1.0, "entropy": torch.tensor([[1.0, 3.0, 9.0]])}, torch.tensor([[True, True, False]]))
-        >>> {name: values.tolist() for name, values in found.items()}
-        {'entropy': [2.0, 4.0, 10.0], 'ratio': [2.0, 2.0, 2.0]}
+
+def _moments_of(measured: Sequence[Measured]) -> list[Moments]:
+    """Return the moments of micro-batches of one kind.
+
+    A term of the loss is (0, value, 0). A count of 0 tells `Meter` to sum the term over micro-batches, not average it.
     """
-    per_step = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    constants = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
-    dtype = widest_float(mask.device)
-    count = mask.sum(dtype=dtype)
-    table = torch.stack([value.detach().to(dtype).expand(mask.shape) for value in per_step.values()])
+    first, size = measured[0], len(measured)
+    dtype = widest_float(first.mask.device)
+    names = [name for name, value in first.per_step.items() if isinstance(value, Tensor)]
+    constants = {name: value for name, value in first.per_step.items() if not isinstance(value, Tensor)}
+    mask = torch.cat([each.mask for each in measured])
+    columns = [mask, *(torch.cat([each.per_step[name] for each in measured]) for name in names)]  # type: ignore[misc]
+    table = torch.stack([values.to(dtype).expand(mask.shape) for values in columns])
     table = zero_outside(table, mask).flatten(1)
-    rows = [*torch.stack([count.expand(len(table)), table.sum(1), table.square().sum(1)], dim=1).unbind(0)]
-    by_constant = {c: torch.stack([count, c * count, c * c * count]) for c in dict.fromkeys(constants.values())}
-    rows += [by_constant[c] for c in constants.values()]
-    return dict(zip([*per_step, *constants], rows, strict=True))
+    sizes = [each.mask.numel() for each in measured]
+    # one sum per micro-batch, so that the last digit does not depend on what is measured together
+    sums, squares = (
+        torch.stack([part.sum(1) for part in values.split(sizes, 1)], dim=1) for values in (table, table.square())
+    )
+    count = sums[0]
+    found: dict[str, Tensor] = {}
+    if first.terms:
+        terms = torch.stack([term for each in measured for term in each.terms.values()]).to(dtype).view(size, -1)
+        found |= zip(first.terms, torch.nn.functional.pad(terms.unsqueeze(2), (1, 1)).unbind(1), strict=True)
+    rows = torch.stack([count.expand(sums.shape), sums, squares], dim=2)
+    found |= zip(names, rows[1:].unbind(0), strict=True)
+    by_constant = {c: torch.stack([count, c * count, c * c * count], dim=1) for c in set(constants.values())}
+    found |= {name: by_constant[c] for name, c in constants.items()}
+    return [dict(zip(found, each, strict=True)) for each in zip(*(of.unbind(0) for of in found.values()), strict=True)]
+
+
+def _detached(value: Tensor | float) -> Tensor | float:
+    return value.detach() if isinstance(value, Tensor) else value

@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo._common.conversion import widest_float
 from grpo._common.settings import Settings, setting
 from grpo._common.tensors import require_finite_values, require_tensors
 from grpo.errors import ConfigError
@@ -119,29 +118,23 @@ def require_order(low_name: str, low: float | None, high_name: str, high: float 
 
 def sampler_divergence(
     old_log_probs: Float[Tensor, "N T"], behaviour_log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
-) -> Float[Tensor, "3"]:
-    """The divergence of the policy from its sampler: KL(behaviour || old) per step, as (count, sum, sum of squares).
+) -> tuple[Float[Tensor, "N T"], Bool[Tensor, "N T"]]:
+    """The divergence of the policy from its sampler: KL(behaviour || old) is the mean of D over the scored steps.
 
-    D = mean over scored steps of behaviour_log_probs[n,t] - old_log_probs[n,t]
+    D[n,t] = behaviour_log_probs[n,t] - old_log_probs[n,t]
 
-    Rounding changes D in second order only. Truncated sampling that keeps the fraction m of the policy's probability gives
-    D = -log m.
+    Rounding changes the mean in second order only. Truncated sampling that keeps the fraction m of the policy's probability
+    gives -log m.
 
     Args:
         old_log_probs: Before this iteration's updates; no gradient is taken through it.
         behaviour_log_probs: Under the distribution that sampled the steps. NaN: not scored, and not counted.
         mask: The valid steps.
 
-    Example:
-        >>> everywhere = torch.ones(1, 2, dtype=torch.bool)
-        >>> old, behaviour = torch.tensor([[0.5, 0.4]]).log(), torch.tensor([[0.5, 0.5]]).log()
-        >>> [round(value, 3) for value in sampler_divergence(old, behaviour, everywhere).tolist()]
-        [2.0, 0.223, 0.05]
+    Returns:
+        D, and the mask of the scored steps.
     """
-    scored = mask & ~behaviour_log_probs.isnan()
-    dtype = widest_float(mask.device)
-    gap = torch.where(scored, behaviour_log_probs - old_log_probs.detach(), 0.0).to(dtype)
-    return torch.stack([scored.sum(dtype=dtype), gap.sum(), gap.square().sum()])
+    return behaviour_log_probs - old_log_probs.detach(), mask & ~behaviour_log_probs.isnan()
 
 
 def near_policy_rows(

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from grpo._common.conversion import describe, widest_float
+from grpo._objective.metrics import Measured, MeasuredLoss
 from grpo._objective.sampler import sampler_divergence
 from grpo.config import GRPOConfig
 from grpo.errors import ContractError, warn_user
@@ -27,14 +28,25 @@ class MeteredObjective:
 
     def __init__(self, config: GRPOConfig, own: Objective | None, meter: Meter) -> None:
         self._config, self._meter = config.objective, meter
-        self._is_own = own is not None
-        self._has_named_dropped_terms = own is None
-        ours: Objective = partial(unchecked_objective, config=config.loss)
-        self._objective = own if own is not None else torch.compile(ours) if config.compile_objective else ours
+        self._has_named_dropped_terms = False
+        ours = partial(unchecked_objective, config=config.loss)
+        self._ours = torch.compile(ours) if config.compile_objective else ours
+        self._own = own
 
-    def __call__(self, inputs: ObjectiveInputs) -> ObjectiveOutput:
-        """The loss of one micro-batch. Any result but an `ObjectiveOutput` raises a `ContractError`."""
-        output = self._objective(inputs)
+    def __call__(self, inputs: ObjectiveInputs) -> MeasuredLoss | ObjectiveOutput:
+        """The loss of one micro-batch. Any result of the user's objective but `ObjectiveOutput` raises a `ContractError`."""
+        if self._own is not None:
+            return self._call_own(self._own, inputs)
+        output = self._ours(inputs)
+        self._meter.add(output.measured)
+        if inputs.behaviour_log_probs is not None:
+            old = inputs.log_probs if inputs.old_log_probs is None else inputs.old_log_probs
+            gap, scored = sampler_divergence(old, inputs.behaviour_log_probs, inputs.mask)
+            self._meter.add(Measured(terms={}, per_step={"sampler_divergence": gap}, mask=scored))
+        return output
+
+    def _call_own(self, own: Objective, inputs: ObjectiveInputs) -> ObjectiveOutput:
+        output = own(inputs)
         if not isinstance(output, ObjectiveOutput):
             raise ContractError(
                 f"objective must return ObjectiveOutput(loss=..., metrics=...); got {describe(output)}. "
@@ -45,9 +57,6 @@ class MeteredObjective:
             loss = output.loss.detach()
             loss = loss.to(widest_float(loss.device))
             self._meter.add({"total_loss": torch.stack([torch.zeros_like(loss), loss, torch.zeros_like(loss)])})
-        if inputs.behaviour_log_probs is not None and not self._is_own:
-            old = inputs.log_probs if inputs.old_log_probs is None else inputs.old_log_probs
-            self._meter.add({"sampler_divergence": sampler_divergence(old, inputs.behaviour_log_probs, inputs.mask)})
         if not self._has_named_dropped_terms:
             self._name_dropped_terms(inputs, output)
         return output
