@@ -48,6 +48,10 @@ class _Rule:
     """The axes of a tensor."""
 
 
+_NONE = _Rule(spelled="None", holds=lambda _, value, __: value is None)
+"""The rule of `X | None`, which is the last one."""
+
+
 def as_group_ids(owner: str, value: Any) -> Int[Tensor, " N"]:
     """Convert group ids to integers [N]. Integers stay as they are; texts, tuples and the like are numbered as they appear.
 
@@ -99,7 +103,9 @@ class TensorFields:
         kind: Any = type(self)
         owner, sizes = f"{kind.__name__}.", Sizes()
         for name, rules in _rules(kind).items():
-            _require(owner, name, getattr(self, name), rules, sizes)
+            value = getattr(self, name)
+            if value is not None or rules[-1] is not _NONE:
+                _require(owner, name, value, rules, sizes)
 
 
 def require_finite_values(
@@ -150,8 +156,10 @@ def _rule(kind: Any) -> _Rule:
         return _Rule(spelled="a function", holds=_is_function)
     if kind is float:
         return _Rule(spelled="a finite number", holds=_is_number)
+    if kind is types.NoneType:
+        return _NONE
     if isinstance(kind, type) and kind is not Any:
-        return _Rule(spelled="None" if kind is types.NoneType else kind.__name__, holds=partial(_is_a, kind))
+        return _Rule(spelled=kind.__name__, holds=partial(_is_a, kind))
     return _Rule(
         spelled="anything", holds=partial(_is_a, object)
     )  # Any, or an annotation of arguments that are no tensors

@@ -1,7 +1,7 @@
 """One update: the weights of its steps, its forward passes, and the inputs of the loss."""
 
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -72,13 +72,13 @@ class Update:
         self._sums: list[Tensor] = []
         config, batch, weigh = context.config.objective, rows.batch, _weigh(rows, selected, context)
         totals = None if counts is None else iter(counts[1:])
-        reduce = None if totals is None else lambda own: own.new_tensor(next(totals))  # counts of all ranks
-        self.weights: Float[Tensor, "n T"] = weigh(config.aggregation, reduce=reduce)
+        of_all_ranks = None if totals is None else lambda own: own.new_tensor(next(totals))
+        self.weights: Float[Tensor, "n T"] = weigh(config.aggregation, reduce=of_all_ranks)
         """The weight of each step in the loss."""
         self.entropy_weights: Float[Tensor, "n T"] | None = None
         """The weight of each step in the entropy term. None: `weights`."""
         if config.entropy_aggregation is not None:
-            self.entropy_weights = weigh(config.entropy_aggregation, reduce=reduce)
+            self.entropy_weights = weigh(config.entropy_aggregation, reduce=of_all_ranks)
         self.keep = self.chosen = None
         mask = batch.mask[selected]
         if not context.has_own_loss:  # the steps that the surrogate counts
@@ -160,8 +160,8 @@ class Update:
     def _sum_of_scores(self, scores: ActionScores) -> Float[Tensor, ""]:
         """The sum of all scores that the loss or the metrics read. It is finite only if all of them are."""
         dtype = widest_float(scores.mask.device)
-        sums = [zero_outside(values.detach(), scores.mask).sum(dtype=dtype) for values in self._read(scores)]
-        return torch.stack(sums).sum()
+        sums = (zero_outside(values.detach(), scores.mask).sum(dtype=dtype) for values in self._read(scores))
+        return reduce(torch.add, sums)
 
     def _read(self, scores: ActionScores) -> list[Tensor]:
         """The scores that the loss or the metrics read."""
@@ -175,8 +175,7 @@ class Update:
 
     def sum_of_scores(self) -> Float[Tensor, ""]:
         """The sum of all scores (log-probs, exact entropy and KL, values). It is finite only if all of them are."""
-        sums = self._sums
-        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
+        return reduce(torch.add, self._sums) if self._sums else torch.zeros((), dtype=torch.float64)
 
     def _check(self, scores: ActionScores, mask: Bool[Tensor, "n T"]) -> None:
         name, config = self._context.policy_name, self._context.config

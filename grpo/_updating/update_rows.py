@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from grpo._advantages.groups import has_advantage
-from grpo._collecting.update_plan import epoch_of_updates, num_selected
+from grpo._collecting.update_plan import epoch_of_updates
 from grpo.types import RowIndex
 
 from .requirements import require_discrete
 from .training_rows import TrainingRows, split_steps
-from .update import Update, counts_of, live_positions
+from .update import Update, counts_of
 from .update_context import UpdateContext
 
 
@@ -97,7 +97,7 @@ class UpdateRows:
         """Whether any rank has a row in this update that may have a gradient."""
         if counts is not None:
             return counts[0] > 0
-        return self.data.live is None or num_selected(live_positions(self.data, selected)) > 0
+        return self.data.live is None or bool(self.data.live[selected].any())
 
     def _plan(self, counts: list[list[float]] | None) -> list[tuple[RowIndex, list[float] | None]]:
         """This rank's rows of each update, and `counts_of` the update, summed over all ranks. None: there is one rank."""
