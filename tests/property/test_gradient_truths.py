@@ -26,7 +26,9 @@ from grpo import (
     Truncate,
     grpo_objective,
 )
+from grpo._objective.metrics import MeasuredLoss
 from grpo.config import SURROGATES
+from grpo.grpo_objective import unchecked_objective
 from grpo.surrogates import Cispo, Clip, Dppo, Dro, KlCov, Reinforce, Sapo
 from tests.support.configs import EVERY, PRESETS, Rows, make_policy, make_trainer
 from tests.support.objective_inputs import FourActions, as_users_run_it, objective_inputs
@@ -231,9 +233,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ObjectiveInputs, dict[st
     """What each update's loss is given, and its metrics."""
     kept: list[tuple[ObjectiveInputs, dict[str, Tensor]]] = []
 
-    def watched(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Any:
-        output = grpo_objective(inputs, config)
-        kept.append((inputs, dict(output.metrics)))
+    def watched(inputs: ObjectiveInputs, config: ObjectiveConfig) -> MeasuredLoss:
+        output = unchecked_objective(inputs, config)
+        kept.append((inputs, output.measured.moments()))
         return output
 
     monkeypatch.setattr("grpo._updating.loss.unchecked_objective", watched)

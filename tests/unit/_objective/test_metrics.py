@@ -1,67 +1,91 @@
 """What the loss reports: counts, sums and sums of squares over the valid steps."""
 
 import math
+from collections.abc import Mapping
 
 import pytest
 import torch
 from torch import Tensor
 
 from grpo import Truncate
-from grpo._objective.metrics import moments, shares, step_moments
+from grpo._objective.metrics import Measured, all_moments, measured_steps
 from grpo.surrogates import Steps
 from tests.support.objective_inputs import objective_inputs
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 
 
+def moments(per_step: Mapping[str, Tensor | float], mask: Tensor = MASK, **terms: Tensor) -> dict[str, Tensor]:
+    return Measured(terms=terms, per_step=per_step, mask=mask).moments()
+
+
 def test_moments_are_over_the_valid_steps():
     # 1, 3 | -2: sum 2, squares 14
-    values = torch.tensor([[1.0, 3.0, math.nan], [-2.0, math.inf, 9.0]], requires_grad=True)
-    found = moments({"entropy": values}, MASK)
+    found = moments({"entropy": torch.tensor([[1.0, 3.0, math.nan], [-2.0, math.inf, 9.0]])})
     assert list(found) == ["entropy"]
     assert found["entropy"].tolist() == [3, 2, 14]
     assert found["entropy"].dtype == torch.float64
-    assert not found["entropy"].requires_grad
 
 
 def test_one_value_per_row_counts_at_each_valid_step_of_the_row():
     # 2, 2 | 5
-    assert moments({"ratio": torch.tensor([[2.0], [5.0]])}, MASK)["ratio"].tolist() == [3, 9, 33]
+    assert moments({"ratio": torch.tensor([[2.0], [5.0]])})["ratio"].tolist() == [3, 9, 33]
 
 
 def test_the_moments_of_booleans_count_the_true_ones():
     flags = torch.tensor([[True, False, True], [True, True, True]])
-    assert moments({"kept_fraction": flags}, MASK)["kept_fraction"].tolist() == [3, 2, 2]
+    assert moments({"kept_fraction": flags})["kept_fraction"].tolist() == [3, 2, 2]
 
 
 def test_a_scalar_counts_once_per_valid_step():
     values = {"ratio": 1.0, "entropy": torch.zeros(2, 3), "clip_fraction": 0.0, "other": 3.0}
-    found = {name: value.tolist() for name, value in moments(values, MASK).items()}
+    found = {name: value.tolist() for name, value in moments(values).items()}
     assert found == {"entropy": [3, 0, 0], "ratio": [3, 3, 3], "clip_fraction": [3, 0, 0], "other": [3, 9, 27]}
 
 
 def test_moments_accept_metrics_without_scalars():
-    assert moments({"kl": torch.ones(2, 3)}, MASK)["kl"].tolist() == [3, 3, 3]
+    assert moments({"kl": torch.ones(2, 3)})["kl"].tolist() == [3, 3, 3]
 
 
 def test_moments_are_summed_in_float64():
     # in float32, 1e8 + 1 is 1e8
-    found = moments({"kl": torch.tensor([[1e8, 1.0, 0.0], [0.0, 0.0, 0.0]])}, MASK)
+    found = moments({"kl": torch.tensor([[1e8, 1.0, 0.0], [0.0, 0.0, 0.0]])})
     assert found["kl"].tolist() == [3, 1e8 + 1, 1e16 + 1]
 
 
 def test_loss_terms_are_reported_as_shares_with_a_count_of_0():
-    terms = {
-        name: torch.tensor(value, requires_grad=True) for name, value in (("policy_loss", -2.5), ("kl_penalty", 0.5))
-    }
-    found = shares({**terms, "entropy_bonus": torch.tensor(0.25), "total_loss": torch.tensor(-2.25)})
+    found = moments({}, policy_loss=torch.tensor(-2.5), total_loss=torch.tensor(-2.25, dtype=torch.float64))
     assert {name: values.tolist() for name, values in found.items()} == {
         "policy_loss": [0, -2.5, 0],
-        "kl_penalty": [0, 0.5, 0],
-        "entropy_bonus": [0, 0.25, 0],
         "total_loss": [0, -2.25, 0],
     }
-    assert all(values.dtype == torch.float64 and not values.requires_grad for values in found.values())
+    assert all(values.dtype == torch.float64 for values in found.values())
+
+
+def test_micro_batches_that_are_measured_together_have_the_moments_that_each_has_alone():
+    def measured(num_rows: int, width: int = 1, **more: Tensor) -> Measured:
+        values = {"ratio": torch.rand(num_rows, 1), "kl": torch.randn(num_rows, width), "clip_fraction": 0.0}
+        terms = {"policy_loss": torch.rand(()), "total_loss": torch.rand((), dtype=torch.float64)}
+        return Measured(terms=terms, per_step=values | more, mask=torch.rand(num_rows, width) < 0.8)
+
+    torch.manual_seed(0)
+    ready = {"own": torch.tensor([1.0, 2.0, 4.0])}
+    added = [
+        measured(200),
+        measured(7, 3),
+        ready,
+        measured(31),
+        measured(9, 3),
+        measured(1),
+        measured(5, kept=torch.ones(5, 1)),
+    ]
+    together = all_moments(added)
+    assert together[2] is ready
+    for found, each in zip(together, added, strict=True):
+        alone = each.moments() if isinstance(each, Measured) else each
+        assert {name: value.tolist() for name, value in found.items()} == {
+            name: value.tolist() for name, value in alone.items()
+        }
 
 
 def steps_of(old: list | None, **others: object) -> Steps:
@@ -77,7 +101,9 @@ def steps_of(old: list | None, **others: object) -> Steps:
 def found_by(
     steps: Steps, level: str = "step", stopped: object = None, **others: Tensor | None
 ) -> dict[str, list[float]]:
-    return {name: values.tolist() for name, values in step_moments(steps, level, stopped, others).items()}
+    return {
+        name: values.tolist() for name, values in measured_steps({}, steps, level, stopped, others).moments().items()
+    }
 
 
 FRACTIONS = ("ratio_clamped_fraction", "clip_fraction_low", "clip_fraction_high", "clip_fraction")

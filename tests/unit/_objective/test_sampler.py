@@ -161,23 +161,13 @@ def test_log_weights_are_bounded_so_that_no_weight_overflows(subtests: pytest.Su
             assert weights.squeeze(1).tolist() == pytest.approx([math.exp(20), math.exp(-20)])
 
 
-# old - behaviour over the scored steps: log 4, -log 2, 0
+# behaviour - old over the scored steps: -log 4, log 2, 0
 def test_the_sampler_divergence_equals_hand_worked_values() -> None:
-    found = sampler_divergence(OLD.float().requires_grad_(), BEHAVIOUR.float(), EVERYWHERE)
-    gaps = [-math.log(4), math.log(2), 0]
-    assert found.tolist() == pytest.approx([3, sum(gaps), sum(gap**2 for gap in gaps)], rel=1e-6)
-    assert found.dtype == torch.float64
-    assert not found.requires_grad
+    gap, scored = sampler_divergence(OLD.float().requires_grad_(), BEHAVIOUR.float(), EVERYWHERE)
+    assert gap[scored].tolist() == pytest.approx([-math.log(4), math.log(2), 0], rel=1e-6, abs=1e-9)
+    assert not gap.requires_grad
     mask = torch.tensor([[True, False, False, False]])
-    poisoned = BEHAVIOUR.masked_fill(~mask, -math.inf)
-    assert sampler_divergence(OLD, poisoned, mask).tolist() == pytest.approx([1, gaps[0], gaps[0] ** 2])
-
-
-def test_the_sampler_divergence_is_summed_in_float64() -> None:
-    # in float32, 1e8 + 1 is 1e8
-    behaviour = torch.tensor([[1e8, 1.0]])
-    found = sampler_divergence(torch.zeros(1, 2), behaviour, torch.ones(1, 2, dtype=torch.bool))
-    assert found.tolist() == [2, 1e8 + 1, 1e16 + 1]
+    assert sampler_divergence(OLD, BEHAVIOUR, mask)[1].tolist() == mask.tolist()
 
 
 # Rows of two steps; how much less likely each step has become: means .3, .3, .1, and (.6 + 0)/2 = .3 with one unscored
