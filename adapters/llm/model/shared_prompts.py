@@ -202,14 +202,21 @@ class RowStates(LinearAttentionLayer):
                     own = rows.spread(of_prompts)
                     states[index] = own if begin == 0 else torch.cat([states[index], own])
 
+    def join(self, others: Any, width: int) -> None:
+        """Append the states of other rows."""
+        for name, states in self._states.items():
+            for index, of_others in getattr(others, name).items():
+                if of_others is not None:
+                    states[index] = torch.cat([states[index], of_others])
+
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Replace the state. The backward pass needs the state from before, so it is not overwritten."""
         self.recurrent_states[state_idx] = recurrent_states
         return recurrent_states
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def keep(self, rows: Tensor, width: int) -> None:
         """Keep only these rows."""
-        LinearAttentionLayer.reorder_cache(self, indices)  # type: ignore[arg-type]
+        LinearAttentionLayer.reorder_cache(self, rows)  # type: ignore[arg-type]
 
 
 class SharedHybridLayer(RowStates, SharedLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]

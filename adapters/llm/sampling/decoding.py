@@ -5,7 +5,7 @@ Each prompt is computed once, finished rows are removed from the batch, and each
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, assert_never
 
 import torch
@@ -21,6 +21,7 @@ from transformers import (
 
 from adapters.llm.completions import FinishReason
 from adapters.llm.model.causal_lm import CausalLM
+from adapters.llm.model.shared_prompts import Prefilled, prefill
 
 from .decoding_batch import DecodingBatch
 from .kept_prefixes import KeptPrefixes, continued_batch
@@ -59,22 +60,31 @@ class Progress:
         self._draw = draw
         self._stops = stops
         self._config = config
+        self.max_steps = config.max_new_tokens
         self.alive = [True] * count
         self.lengths = [config.max_new_tokens] * count
         self.reasons: list[FinishReason] = ["length"] * count
 
-    def advance(self, rows: Sequence[int], tokens: Int[Tensor, " R"], step: int) -> None:
-        """Record which of `rows` end with these tokens. Tokens of finished rows are ignored."""
+    def advance(self, rows: Sequence[int], tokens: Int[Tensor, " R"], steps: Sequence[int]) -> None:
+        """Record which of `rows` end with these tokens, drawn at `steps`. Tokens of finished rows are ignored."""
         ended = self._draw.ends(tokens).tolist()
-        stopped = [False] * len(rows)
-        if self._config.stop and step + 1 >= self._config.min_new_tokens:
-            begin = max(self._config.min_new_tokens - 1, 0)  # a stop string before the minimum does not count later
-            stopped = self._stops.found(self._draw.tokens[list(rows), begin : step + 1])
-        for row, has_ended, has_stopped in zip(rows, ended, stopped, strict=True):
-            if self.alive[row] and (has_ended or has_stopped):
+        stopped = self._stopped(rows, steps)
+        for row, step, has_ended in zip(rows, steps, ended, strict=True):
+            if self.alive[row] and (has_ended or row in stopped or step + 1 == self.max_steps):
                 self.alive[row] = False
                 self.lengths[row] = step + 1
-                self.reasons[row] = "end" if has_ended else "stop"
+                self.reasons[row] = "end" if has_ended else "stop" if row in stopped else "length"
+
+    def _stopped(self, rows: Sequence[int], steps: Sequence[int]) -> set[int]:
+        """The rows whose last tokens contain a stop string. A string before the minimal length does not count, now or later."""
+        found: set[int] = set()
+        begin = max(self._config.min_new_tokens - 1, 0)
+        for step in {*steps} if self._config.stop else ():
+            if step >= begin:
+                at_step = [row for row, own in zip(rows, steps, strict=True) if own == step]
+                texts = self._stops.found(self._draw.tokens[at_step, begin : step + 1])
+                found |= {row for row, is_found in zip(at_step, texts, strict=True) if is_found}
+        return found
 
     def sampled(self) -> SampledTokens:
         """The samples, with each row truncated to its length."""
@@ -134,90 +144,118 @@ class DecodingSampler:
         self, prompts: Sequence[Ints], num_per_prompt: int, config: SamplingConfig, *, end_token_ids: Ints, seeds: Ints
     ) -> SampledTokens:
         """Sample completions; see `Sampler.sample`."""
-        parts = []
-        num_done = 0
-        for chosen, size in _passes(len(prompts), num_per_prompt, self._max_rows):
-            some = prompts[chosen]
-            rows = [list(prompt) for prompt in some for _ in range(size)]
-            draw = TokenDraw(
-                config,
-                rows,
-                end_token_ids=end_token_ids,
-                seeds=seeds[num_done : num_done + len(rows)],
-                device=self._lm.device,
-                with_entropy=self._with_entropy,
-            )
-            progress = Progress(draw, StopStrings(self._tokenizer, config.stop), config, len(rows))
-            with self._lm.evaluating():  # with gradient checkpointing, layers in training mode store no cache
-                match self._loop:
-                    case "own":
-                        taken = self.kept.take(rows) if self.kept else []
-                        if any(part is not None for part in taken):
-                            batch = continued_batch(self._lm, rows, taken, self._max_tokens)
-                        else:
-                            batch = DecodingBatch.of_prompts(self._lm, some, size, self._max_tokens)
-                        _decode(self._lm, batch, config.max_new_tokens, draw, progress, rows, self.kept)
-                    case "generate":
-                        _decode_with_generate(self._lm, rows, config.max_new_tokens, draw, progress)
-                    case _:
-                        assert_never(self._loop)
-            parts.append(progress.sampled())
-            num_done += len(rows)
-        return parts[0] if len(parts) == 1 else _joined(parts)
+        rows = [list(prompt) for prompt in prompts for _ in range(num_per_prompt)]
+        draw = TokenDraw(
+            config,
+            rows,
+            end_token_ids=end_token_ids,
+            seeds=seeds,
+            device=self._lm.device,
+            with_entropy=self._with_entropy,
+        )
+        progress = Progress(draw, StopStrings(self._tokenizer, config.stop), config, len(rows))
+        with self._lm.evaluating():  # with gradient checkpointing, layers in training mode store no cache
+            match self._loop:
+                case "own":
+                    waiting = _Waiting(self._lm, prompts, num_per_prompt, self._max_tokens, self.kept)
+                    _decode(self._lm, waiting, self._max_rows or len(rows), draw, progress)
+                case "generate":
+                    for begin in range(0, len(rows), self._max_rows or len(rows)):
+                        some = range(begin, min(begin + (self._max_rows or len(rows)), len(rows)))
+                        _decode_with_generate(self._lm, rows, some, config.max_new_tokens, draw, progress)
+                case _:
+                    assert_never(self._loop)
+        return progress.sampled()
 
     def sync(self, model: Any) -> None:
         """Do nothing, because this sampler uses the weights of the trained model itself."""
 
 
-def _passes(num_prompts: int, size: int, max_rows: int | None) -> Iterator[tuple[slice, int]]:
-    """Divide the rows into batches, in order. Yields the prompts of each batch, and the number of rows per prompt."""
-    if max_rows is not None and max_rows < size:
-        for prompt in range(num_prompts):
-            for begin in range(0, size, max_rows):
-                yield slice(prompt, prompt + 1), min(max_rows, size - begin)
-        return
-    at_once = num_prompts if max_rows is None else max_rows // size
-    for begin in range(0, num_prompts, at_once):
-        yield slice(begin, min(begin + at_once, num_prompts)), size
+class _Waiting:
+    """The rows that have not begun, in order. The rows of a prompt that join one after another share its cache."""
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        prompts: Sequence[Sequence[int]],
+        size: int,
+        max_tokens: int,
+        kept: KeptPrefixes | None,
+    ) -> None:
+        self._lm, self._prompts, self._size, self._max_tokens = lm, prompts, size, max_tokens
+        self.kept = kept
+        self._next = 0
+        self._prefilled: Prefilled | None = None
+        """The cache of a prompt some of whose rows have begun."""
+
+    def __bool__(self) -> bool:
+        return self._next < len(self._prompts) * self._size
+
+    def prompt_of(self, row: int) -> list[int]:
+        """Token ids of the row's prompt."""
+        return list(self._prompts[row // self._size])
+
+    def begin(self, max_rows: int) -> DecodingBatch:
+        """At most `max_rows` rows before their first token: whole groups, or some rows of one group."""
+        first, size = self._next, self._size
+        prompt, num_begun = divmod(first, size)
+        if num_begun == 0 and max_rows >= size:
+            num_prompts = min(max_rows // size, len(self._prompts) - prompt)
+        else:
+            num_prompts, size = 1, min(max_rows, size - num_begun)
+        some = self._prompts[prompt : prompt + num_prompts]
+        rows = [list(each) for each in some for _ in range(size)]
+        self._next += len(rows)
+        taken = self.kept.take(rows) if self.kept else []
+        if any(part is not None for part in taken):
+            return continued_batch(self._lm, rows, taken, self._max_tokens, first)
+        if size < self._size and self._prefilled is None:
+            self._prefilled = prefill(self._lm, some)
+        batch = DecodingBatch.of_prompts(self._lm, some, size, self._max_tokens, first, self._prefilled)
+        if self._next % self._size == 0:
+            self._prefilled = None
+        return batch
 
 
-def _decode(
-    lm: CausalLM,
-    batch: DecodingBatch,
-    max_steps: int,
-    draw: TokenDraw,
-    progress: Progress,
-    prompts: Sequence[Sequence[int]],
-    kept: KeptPrefixes | None,
-) -> None:
-    """Draw completions in the loop of this module. The cache holds the rows of the batch. `prompts` has one entry per row."""
-    head = lm.head
-    for step in range(max_steps):
-        tokens = draw(head(batch.hidden), batch.on_device, step)
-        was_alive = list(progress.alive)
-        progress.advance(batch.rows, tokens, step)
+def _decode(lm: CausalLM, waiting: _Waiting, max_rows: int, draw: TokenDraw, progress: Progress) -> None:
+    """Draw completions in the loop of this module, of at most `max_rows` rows at a time. The cache holds these rows."""
+    batch = waiting.begin(max_rows)
+    while True:
+        while waiting and len(batch.rows) < max_rows:
+            batch.join(waiting.begin(max_rows - len(batch.rows)))
+        tokens = draw(lm.head(batch.hidden), batch.on_device, batch.step)
+        was_alive = [progress.alive[row] for row in batch.rows]
+        progress.advance(batch.rows, tokens, batch.steps)
+        batch.steps = [step + 1 for step in batch.steps]
         going = [position for position, row in enumerate(batch.rows) if progress.alive[row]]
-        if kept is not None:
-            is_last = step + 1 == max_steps  # truncated rows may go on, too
-            ended = [p for p, row in enumerate(batch.rows) if was_alive[row] and (is_last or not progress.alive[row])]
-            rows = [batch.rows[position] for position in ended]
-            kept.keep(batch, ended, [[*prompts[row], *draw.tokens[row, : step + 1].tolist()] for row in rows])
-        if not going or step + 1 == max_steps:
-            return
-        if len(batch.rows) - len(going) >= max(1, MOST_ENDED * len(batch.rows)):
+        if waiting.kept is not None:
+            ended = [p for p, row in enumerate(batch.rows) if was_alive[p] and not progress.alive[row]]
+            drawn = [draw.tokens[batch.rows[p], : batch.steps[p]].tolist() for p in ended]
+            contexts = [[*waiting.prompt_of(batch.rows[p]), *own] for p, own in zip(ended, drawn, strict=True)]
+            waiting.kept.keep(batch, ended, contexts)
+        if not going:
+            if not waiting:
+                return
+            batch = waiting.begin(max_rows)
+            continue
+        num_ended = len(batch.rows) - len(going)
+        is_full = max(batch.steps) == progress.max_steps  # such a row has no place for another token
+        if num_ended and (is_full or num_ended >= MOST_ENDED * len(batch.rows)):
             tokens = tokens[batch.keep(going)]
         options: dict[str, Any] = {}
         if batch.mask is not None:
             batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(tokens), 1)], 1)
-            options = {"attention_mask": batch.mask, "position_ids": (batch.lengths + step)[:, None]}
+            options = {"attention_mask": batch.mask, "position_ids": (batch.lengths + batch.step - 1)[:, None]}
         output = lm.decoder(input_ids=tokens[:, None], past_key_values=batch.cache, use_cache=True, **options)
         batch.hidden = output.last_hidden_state[:, -1]
+        batch.contexts = [context + 1 for context in batch.contexts]
 
 
 def _decode_with_generate(
-    lm: CausalLM, prompts: Sequence[Sequence[int]], max_steps: int, draw: TokenDraw, progress: Progress
+    lm: CausalLM, all_prompts: Sequence[list[int]], rows: range, max_steps: int, draw: TokenDraw, progress: Progress
 ) -> None:
-    """Draw one completion per row with transformers' `generate` and its caches."""
+    """Draw one completion for each of `rows` with transformers' `generate` and its caches."""
+    prompts = all_prompts[rows.start : rows.stop]
     width = max(map(len, prompts))
     padded = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=lm.device)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=lm.device)
@@ -230,8 +268,8 @@ def _decode_with_generate(
             generation_config=GenerationConfig(
                 max_new_tokens=max_steps, do_sample=False, pad_token_id=0, use_cache=True
             ),
-            logits_processor=LogitsProcessorList([_Drawing(draw, width)]),
-            stopping_criteria=StoppingCriteriaList([_Stopping(progress, width)]),
+            logits_processor=LogitsProcessorList([_Drawing(draw, rows, width)]),
+            stopping_criteria=StoppingCriteriaList([_Stopping(progress, rows, width)]),
         )
     finally:
         lm.plain.generation_config = defaults
@@ -240,12 +278,13 @@ def _decode_with_generate(
 class _Drawing(LogitsProcessor):
     """Draws each row's token and excludes all other tokens, so that `generate` selects the drawn token."""
 
-    def __init__(self, draw: TokenDraw, width: int) -> None:
+    def __init__(self, draw: TokenDraw, rows: range, width: int) -> None:
         self._draw = draw
+        self._rows = rows
         self._width = width
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        rows = torch.arange(len(scores), device=scores.device)
+        rows = torch.arange(self._rows.start, self._rows.stop, device=scores.device)
         tokens = self._draw(scores.clone(), rows, input_ids.shape[1] - self._width)
         return torch.full_like(scores, -math.inf).scatter_(1, tokens[:, None], 0.0)
 
@@ -253,22 +292,12 @@ class _Drawing(LogitsProcessor):
 class _Stopping(StoppingCriteria):
     """Tells `generate` which rows have ended."""
 
-    def __init__(self, progress: Progress, width: int) -> None:
+    def __init__(self, progress: Progress, rows: range, width: int) -> None:
         self._progress = progress
+        self._rows = rows
         self._width = width
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        self._progress.advance(range(len(input_ids)), input_ids[:, -1], input_ids.shape[1] - self._width - 1)
-        return ~torch.tensor(self._progress.alive, device=input_ids.device)
-
-
-def _joined(parts: Sequence[SampledTokens]) -> SampledTokens:
-    def all_of(name: str) -> Any:
-        values = [getattr(part, name) for part in parts]
-        return None if values[0] is None else [row for value in values for row in value]
-
-    names: list[str] = ["token_ids", "finish_reasons", "behaviour_log_probs", "policy_log_probs", "entropies"]
-    joined = {name: all_of(name) for name in names}
-    if all(part.policy_log_probs is part.behaviour_log_probs for part in parts):
-        joined["policy_log_probs"] = joined["behaviour_log_probs"]
-    return SampledTokens(**joined)
+        step = input_ids.shape[1] - self._width - 1
+        self._progress.advance(self._rows, input_ids[:, -1], [step] * len(self._rows))
+        return ~torch.tensor([self._progress.alive[row] for row in self._rows], device=input_ids.device)

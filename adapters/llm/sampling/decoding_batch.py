@@ -15,7 +15,7 @@ from transformers.cache_utils import (
 )
 
 from adapters.llm.model.causal_lm import CausalLM, DummyLayer
-from adapters.llm.model.shared_prompts import Rows, RowStates, prefill
+from adapters.llm.model.shared_prompts import Prefilled, Rows, RowStates, prefill
 
 GROWTH = 128
 """Number of positions by which the memory for keys and values grows."""
@@ -37,17 +37,38 @@ class DecodingBatch:
     """Mask of the cache's tokens. None if every position has a token."""
     lengths: Int[Tensor, " R"]
     """Number of prompt tokens of each row."""
+    contexts: list[int]
+    """Number of the cache's columns that each row needs, from its first token on."""
+    steps: list[int]
+    """Number of tokens that each row has drawn. Rows that joined later have fewer."""
 
     @classmethod
-    def of_prompts(cls, lm: CausalLM, prompts: Sequence[Sequence[int]], size: int, max_tokens: int) -> "DecodingBatch":
-        """A batch of `size` rows per prompt, before their first token. A forward pass has at most `max_tokens` positions."""
+    def of_prompts(
+        cls,
+        lm: CausalLM,
+        prompts: Sequence[Sequence[int]],
+        size: int,
+        max_tokens: int,
+        first: int = 0,
+        prefilled: Prefilled | None = None,
+    ) -> "DecodingBatch":
+        """A batch of `size` rows per prompt, before their first token.
+
+        Args:
+            lm: The model.
+            prompts: Token ids of the prompts.
+            size: Number of rows per prompt.
+            max_tokens: Maximum number of positions per forward pass.
+            first: Index of the first row among all rows.
+            prefilled: The cache of a single prompt that is computed already.
+        """
         width = max(map(len, prompts))
         at_once = max(1, max_tokens // width)
         layers: list[Any] = []
         hidden = []
         for begin in range(0, len(prompts), at_once):
             some = prompts[begin : begin + at_once]
-            prefilled = prefill(lm, some, width)
+            prefilled = prefilled or prefill(lm, some, width)
             spread = Rows(torch.arange(len(some)).repeat_interleave(size), len(some), lm.device)
             hidden.append(spread.spread(prefilled.last_hidden))
             of_prompts = prefilled.cache.layers
@@ -55,26 +76,62 @@ class DecodingBatch:
             for layer, of_some in zip(layers, of_prompts, strict=True):
                 if not isinstance(layer, DummyLayer):
                     layer.put(spread, of_some, begin * size)
+            prefilled = None
         cache = DynamicCache()
         cache.layers = list(layers)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=lm.device).repeat_interleave(size)
         is_padded = any(len(prompt) < width for prompt in prompts)
         return cls(
-            rows=list(range(len(lengths))),
-            on_device=torch.arange(len(lengths), device=lm.device),
+            rows=list(range(first, first + len(lengths))),
+            on_device=torch.arange(first, first + len(lengths), device=lm.device),
             hidden=torch.cat(hidden),
             cache=cache,
             mask=torch.arange(width, device=lm.device) >= width - lengths[:, None] if is_padded else None,
             lengths=lengths,
+            contexts=[len(prompt) for prompt in prompts for _ in range(size)],
+            steps=[0] * len(lengths),
         )
 
+    @property
+    def step(self) -> int | Int[Tensor, " R"]:
+        """Number of tokens that each row has drawn: one number if it is the same for all rows."""
+        same = len({*self.steps}) == 1
+        return self.steps[0] if same else torch.tensor(self.steps, device=self.on_device.device)
+
+    def join(self, others: "DecodingBatch") -> None:
+        """Add rows that begin now. All rows end in the last column, and columns that no row uses any more are dropped."""
+        num_rows, width = len(self.rows), max(*self.contexts, *others.contexts)
+        mask = torch.zeros(num_rows + len(others.rows), width, dtype=torch.bool, device=self.on_device.device)
+        for batch, rows in ((self, slice(0, num_rows)), (others, slice(num_rows, None))):
+            held = batch.contexts[0] if batch.mask is None else batch.mask.shape[1]
+            own = min(held, width)
+            mask[rows, width - own :] = True if batch.mask is None else batch.mask[:, held - own :]
+        self.mask = None if bool(mask.all()) else mask
+        layers: list[Any] = self.cache.layers
+        for layer, of_others in zip(layers, others.cache.layers, strict=True):
+            if not isinstance(layer, DummyLayer):
+                layer.join(of_others, width)
+        for name in ("rows", "contexts", "steps"):
+            getattr(self, name).extend(getattr(others, name))
+        self.on_device = torch.cat([self.on_device, others.on_device])
+        self.lengths = torch.cat([self.lengths, others.lengths])
+        self.hidden = torch.cat([self.hidden, others.hidden])
+
     def keep(self, positions: Sequence[int]) -> Int[Tensor, " K"]:
-        """Keep the rows at these positions of the batch, and return the positions on the model's device."""
+        """Keep the rows at these positions of the batch, and return the positions on the model's device.
+
+        Columns that none of these rows uses are dropped.
+        """
         kept = torch.tensor(positions, device=self.on_device.device)
-        self.rows = [self.rows[position] for position in positions]
+        for name in ("rows", "contexts", "steps"):
+            setattr(self, name, [getattr(self, name)[position] for position in positions])
         self.on_device, self.lengths = self.on_device[kept], self.lengths[kept]
-        self.mask = None if self.mask is None else self.mask[kept]
-        self.cache.batch_select_indices(kept)
+        width = max(self.contexts)
+        self.mask = None if self.mask is None else self.mask[kept, -width:]
+        layers: list[Any] = self.cache.layers
+        for layer in layers:
+            if not isinstance(layer, DummyLayer):
+                layer.keep(kept, width)
         return kept
 
 
@@ -109,11 +166,26 @@ class GrowingLayer(DynamicLayer):
         self._keys[:, :, begin:end], self._values[:, :, begin:end] = key_states, value_states
         return self._view(end)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows."""
-        length = self.get_seq_length()
-        self._keys, self._values = (_moved(part.index_select(0, indices), length) for part in self._view(length))
-        self._view(length)
+    def join(self, others: Any, width: int) -> None:
+        """Add rows. Each row keeps its last `width` positions, or is padded on the left."""
+
+        def joined(own: Tensor, of_others: Tensor) -> Tensor:
+            roomy = _room(own, len(own) + len(of_others), width)
+            roomy[:, :, :width] = 0  # weights of 0 times anything but a number are no number
+            for rows, part in ((slice(0, len(own)), own), (slice(len(own), None), of_others)):
+                kept = part[:, :, -width:]
+                roomy[rows, :, width - kept.shape[2] : width] = kept
+            return roomy
+
+        own = self._view(self.get_seq_length())
+        self._keys, self._values = joined(own[0], others.keys), joined(own[1], others.values)
+        self._view(width)
+
+    def keep(self, rows: Tensor, width: int) -> None:
+        """Keep only these rows, and their last `width` positions."""
+        all_positions = self._view(self.get_seq_length())
+        self._keys, self._values = (_moved(part[:, :, -width:].index_select(0, rows), width) for part in all_positions)
+        self._view(width)
 
 
 class GrowingHybridLayer(RowStates, GrowingLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
@@ -128,10 +200,15 @@ class GrowingHybridLayer(RowStates, GrowingLayer, LinearAttentionAndFullAttentio
         RowStates.put(self, rows, prompts, begin)
         GrowingLayer.put(self, rows, prompts, begin)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows."""
-        RowStates.batch_select_indices(self, indices)
-        GrowingLayer.batch_select_indices(self, indices)
+    def join(self, others: Any, width: int) -> None:
+        """Add rows with their keys, values and states."""
+        RowStates.join(self, others, width)
+        GrowingLayer.join(self, others, width)
+
+    def keep(self, rows: Tensor, width: int) -> None:
+        """Keep only these rows, and their last `width` positions."""
+        RowStates.keep(self, rows, width)
+        GrowingLayer.keep(self, rows, width)
 
 
 def _growing_layer(prompts: Any, num_rows: int) -> Any:

@@ -83,7 +83,7 @@ class KeptPrefixes:
 
 
 def continued_batch(
-    lm: CausalLM, prompts: Sequence[Sequence[int]], kept: Sequence[Kept | None], max_tokens: int
+    lm: CausalLM, prompts: Sequence[Sequence[int]], kept: Sequence[Kept | None], max_tokens: int, first: int = 0
 ) -> DecodingBatch:
     """A batch of one row per prompt, before the first new token. Only tokens without a cache are computed.
 
@@ -95,6 +95,7 @@ def continued_batch(
         prompts: Token ids of N prompts.
         kept: The cache of the beginning of each prompt, or None.
         max_tokens: Maximum number of new positions per forward pass.
+        first: Index of the first row among all rows.
     """
     held = [0 if part is None else len(part.tokens) for part in kept]
     new = [len(prompt) - length for prompt, length in zip(prompts, held, strict=True)]
@@ -140,12 +141,14 @@ def continued_batch(
     whole = DynamicCache()
     whole.layers = list(layers)
     return DecodingBatch(
-        rows=order,
-        on_device=torch.tensor(order, device=lm.device),
+        rows=[first + row for row in order],
+        on_device=first + torch.tensor(order, device=lm.device),
         hidden=torch.cat(hidden),
         cache=whole,
         mask=None if bool(mask.all()) else mask.to(lm.device),
         lengths=torch.tensor([len(prompts[row]) for row in order], device=lm.device),
+        contexts=[width] * len(order),
+        steps=[0] * len(order),
     )
 
 

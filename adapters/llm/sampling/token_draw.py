@@ -71,8 +71,10 @@ class TokenDraw:
         self.entropies = torch.zeros(shape, device=device) if with_entropy else None
         """Entropy of the policy's distribution."""
 
-    def __call__(self, logits: Float[Tensor, "R V"], rows: Int[Tensor, " R"], step: int) -> Int[Tensor, " R"]:
-        """Draw the tokens of `rows` at `step`. `logits` may be overwritten."""
+    def __call__(
+        self, logits: Float[Tensor, "R V"], rows: Int[Tensor, " R"], step: int | Int[Tensor, " R"]
+    ) -> Int[Tensor, " R"]:
+        """Draw the tokens of `rows` at `step`, which may differ between rows. `logits` may be overwritten."""
         config = self._config
         logits = logits.float()
         uniforms = self._uniforms[rows, step]
@@ -100,13 +102,20 @@ class TokenDraw:
         """Whether each token ends a completion."""
         return torch.isin(tokens, self._end_token_ids)
 
-    def _shaped(self, logits: Tensor, rows: Tensor, step: int) -> Tensor:
+    def _shaped(self, logits: Tensor, rows: Tensor, step: int | Tensor) -> Tensor:
         """Logits after the penalties, the temperature and the truncation."""
         config = self._config
         if self._history is not None:
-            written = torch.cat([self._history[rows], self.tokens[rows, :step]], 1)
-            logits = self._penalty(written, logits)
-        if step < config.min_new_tokens:
+            history = self._history[rows]
+            written = self.tokens[rows, :step] if isinstance(step, int) else self.tokens[rows]
+            if isinstance(step, Tensor):  # a token of the prompt changes nothing where the row has no token yet
+                is_written = torch.arange(written.shape[1], device=rows.device) < step[:, None]
+                written = torch.where(is_written, written, history[:, :1])
+            logits = self._penalty(torch.cat([history, written], 1), logits)
+        if isinstance(step, Tensor):
+            too_early = step < config.min_new_tokens
+            logits[:, self._end_token_ids] = logits[:, self._end_token_ids].masked_fill(too_early[:, None], -math.inf)
+        elif step < config.min_new_tokens:
             logits[:, self._end_token_ids] = -math.inf
         if config.temperature > 0:
             logits = logits.div_(config.temperature)

@@ -265,6 +265,52 @@ def test_decoding_some_rows_at_a_time_changes_no_row(subtests: pytest.Subtests) 
             assert (parts.policy_log_probs is parts.behaviour_log_probs) == config.is_exact
 
 
+def test_rows_that_join_later_change_no_row(subtests: pytest.Subtests) -> None:
+    """Rows end at different steps, and rows of the next prompts take their places."""
+    cases = [
+        *((family, "plain", 4) for family in SHARING),
+        ("qwen3", "all", 4),
+        ("qwen3", "penalty", 1),
+        ("gpt2", "stop", 7),
+    ]
+    for family, setting, max_rows in cases:
+        with subtests.test(family=family, setting=setting, max_rows=max_rows):
+            settings = {"stop": ("1", "2", "a", "b"), **SETTINGS[setting]}
+            config = SamplingConfig(max_new_tokens=16, **settings)
+            model = tiny_model(family)
+            whole = sample(model, config, size=6, with_entropy=True)
+            assert len(set(map(len, whole.token_ids))) > 2
+            assert_same(sample(model, config, size=6, with_entropy=True, max_rows=max_rows), whole)
+            swapped = sample(
+                model,
+                config,
+                size=6,
+                prompts=PROMPTS[::-1],
+                seeds=[*range(12, 18), *range(6, 12), *range(6)],
+                max_rows=max_rows,
+            )
+            assert swapped.token_ids == [*whole.token_ids[12:], *whole.token_ids[6:12], *whole.token_ids[:6]]
+
+
+def test_a_place_is_taken_as_soon_as_its_row_ends_and_the_cache_stays_as_wide_as_one_row() -> None:
+    config = SamplingConfig(max_new_tokens=16, stop=("1", "2", "a", "b"))
+    model = tiny_model()
+    shapes = forward_shapes(model)
+    widths: list[int] = []
+    drawn: list[int] = []
+    model.lm_head.register_forward_pre_hook(lambda module, args: drawn.append(len(args[0])))
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["past_key_values"].get_seq_length()), with_kwargs=True
+    )
+    sampled = sample(model, config, size=6, max_rows=4)
+    prompts = [shape for shape in shapes if shape[1] > 1]
+    assert sorted(prompts) == sorted((1, len(prompt)) for prompt in PROMPTS)  # each prompt once
+    assert drawn[0] == 4
+    assert drawn == sorted(drawn, reverse=True)  # a place stays empty only when no row waits
+    assert sum(drawn) == sum(map(len, sampled.token_ids))  # no row goes on after its end
+    assert max(widths) <= max(map(len, PROMPTS)) + 16
+
+
 def test_each_prompt_is_forwarded_once_and_the_batch_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     shapes = forward_shapes(model)
