@@ -27,6 +27,9 @@ class CompletionRewards(WeightedRewards):
       are the trainer's objects: the prompts or rows, and the `Completion`s. The function returns N numbers.
     - Once per row: `prompt`, `completion` (always text), any column, `state` and `action`. The function returns one number.
 
+    A column named `state`, `action`, `states` or `actions` takes the place of the trainer's object, also in `**kwargs`. Columns
+    named `prompt`, `completion` and so on do not reach functions, as in TRL.
+
     Both kinds may be `async def`. All async calls are awaited together, in one event loop that lives as long as the process,
     so clients that the functions keep open stay usable. A function returns `None` for a row to which it does not apply, and is
     then excluded from the row's sum. If no function applies to a row, `reward.not_applicable` decides what happens.

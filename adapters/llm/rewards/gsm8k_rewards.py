@@ -7,11 +7,14 @@ Both require rows with the column `answer`, as `load_gsm8k` returns them::
 
 import re
 from decimal import Decimal
+from typing import Any
 
 from grpo.errors import RewardError
 
+from .answer_text import boxed_answer
+from .columns import answers_of
 from .completion_rewards import CompletionRewards
-from .gsm8k import BOXED, MARKED, NUMBER, STATED, extract_answer
+from .gsm8k import MARKED, NUMBER, STATED, extract_answer
 
 SIGNS_OF_MATHEMATICS = ("+", "-", "*", "/", "=", "total", "each", "times", "sum", "left")
 STEP_WORD = re.compile(r"(?i:\b(?:step|first|second|then|next|finally|therefore)\b)")
@@ -58,9 +61,10 @@ def hybrid_reward() -> CompletionRewards:
     )
 
 
-def correct(completion: str, answer: str) -> float:
-    """1 if the completion's number equals the solution's number, else 0."""
-    return float(extract_answer(completion) == _truth(answer))
+def correct(completion: str, answer: Any) -> float | None:
+    """1 if the completion's number equals the solution's number, else 0. None if the column has no solution."""
+    truths = _truths(answer)
+    return float(extract_answer(completion) in truths) if truths else None
 
 
 def answered(completion: str) -> float:
@@ -69,25 +73,26 @@ def answered(completion: str) -> float:
 
 
 def marked(completion: str) -> float:
-    """1 if the answer follows `####`, else 0."""
-    return float(MARKED.search(completion) is not None)
+    """1 if an answer that can be read follows `####`, else 0."""
+    return float(MARKED.search(completion) is not None and extract_answer(completion) is not None)
 
 
-def _truth(answer: str) -> Decimal:
-    """The number of the solution.
+def _truths(answer: Any) -> list[Decimal]:
+    """The numbers of the solutions that a row's column accepts.
 
     Raises:
-        RewardError: The solution has no number.
+        RewardError: No solution has a number, or the column has neither text nor numbers.
     """
-    number = extract_answer(answer)
-    if number is None:
-        raise RewardError(f"The column 'answer' must hold a number, as in '#### 72'; got {answer!r}.")
-    return number
+    accepted = answers_of(answer, "answer", "correctness_first and hybrid_reward")
+    truths = [number for each in accepted if (number := extract_answer(each.text)) is not None]
+    if accepted and not truths:
+        raise RewardError(f"The column 'answer' must hold a number, as in '#### 72'; got {accepted[0].text!r}.")
+    return truths
 
 
-def _correctness(completion: str, answer: str) -> float:
-    found, truth = extract_answer(completion), _truth(answer)
-    return 0.3 if found is None else 0.6 if found == truth else 0.2
+def _correctness(completion: str, answer: Any) -> float | None:
+    found, truths = extract_answer(completion), _truths(answer)
+    return None if not truths else 0.3 if found is None else 0.6 if found in truths else 0.2
 
 
 def _length(completion: str) -> float:
@@ -106,7 +111,7 @@ def _steps(completion: str) -> float:
 def _format(completion: str) -> float:
     if MARKED.search(completion):
         return 0.15
-    return 0.1 if BOXED.search(completion) or STATED.search(completion) else 0.0
+    return 0.1 if boxed_answer(completion) or STATED.search(completion) else 0.0
 
 
 def _number(completion: str) -> float:

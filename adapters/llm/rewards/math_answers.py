@@ -9,16 +9,20 @@ from grpo.arguments import Settings, setting
 from grpo.errors import CallError, DeadlineError
 from grpo.rewards import Call, call_in_process
 
-from .verifiers import expected_text
+from .columns import accepted_answers
+from .formulas import answer_part, equal, expected_part, read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MathMatch(Settings):
     r"""1 if the completion's answer equals a column of its row as mathematics, else 0: `0.5`, `1/2` and `\boxed{\frac{1}{2}}`.
 
-    math-verify finds the answer in the text (the last `\boxed{...}`, else the last formula or number), parses it with SymPy,
-    and compares. The column is LaTeX, a number as text, or a text that contains the answer in `$...$` or `\boxed{...}`. A row
-    whose column is None or empty gets None ("does not apply"); a column of words alone equals nothing.
+    The answer of a completion is the content of the last box. If this box is empty or does not end, there is no answer, and an
+    earlier box does not count. Without a box it is what follows the last "answer is", else the last formula in `$...$`, else
+    the last number. The grammar of math-verify reads formulas. docs/llm.md has a table of what counts as equal.
+
+    The column is LaTeX, a number, a list of accepted answers, or a text that contains the answer in `$...$` or `\boxed{...}`. A
+    row whose column is None, NaN or empty gets None ("does not apply"). A column of words equals the same words.
 
     All rows of a call are verified in one process that can be killed, because a completion such as `9^{9^{9^{9}}}` may take for
     ever, and math-verify's own time limit works in the main thread only and cannot stop compiled code. An answer that takes too
@@ -48,7 +52,8 @@ class MathMatch(Settings):
 
     def __call__(self, actions: Sequence[Completion], states: Sequence[Any]) -> list[float | None]:
         """Compare each completion with its row's column. `CompletionRewards` calls this once with all rows."""
-        expected = [expected_text(state, self.column, self) for state in states]
+        accepted = [accepted_answers(state, self.column, self) for state in states]
+        expected = [tuple(answer.text for answer in answers if answer.text.strip()) for answers in accepted]
         found = [action.text if self.extract is None else self.extract(action.text) for action in actions]
         calls = [
             Call(name=f"MathMatch at row {row}", function=_verdict, arguments=(*pair, self.timeout))
@@ -67,22 +72,27 @@ def verdicts(calls: Sequence[Call], *, seconds: float) -> list[float | None]:
         return [verdict for call in calls for verdict in verdicts([call], seconds=seconds)]
 
 
-def _verdict(expected: str | None, found: str | None, timeout: int) -> float | None:
-    """Whether a text has the expected answer. None: nothing is expected. It runs in the main thread of its own process."""
-    parse, verify = _require_math_verify()
-    if expected is None:
+def _verdict(expected: tuple[str, ...], found: str | None, timeout: int) -> float | None:
+    """Whether a text has an expected answer. None: nothing is expected. It runs in the main thread of its own process."""
+    within, timed_out = _require_math_verify()
+    if not expected:
         return None
-    is_marked = "$" in expected or "\\boxed" in expected
-    truth = parse(expected if is_marked else f"${expected}$", parsing_timeout=timeout)
-    if not truth:
-        return None
-    answer = parse(found or "", parsing_timeout=timeout)
-    return float(verify(truth, answer, timeout_seconds=timeout))
-
-
-def _require_math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    answer = answer_part(found or "")
     try:
-        from math_verify import parse, verify
+        return float(bool(answer.strip()) and within(timeout_seconds=timeout)(_is_one_of)(answer, expected))
+    except (timed_out, RecursionError):
+        return 0.0
+
+
+def _is_one_of(answer: str, expected: tuple[str, ...]) -> bool:
+    return any(equal(read(expected_part(text)), read(answer)) for text in expected)
+
+
+def _require_math_verify() -> tuple[Callable[..., Any], type[BaseException]]:
+    """The decorator that limits the time of a call, and what it raises."""
+    try:
+        import math_verify.errors
+        import math_verify.utils
     except ImportError as error:
         raise ImportError('MathMatch needs math-verify: pip install "model-agnostic-grpo[math]"') from error
-    return parse, verify
+    return math_verify.utils.timeout, math_verify.errors.TimeoutException

@@ -16,16 +16,19 @@ from torch import Tensor
 
 from adapters.llm.completions import Completion
 from adapters.llm.prompts import PromptState, prompt_of
-from grpo.arguments import describe
+from grpo.arguments import Settings, describe
 from grpo.errors import ConfigError, GRPOError, RewardError
 from grpo.rewards import Call, PlannedCalls, is_async
 
-OF_ALL_ROWS = ("prompts", "completions", "completion_ids", "states", "actions")
+OF_ALL_ROWS = ("prompts", "completions", "completion_ids")
 """Parameter names of functions that are called once with lists. Column names are allowed too."""
-OF_ONE_ROW = ("prompt", "completion", "state", "action")
+OF_ONE_ROW = ("prompt", "completion")
 """Parameter names of functions that are called for each row. Column names are allowed too."""
-ONLY_BY_NAME = frozenset({"states", "actions", "state", "action"})
-"""Arguments that `**kwargs` does not receive, because TRL does not pass them."""
+OBJECTS_OF_ALL_ROWS = ("states", "actions")
+"""The trainer's objects in lists. A column of this name takes their place. `**kwargs` does not receive the objects, because TRL
+does not pass them."""
+OBJECTS_OF_ONE_ROW = ("state", "action")
+"""The trainer's objects of a row, as `OBJECTS_OF_ALL_ROWS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,10 @@ class Offer:
     """Arguments by name for functions that are called once: lists with N entries."""
     of_one_row: dict[str, list[Any]]
     """Arguments by name for functions that are called for each row: lists with one entry per row."""
+    objects: dict[str, list[Any]]
+    """The trainer's states and actions, by the names that ready-made verifiers have for them, whatever the columns are."""
+    columns: frozenset[str]
+    """Names of the columns."""
     num_rows: int
     """Number of rows, N."""
 
@@ -59,11 +66,15 @@ class Offer:
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        whole = (prompts, messages, [list(action.token_ids) for action in actions], list(states), list(actions))
-        single = (prompts, texts, list(states), list(actions))
+        whole = (prompts, messages, [list(action.token_ids) for action in actions])
+        objects: tuple[list[Any], list[Any]] = (list(states), list(actions))
+        of_all = dict(zip(OBJECTS_OF_ALL_ROWS, objects, strict=True))
+        of_one = dict(zip(OBJECTS_OF_ONE_ROW, objects, strict=True))
         return cls(
-            of_all_rows=columns | dict(zip(OF_ALL_ROWS, whole, strict=True)),
-            of_one_row=columns | dict(zip(OF_ONE_ROW, single, strict=True)),
+            of_all_rows=of_all | columns | dict(zip(OF_ALL_ROWS, whole, strict=True)),
+            of_one_row=of_one | columns | dict(zip(OF_ONE_ROW, (prompts, texts), strict=True)),
+            objects=of_all | of_one,
+            columns=frozenset(columns),
             num_rows=len(prompts),
         )
 
@@ -93,12 +104,21 @@ class CompletionFunction:
         self._named = frozenset(p.name for p in named)
         self._required = [p.name for p in named if p.default is p.empty]
         self._takes_the_rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.is_per_row = not self._named.isdisjoint(OF_ONE_ROW)
-        is_for_all = not self._named.isdisjoint(OF_ALL_ROWS) or (self._takes_the_rest and not self.is_per_row)
-        if is_for_all == self.is_per_row or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+        # a function of this package reads the whole row, and no column may take its place
+        self._is_ready_made = isinstance(_wrapped(function), Settings)
+        names = [*OF_ONE_ROW, *OBJECTS_OF_ONE_ROW], [*OF_ALL_ROWS, *OBJECTS_OF_ALL_ROWS]
+        # beside "completions", "state" can only be a column
+        is_of_one, is_of_all = (not self._named.isdisjoint(kind) for kind in (OF_ONE_ROW, OF_ALL_ROWS))
+        if not is_of_one and not is_of_all:
+            is_of_one, is_of_all = (
+                not self._named.isdisjoint(kind) for kind in (OBJECTS_OF_ONE_ROW, OBJECTS_OF_ALL_ROWS)
+            )
+        self.is_per_row = is_of_one
+        is_of_all = is_of_all or (self._takes_the_rest and not is_of_one)
+        if is_of_one == is_of_all or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
             raise ConfigError(
-                f"Reward function {name}{inspect.signature(function)} must name its arguments: {', '.join(OF_ALL_ROWS)} "
-                f"for one call with lists, or {', '.join(OF_ONE_ROW)} for a call per row. Columns can be named in both cases. "
+                f"Reward function {name}{inspect.signature(function)} must name its arguments: {', '.join(names[1])} "
+                f"for one call with lists, or {', '.join(names[0])} for a call per row. Columns can be named in both cases. "
                 "Rename its parameters, and do not mix the two kinds."
             )
 
@@ -121,13 +141,16 @@ class CompletionFunction:
     def _arguments(self, offer: Offer) -> list[dict[str, Any]]:
         """Keyword arguments of each call: one call with lists, or one call per row. Functions may change the lists."""
         offered = offer.of_one_row if self.is_per_row else offer.of_all_rows
+        if self._is_ready_made:
+            offered = offered | offer.objects
         missing = [name for name in self._required if name not in offered]
         if missing:
             raise RewardError(
                 f"Reward function {self.name} needs {', '.join(missing)}; the rows offer {', '.join(sorted(offered))}. "
                 "Add the column to every row, or give the parameter a default."
             )
-        rest = offered.keys() - ONLY_BY_NAME if self._takes_the_rest else frozenset[str]()
+        only_by_name = {*OBJECTS_OF_ALL_ROWS, *OBJECTS_OF_ONE_ROW} - offer.columns
+        rest = offered.keys() - only_by_name if self._takes_the_rest else frozenset[str]()
         wanted = [name for name in offered if name in self._named or name in rest]
         if self.is_per_row:
             return [{name: offered[name][row] for name in wanted} for row in range(offer.num_rows)]
@@ -189,9 +212,14 @@ class CompletionFunction:
 
 def function_name(function: Any) -> str:
     """Name of a function that was passed without a name."""
+    function = _wrapped(function)
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _wrapped(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
-    return str(getattr(function, "__name__", type(function).__name__))
+    return function
 
 
 def _columns_of(states: Sequence[PromptState]) -> dict[str, list[Any]]:

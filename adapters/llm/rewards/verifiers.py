@@ -9,17 +9,21 @@ r"""Verifiers: reward functions of one completion, for `CompletionRewards`.
 
 A verifier that reads a column of the row returns None where the column is None: the reward does not apply to this row. No
 verifier runs the text of a completion as code.
+
+A column holds a text, a number or a list of accepted answers, of Python, torch, numpy or pandas. NaN means None.
 """
 
 import re
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
 from adapters.llm.completions import Completion
-from grpo.arguments import Settings, describe, setting
-from grpo.errors import ConfigError, RewardError
+from grpo.arguments import Settings, setting
+from grpo.errors import ConfigError
+
+from .answer_text import last_match
+from .columns import accepted_answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +57,7 @@ class ExactMatch(Settings):
     """
 
     column: str = "answer"
-    """Column with the right answer. Numbers are compared as text."""
+    """Column with the right answer, or with a list of accepted answers. A number equals every text that Python reads as it."""
     extract: Callable | None = None
     """Function that returns the part of the completion to compare. If it returns None, the reward is 0. Without a function, the
     whole completion is compared."""
@@ -64,11 +68,14 @@ class ExactMatch(Settings):
 
     def __call__(self, completion: str, state: object) -> float | None:
         """Compare the completion with its row's column."""
-        expected = expected_text(state, self.column, self)
-        if expected is None:
+        accepted = accepted_answers(state, self.column, self)
+        if not accepted:
             return None
         found = completion if self.extract is None else self.extract(completion)
-        return float(found is not None and self._normalised(found) == self._normalised(expected))
+        if found is None:
+            return 0.0
+        text = self._normalised(found)
+        return float(any(replace(each, text=self._normalised(each.text)).equals(text) for each in accepted))
 
     def _normalised(self, text: str) -> str:
         text = " ".join(text.split()) if self.ignore_spacing else text
@@ -93,7 +100,7 @@ class RegexMatch(Settings):
     how: Literal["search", "full"] = "search"
     """"search": the pattern may match anywhere, and the last match counts. "full": it must match the whole text."""
     column: str | None = None
-    """Column that the captured group must equal. Whitespace at both ends does not count. None: a match is enough."""
+    """Column that the captured group must equal, as in `ExactMatch`. Outer spaces do not count. None: a match is enough."""
     group: str | int = 1
     """The captured group to compare with `column`."""
     max_chars: int = setting(50_000, at_least=1)
@@ -120,13 +127,14 @@ class RegexMatch(Settings):
 
     def __call__(self, completion: str, state: object = None) -> float | None:
         """Match the completion, and compare the captured group with the row's column."""
-        expected = None if self.column is None else expected_text(state, self.column, self)
-        if self.column is not None and expected is None:
+        accepted = () if self.column is None else accepted_answers(state, self.column, self)
+        if self.column is not None and not accepted:
             return None
         match = self._match(completion)
-        if match is None or expected is None:
+        if match is None or self.column is None:
             return float(match is not None)
-        return float((match[self.group] or "").strip() == expected.strip())
+        found = (match[self.group] or "").strip()
+        return float(any(replace(each, text=each.text.strip()).equals(found) for each in accepted))
 
     def _match(self, text: str) -> re.Match[str] | None:
         match self.how:
@@ -136,12 +144,6 @@ class RegexMatch(Settings):
                 return re.fullmatch(self.pattern, text) if len(text) <= self.max_chars else None
             case _:
                 assert_never(self.how)
-
-
-def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """The last of the matches that a search from the left finds. A match begins where the one before it ends, or later."""
-    last = deque(pattern.finditer(text), maxlen=1)
-    return last[0] if last else None
 
 
 def tags_pattern(*tags: str) -> str:
@@ -217,22 +219,3 @@ class PerToken(Settings):
     def __call__(self, action: Completion) -> float:
         """The reward: amount * min(number of tokens, max_tokens)."""
         return self.amount * (len(action) if self.max_tokens is None else min(len(action), self.max_tokens))
-
-
-def expected_text(state: object, column: str, owner: object) -> str | None:
-    """The value of a row's column as text, or None if the value is None.
-
-    Raises:
-        RewardError: The state is not a row, or the row does not have the column.
-    """
-    name = type(owner).__name__
-    if not isinstance(state, Mapping):
-        raise RewardError(
-            f"{name} needs rows (dicts) with a column {column!r}; got {describe(state)} as a prompt. Pass rows."
-        )
-    if column not in state:
-        raise RewardError(
-            f"{name} needs the column {column!r}; the row has {', '.join(map(repr, state))}. Add the column, or pass column=..."
-        )
-    value = state[column]
-    return None if value is None else str(value)

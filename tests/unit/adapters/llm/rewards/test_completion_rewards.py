@@ -3,6 +3,7 @@
 import asyncio
 import doctest
 import functools
+import inspect
 import math
 import os
 import threading
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from adapters.llm.completions import Completion
 from adapters.llm.rewards import completion_rewards as module
 from adapters.llm.rewards.completion_rewards import CompletionRewards
+from adapters.llm.rewards.verifiers import ExactMatch, PerToken
 from grpo import GRPOConfig, GRPOTrainer, RewardConfig
 from grpo._rewarding.calls import RewardCalls
 from grpo.checks import check_reward_model
@@ -113,6 +115,35 @@ def test_a_function_of_states_and_actions_works() -> None:
         return torch.tensor([len(state["prompt"]) + len(action) for state, action in zip(states, actions, strict=True)])
 
     assert rewards_of(reward).tolist() == [2.0, 3.0, 4.0]
+
+
+def test_columns_with_the_names_of_the_trainers_objects_reach_functions(subtests: pytest.Subtests) -> None:
+    rows = [{"prompt": "p", "state": "Ohio", "action": "walk", "states": 50, "actions": 3, "answer": "a"}]
+    functions: list[tuple[Any, Any]] = [
+        (lambda completion, state: state, "Ohio"),
+        (lambda prompt, action: action, "walk"),
+        (lambda completion, states, actions: [states, actions], [50, 3]),
+        (lambda completions, state, **kwargs: [state, kwargs["action"]], [["Ohio"], ["walk"]]),
+        (lambda prompts, states: states, [50]),
+        (lambda state: state, "Ohio"),
+    ]
+    for number, (function, expected) in enumerate(functions):
+        seen: list[Any] = []
+
+        def recorded(
+            *args: Any, function: Any = function, seen: list[Any] = seen, **kwargs: Any
+        ) -> list[float] | float:
+            seen.append(function(*args, **kwargs))
+            return [0.0] if "completions" in kwargs or "prompts" in kwargs else 0.0
+
+        recorded.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+        with subtests.test(number=number):
+            rewards_of(recorded, rows, [A])
+            assert seen == [expected]
+    with subtests.test("ready-made verifiers read the whole row"):
+        assert rewards_of({"right": ExactMatch(), "length": PerToken(amount=1.0)}, rows, [A]).tolist() == [2.0]
+    with subtests.test("without the column"), pytest.raises(RewardError, match="needs state; the rows offer"):
+        rewards_of(lambda completions, state: [0.0])
 
 
 def test_a_reward_model_is_summed_with_functions() -> None:

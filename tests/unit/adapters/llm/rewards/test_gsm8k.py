@@ -20,7 +20,7 @@ from grpo.rewards import ask_for_rewards
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
-    assert doctest.testmod(gsm8k) == (0, 3)
+    assert doctest.testmod(gsm8k) == (0, 4)
     assert doctest.testmod(gsm8k_rewards) == (0, 3)
 
 
@@ -74,6 +74,49 @@ ANSWERS = [
     (r"The answer is \(72\) by 3", "72"),
     ("Answer 2 questions to get 30 points", "30"),
     ("the answer isn't 5 but 6", "6"),
+    # formulas
+    ("#### 5/8", "0.625"),
+    ("#### -5/8", "-0.625"),
+    (r"#### \frac{5}{8} of it", "0.625"),
+    ("#### 3 1/2 cups", "3.5"),
+    ("#### 2.5e-2", "0.025"),
+    (r"\boxed{\dfrac{-9}{4}}", "-2.25"),
+    (r"\boxed{3\tfrac14}", "3.25"),
+    (r"\boxed{5 \cdot 10^{4}}", "50000"),
+    (r"\boxed{\sqrt[3]{27}}", "3"),
+    (r"\boxed{(7 - 2)^2}", "25"),
+    (r"\boxed{\boxed{9}}", "9"),
+    (r"\boxed{n = 9}", "9"),
+    (r"\boxed{1,100 + 11}", "1111"),
+    ("#### 3\u00bd", "3.5"),
+    ("#### 110_2", "6"),
+    ("#### 3 million", "3000000"),
+    ("The answer is 5 boxes \u00d7 6 eggs = 30 eggs.", "30"),
+    ("The answer is $y = 14$.", "14"),
+    ("Answer: 90 - 15 = 75, so 75 of 90.", "75"),
+    ("#### 9*8=72", "72"),
+    ("#### $4.50 + $1.50 = $6", "6"),
+    ("The answer is 8 since 3 + 5 = 8 and 2 + 2 = 4", "8"),
+    ("The answer is 8!", "8"),
+    ("It is 5/8.", "0.625"),
+    (r"It is $\frac{5}{8}$, I think.", "0.625"),
+    ("It is 3^4", "81"),
+    # formulas without a value that can be read
+    ("#### 5/x", None),
+    ("#### y/8", None),
+    (r"3, so \boxed{\sqrt{3}}", None),
+    (r"3, so \boxed{2\pi}", None),
+    (r"3, so \boxed{}", None),
+    (r"\boxed{3}. Wait: \boxed{", None),
+    (r"\boxed{3}. Wait: \boxed{3", None),
+    (r"\boxed{3}/8", None),
+    (r"\boxed{3 \text{ or } 8}", None),
+    ("#### 3, 8", None),
+    ("#### 3 to 8", None),
+    ("#### 9:15", None),
+    ("#### 3x", None),
+    ("#### 5/0", None),
+    (r"\boxed{9^{9^{9^{9}}}}", None),
     # the last number
     ("3 * 4 = 12", "12"),
     ("He has 1,234 eggs.", "1234"),
@@ -317,6 +360,14 @@ def test_the_sum_of_correctness_first(subtests: pytest.Subtests) -> None:
             parts = parts_of(correctness_first(), text)
             assert parts["total"] == pytest.approx(expected)
             assert parts["correct"] == float(expected > 1)
+
+
+def test_a_fraction_is_not_its_denominator(subtests: pytest.Subtests) -> None:
+    for text in ("#### 1/72", r"\boxed{\frac{5}{72}}", "The answer is 72/5.", r"\boxed{72^2}", "#### 72/x"):
+        with subtests.test(text=text):
+            assert parts_of(correctness_first(), text)["correct"] == 0.0
+    assert parts_of(correctness_first(), r"\boxed{\frac{144}{2}}")["correct"] == 1.0
+    assert parts_of(correctness_first(), "#### 1/3", answer=r"\boxed{\frac{2}{6}}")["correct"] == 1.0
 
 
 def test_a_thousands_separator_is_not_a_decimal_point() -> None:
