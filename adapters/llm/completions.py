@@ -23,7 +23,7 @@ class Completion:
     token_ids: tuple[int, ...]
     """The sampled tokens, including an end-of-sequence token if there is one."""
     text: str
-    """The decoded text without special tokens, including a stop string."""
+    """The decoded text, including a stop string. It has no special tokens, unless `HFOptions.keep_special_tokens`."""
     finish_reason: FinishReason
     """Why the completion ended. "length" means that it was truncated."""
     behaviour_log_probs: tuple[float, ...] | None = None
@@ -33,6 +33,8 @@ class Completion:
     forks: tuple[int, ...] = ()
     """Numbers of tokens, ascending, after which other completions of the prompt go on differently. Rows that are equal up to
     such a place compute these tokens once."""
+    opened: str = ""
+    """The tag in which the prompt ends, such as a `<think>` of the template. It stands before `text` and is not sampled."""
 
     def __post_init__(self) -> None:
         """Check the values.

@@ -23,6 +23,9 @@ class HFOptions(Settings):
     """Whether scores include the entropy of every step. It costs one more pass over the logits."""
     mask_truncated: bool = False
     """Whether completions that reached `max_new_tokens` are excluded from the loss (DAPO, arXiv:2503.14476)."""
+    keep_special_tokens: bool = False
+    """Whether `Completion.text` has special tokens, such as a `<think>` that is one, except those that end, begin or pad.
+    Without them, a reward for such a format can never be earned."""
     max_tokens_per_forward: int = setting(16_384, at_least=1)
     """Maximum number of positions per forward pass in scoring and training, padding and prompts included, and of shared prompts
     in decoding. A larger number is faster on a GPU and uses more memory."""

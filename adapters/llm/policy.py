@@ -29,6 +29,7 @@ from .sampling.kept_prefixes import KeptPrefixes
 from .sampling.samplers import ReadsByUnit, SampledTokens, Sampler, SamplesBeside
 from .sampling.sampling_config import SamplingConfig
 from .scoring import check_scores, score_forked_rows, score_tokens
+from .texts import CompletionTexts
 
 
 class HFPolicy:
@@ -121,6 +122,7 @@ class HFPolicy:
         )
         self.end_token_ids = _end_token_ids(tokenizer, self._lm, options.end_token_ids, self.sampling)
         """Tokens that end a completion."""
+        self._texts = CompletionTexts(tokenizer, self.end_token_ids, keeps_special_tokens=options.keep_special_tokens)
         match sampler:
             case "decoding" | "generate":
                 self._sampler: Sampler = DecodingSampler(
@@ -492,20 +494,25 @@ class HFPolicy:
         lengths = [len(prompt) + config.max_new_tokens for prompt in prompts]
         self._require_room(lengths, f"prompts with sampling.max_new_tokens={config.max_new_tokens}")
         seeds = torch.randint(2**62, (len(prompts) * size,)).tolist()
+        opened = [tag for tag in self._texts.opened_by(prompts) for _ in range(size)]
         return lambda: self._completions(
-            self._sampler.sample(prompts, size, config, end_token_ids=self.end_token_ids, seeds=seeds), seeds
+            self._sampler.sample(prompts, size, config, end_token_ids=self.end_token_ids, seeds=seeds), opened
         )
 
-    def _completions(self, sampled: SampledTokens, seeds: Sequence[int]) -> tuple[list[Completion], SampledTokens]:
-        require_lengths("HFPolicy: the sampler", len(seeds), token_ids=sampled.token_ids)
+    def _completions(self, sampled: SampledTokens, opened: Sequence[str]) -> tuple[list[Completion], SampledTokens]:
+        require_lengths("HFPolicy: the sampler", len(opened), token_ids=sampled.token_ids)
         self._require_known(sampled.token_ids, "sampled")
-        texts = self.tokenizer.batch_decode(sampled.token_ids, skip_special_tokens=True)
+        texts = self._texts(sampled.token_ids)
         completions = [
             Completion(
-                token_ids=tuple(token_ids), text=text, finish_reason=reason, behaviour_log_probs=tuple(log_probs)
+                token_ids=tuple(token_ids),
+                text=text,
+                finish_reason=reason,
+                behaviour_log_probs=tuple(log_probs),
+                opened=tag,
             )
-            for token_ids, text, reason, log_probs in zip(
-                sampled.token_ids, texts, sampled.finish_reasons, sampled.behaviour_log_probs, strict=True
+            for token_ids, text, reason, log_probs, tag in zip(
+                sampled.token_ids, texts, sampled.finish_reasons, sampled.behaviour_log_probs, opened, strict=True
             )
         ]
         return completions, sampled

@@ -25,6 +25,7 @@ from grpo.sinks import GuardedSinks, MetricSink, Samples, run_settings
 from grpo.types import Rows, select_rows
 
 from .progress import RunProgress
+from .silent_parts import SilentParts
 from .state_source import StateSource
 
 logger = logging.getLogger("grpo")
@@ -88,6 +89,7 @@ class Run:
         self._since_saved = Stopwatch()
         self._bar: Any = None
         self._is_stopped = False
+        self._silent_parts = SilentParts()
         self.samples: list[Samples] | None = [] if self._sinks.take_samples else None
         """The rows of the current iteration that sinks record. None: no sink records rows."""
         is_done = self._is_done()  # before a loaded run counts as continued
@@ -187,6 +189,8 @@ class Run:
         if self.samples is not None:
             self.samples.clear()
         self.history.append(metrics)
+        if self.engine.rank == 0:
+            self._silent_parts.see(metrics)
         try:
             self._ask_callbacks(trainer, metrics)
         except BaseException:

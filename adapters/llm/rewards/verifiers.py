@@ -98,7 +98,8 @@ class RegexMatch(Settings):
     pattern: str
     """Regular expression in the syntax of `re`. Write flags inside the pattern: `(?is)`."""
     how: Literal["search", "full"] = "search"
-    """"search": the pattern may match anywhere, and the last match counts. "full": it must match the whole text."""
+    """"search": the pattern may match anywhere, and the last match counts. "full": it must match the whole text, with or
+    without the tag before it in which the prompt ends (`Completion.opened`)."""
     column: str | None = None
     """Column that the captured group must equal, as in `ExactMatch`. Outer spaces do not count. None: a match is enough."""
     group: str | int = 1
@@ -125,12 +126,14 @@ class RegexMatch(Settings):
                 "a group in parentheses."
             )
 
-    def __call__(self, completion: str, state: object = None) -> float | None:
+    def __call__(self, completion: str, state: object = None, action: Completion | None = None) -> float | None:
         """Match the completion, and compare the captured group with the row's column."""
         accepted = () if self.column is None else accepted_answers(state, self.column, self)
         if self.column is not None and not accepted:
             return None
         match = self._match(completion)
+        if match is None and self.how == "full" and action is not None and action.opened:
+            match = self._match(action.opened + completion)
         if match is None or self.column is None:
             return float(match is not None)
         found = (match[self.group] or "").strip()

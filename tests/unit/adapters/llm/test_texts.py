@@ -1,0 +1,93 @@
+"""Special tokens in the text of completions, and tags that the prompt has opened."""
+
+import warnings
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from adapters.llm import Completion, CompletionRewards, RegexMatch, tags_pattern
+from adapters.llm.texts import CompletionTexts
+
+
+def tokenizer_of(*special: str) -> Any:
+    marks = ["<pad>", "<end>", *special]
+    vocabulary = {
+        mark: number for number, mark in enumerate([*marks, *"\n abcdefghijklmnopqrstuvwxyz0123456789<>/[]_"])
+    }
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", extra_special_tokens=[*special]
+    )
+
+
+def texts_of(tokenizer: Any, *, keeps: bool = False) -> CompletionTexts:
+    return CompletionTexts(tokenizer, [1], keeps_special_tokens=keeps)
+
+
+TAGGED = [
+    (("<think>", "</think>"), "<think>a</think>7", "a7"),
+    (("[THINK]", "[/THINK]"), "[THINK]a[/THINK]7", "a7"),
+    (("<answer>", "</answer>", "<x>"), "a<x><answer>7</answer>", "a7"),
+]
+
+
+def test_special_tags_are_kept_on_demand_and_else_missed_in_words(subtests: pytest.Subtests) -> None:
+    for special, written, without in TAGGED:
+        tokenizer = tokenizer_of(*special)
+        token_ids = [*tokenizer(written)["input_ids"], 1, 0]
+        with subtests.test(special=special):
+            assert texts_of(tokenizer, keeps=True)([token_ids]) == [written]
+            texts = texts_of(tokenizer)
+            with pytest.warns(UserWarning, match=r"special tokens .*leaves out.*HFOptions\(keep_special_tokens=True\)"):
+                assert texts([token_ids]) == [without]
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert texts([token_ids]) == [without]  # said once
+
+
+def test_marks_of_roles_are_no_tags() -> None:
+    tokenizer = tokenizer_of("<start_of_turn>", "<end_of_turn>")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert texts_of(tokenizer)([tokenizer("<start_of_turn>a<end_of_turn>")["input_ids"]]) == ["a"]
+
+
+OPENED = [
+    ("ab<think>\n", "<think>\n", True),
+    ("ab<reasoning>", "<reasoning>", True),
+    ("<think>", "<think>", True),
+    ("ab<think>\n\n</think>\n\n", "<think>\n\n</think>\n\n", False),
+    ("ab<think>c", "", False),
+    ("ab</think>\n", "", False),
+    ("ab<assistant>\n", "", False),
+    ("ab", "", False),
+]
+
+
+def test_the_tag_in_which_a_prompt_ends_is_found_and_said_once(subtests: pytest.Subtests) -> None:
+    tokenizer = tokenizer_of()
+    for prompt, opened, is_said in OPENED:
+        token_ids = tokenizer(prompt)["input_ids"]
+        with subtests.test(prompt=prompt), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            texts = texts_of(tokenizer)
+            assert texts.opened_by([token_ids, token_ids]) == [opened] * 2
+            assert texts.opened_by([token_ids]) == [opened]
+            assert len(said) == is_said
+
+
+def test_a_format_counts_the_tag_that_the_prompt_has_opened() -> None:
+    reward = CompletionRewards({"format": RegexMatch(pattern=tags_pattern("think", "answer"), how="full")})
+    cases = [
+        ("<think>\n", "ab</think><answer>7</answer>", 1.0),
+        ("", "ab</think><answer>7</answer>", 0.0),
+        ("<think>\n", "<think>ab</think><answer>7</answer>", 1.0),
+        ("<think>\n\n</think>\n", "<answer>7</answer>", 1.0),
+        ("<think>\n", "ab<answer>7</answer>", 0.0),
+    ]
+    rows = [Completion(token_ids=(1,), text=text, finish_reason="end", opened=opened) for opened, text, _ in cases]
+    assert reward.compute_rewards(["?"] * len(cases), rows).tolist() == [score for _, _, score in cases]
