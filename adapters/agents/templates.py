@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from jinja2 import TemplateError
 
+from adapters.llm import ControlTokens
 from grpo.errors import ConfigError, ContractError
 
 from .messages import Message, tool_message, with_names_as_ids
@@ -90,6 +91,7 @@ class ChatTemplate:
         own = ("tokenize", "add_generation_prompt", "continue_final_message")
         self._options = {name: value for name, value in (options or {}).items() if name not in own}
         self._special = set(tokenizer.all_special_ids)
+        self._control = ControlTokens(tokenizer, self._options)
         self._arguments_as_text, self._names_as_ids = False, False
         self._in_parts = self._needs_parts()
         spoken = self._text([ASKED, ANSWERED], None, turn_follows=False)
@@ -328,14 +330,14 @@ class ChatTemplate:
     def _text(self, messages: Sequence[Message], tools: Any, *, turn_follows: bool = True) -> str:
         named = with_names_as_ids(messages) if self._names_as_ids else messages
         return self._tokenizer.apply_chat_template(
-            [self._as_the_template_reads_it(message) for message in named],
-            tools=list(tools) if tools else None,
+            [self._as_the_template_reads_it(message) for message in self._control.spell(named)],
+            tools=self._control.spell_tools(tools),
             tokenize=False,
             add_generation_prompt=turn_follows,
             **self._options,
         )
 
-    def _as_the_template_reads_it(self, message: Message) -> dict[str, Any]:
+    def _as_the_template_reads_it(self, message: Mapping[str, Any]) -> dict[str, Any]:
         read: dict[str, Any] = dict(message)
         if self._in_parts:
             read["content"] = [{"type": "text", "text": message.get("content", "")}]
@@ -347,7 +349,7 @@ class ChatTemplate:
         return read
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._control.encode(text)
 
 
 def _num_shared(one: str, other: str) -> int:

@@ -24,6 +24,7 @@ except ImportError as error:
     raise ImportError('adapters.llm needs transformers: pip install "model-agnostic-grpo[llm]"') from error
 
 from .completions import Completion, FinishReason
+from .control_tokens import ControlTokens
 from .model.loading import add_lora, load_model
 from .model.merged_weights import merged_weights
 from .model.token_log_probs import token_log_probs
@@ -46,6 +47,7 @@ __all__ = [
     "Between",
     "Completion",
     "CompletionRewards",
+    "ControlTokens",
     "ExactMatch",
     "FinishReason",
     "HFOptions",

@@ -117,12 +117,13 @@ class HFPolicy:
             )
         for lm in (self._lm, self._reference or self._lm):
             _require_tokenizer(tokenizer, lm.vocabulary_size)
-        self._encode = PromptEncoder(
-            tokenizer, self._lm.vocabulary_size, options.prompt_column, options.chat_template_options
-        )
         self.end_token_ids = _end_token_ids(tokenizer, self._lm, options.end_token_ids, self.sampling)
         """Tokens that end a completion."""
         self._texts = CompletionTexts(tokenizer, self.end_token_ids, keeps_special_tokens=options.keep_special_tokens)
+        ends = None if options.end_token_ids is not None else (self.end_token_ids, self.sampling.stop)
+        self._encode = PromptEncoder(
+            tokenizer, self._lm.vocabulary_size, options.prompt_column, options.chat_template_options, ends
+        )
         match sampler:
             case "decoding" | "generate":
                 self._sampler: Sampler = DecodingSampler(

@@ -43,14 +43,24 @@ class StopStrings:
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        self._strings = tuple(strings)
+        marks = getattr(tokenizer, "all_special_tokens", ())
+        self._special = tuple(string for string in strings if any(mark in string for mark in marks))
+        self._plain = tuple(string for string in strings if string not in self._special)
         # a token has at least one byte, so a string has at most as many tokens as bytes; 4 more complete a character
         self._num_tokens = max((len(string.encode()) for string in strings), default=0) + 4
 
     def found(self, tokens: Int[Tensor, "R T"]) -> list[bool]:
         """Whether the last tokens of each row contain one of the strings."""
-        texts = self._tokenizer.batch_decode(tokens[:, -self._num_tokens :], skip_special_tokens=True)
-        return [any(string in text for string in self._strings) for text in texts]
+        last = tokens[:, -self._num_tokens :]
+        found = [False] * len(last)
+        # a string that has a special token is found in the text with special tokens only
+        for strings, skips in ((self._plain, True), (self._special, False)):
+            if strings:
+                texts = self._tokenizer.batch_decode(last, skip_special_tokens=skips)
+                found = [
+                    was or any(string in text for string in strings) for was, text in zip(found, texts, strict=True)
+                ]
+        return found
 
 
 class Progress:

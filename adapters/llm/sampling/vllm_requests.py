@@ -53,6 +53,7 @@ def request_settings(config: SamplingConfig, end_token_ids: Sequence[int]) -> di
         "min_tokens": config.min_new_tokens,
         "stop": list(config.stop),
         "include_stop_str_in_output": True,
+        "skip_special_tokens": not config.stop,  # a stop string may be a special token
         "stop_token_ids": list(end_token_ids),
         "ignore_eos": True,  # only `end_token_ids` end a completion
         "logprobs": 0,  # report the log-prob of the sampled token only

@@ -33,6 +33,7 @@ def test_every_setting_is_sent_under_the_name_that_vllm_uses() -> None:
         "min_tokens": 2,
         "stop": ["\n", "###"],
         "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
         "stop_token_ids": [1, 7],
         "ignore_eos": True,
         "logprobs": 0,

@@ -1,0 +1,89 @@
+"""Control tokens: how the text of messages is kept from becoming the marks with which a chat template separates speakers."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+CUT = "\ufdd0"
+"""A character that no text has (Unicode reserves it): the tokenizer does not see what stands on both sides of it together."""
+THOUGHTS = re.compile("think|thought|reason", re.IGNORECASE)
+OWN = re.compile(
+    "think|thought|reason|tool|call|func|action|python|channel|message|constrain|args|answer", re.IGNORECASE
+)
+"""Marks that the model itself writes in a message."""
+SKELETON = [
+    {"role": role, "content": content}
+    for role, content in (("user", "question"), ("assistant", "answer"), ("user", "question"))
+]
+
+
+class ControlTokens:
+    """Encodes what a chat template writes, so that the text of a message cannot become a control token.
+
+    A template writes a conversation as one text, and the tokenizer reads a mark such as `<|im_start|>` in it as one token,
+    whoever wrote the mark. A tool's result or a data set could open a turn of the assistant in this way. So a mark in the text
+    of a message is spelled out: the tokenizer sees `<` and `|im_start|>`, one after the other, and never the token. The text
+    that the model reads is the same.
+
+    Which marks are spelled out depends on who speaks:
+
+    - in messages of a tool, and in the descriptions of tools: all special tokens, and added tokens that the template writes
+    - in messages of the assistant: the marks that separate messages, and not those that the model writes, such as `<think>`
+    - in all other messages: the special tokens that the template writes, except marks of thoughts
+
+    Args:
+        tokenizer: The model's tokenizer.
+        options: Options of `tokenizer.apply_chat_template`.
+    """
+
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:
+        self._tokenizer = tokenizer
+        special = set(getattr(tokenizer, "all_special_tokens", ()))
+        added = set(tokenizer.get_added_vocab()) if hasattr(tokenizer, "get_added_vocab") else set()
+        written = f"{tokenizer.chat_template}\n{self._skeleton(options or {})}"
+        named = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token} & special
+        marks = {mark for mark in special if mark in written}
+        self._of_tools = _pattern(special | {mark for mark in added if mark in written})
+        self._of_others = _pattern(named | {mark for mark in marks if not THOUGHTS.search(mark)})
+        self._of_assistant = _pattern(named | {mark for mark in marks if not OWN.search(mark)})
+
+    def _skeleton(self, options: Mapping[str, Any]) -> str:
+        """What the template writes around plain messages. Some templates put the marks together from parts."""
+        try:
+            whole = {"add_generation_prompt": True, **options, "tokenize": False, "continue_final_message": False}
+            return str(self._tokenizer.apply_chat_template(SKELETON, **whole))
+        except Exception:  # a template that refuses these messages: its source has the marks
+            return ""
+
+    def spell(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages, with marks in their texts spelled out. Pass what the template makes of them to `encode`."""
+        patterns = {"tool": self._of_tools, "ipython": self._of_tools, "assistant": self._of_assistant}
+        return [
+            {**_spelled(message, patterns.get(message["role"], self._of_others)), "role": message["role"]}
+            for message in messages
+        ]
+
+    def spell_tools(self, tools: Sequence[Any] | None) -> list[Any] | None:
+        """The descriptions of tools, with marks in their texts spelled out."""
+        return [_spelled(tool, self._of_tools) for tool in tools] if tools else None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of what the template wrote. Nothing is added at its begin or end."""
+        parts = text.replace("\\ufdd0", CUT).split(CUT)  # some templates write JSON in ASCII
+        return [
+            token for part in parts if part for token in self._tokenizer(part, add_special_tokens=False)["input_ids"]
+        ]
+
+
+def _pattern(marks: set[str]) -> re.Pattern[str]:
+    """Matches the first character of each mark that has several."""
+    parts = [re.escape(mark) for mark in sorted(marks, key=len, reverse=True) if len(mark) > 1]
+    return re.compile(f"(?=(?:{'|'.join(parts)}))(.)" if parts else r"((?!))", re.DOTALL)
+
+
+def _spelled(value: Any, pattern: re.Pattern[str]) -> Any:
+    if isinstance(value, str):
+        return pattern.sub(rf"\1{CUT}", value)
+    if isinstance(value, Mapping):
+        return {_spelled(key, pattern): _spelled(part, pattern) for key, part in value.items()}
+    return [_spelled(part, pattern) for part in value] if isinstance(value, list | tuple) else value
