@@ -66,9 +66,10 @@ def read_turn(
             before = tokenizer.decode(list(context), skip_special_tokens=False)
             parsed = tokenizer.parse_response(said, prefix=before, tools=list(tools) if tools else None)
             called += [call.get("function", call) for call in parsed.pop("tool_calls", [])]
-            whole = {**parsed, "role": "assistant", "content": parsed.get("content") or ""}
+            spoken: Any = {**parsed, "role": "assistant", "content": parsed.get("content") or ""}
+            whole = spoken
         elif "<|channel|>" in raw and "<|message|>" in raw:
-            whole = {**whole, **_channels(said)}  # type: ignore[typeddict-item]  # keys of a Message
+            whole.update(_channels(said))
         elif found is not None:
             whole["content"] = without(said, special).strip()
         calls = [_call(call, number, i) for i, call in enumerate(called)]
@@ -88,11 +89,11 @@ def _opens_thought(tokenizer: Any, context: Sequence[int]) -> bool:
     return any(text.rfind(mark) > text.rfind(end) for mark, end in THOUGHTS.items())
 
 
-def _channels(raw: str) -> dict[str, str]:
+def _channels(raw: str) -> Message:
     """What a turn of gpt-oss says on its channels: the analysis is a thought."""
     said = re.findall(r"<\|channel\|>(\w+)[^<]*(?:<\|constrain\|>\w*)?<\|message\|>(.*?)(?=<\||\Z)", raw, re.DOTALL)
     thoughts = "\n".join(text for channel, text in said if channel == "analysis")
-    message = {"content": "\n".join(text for channel, text in said if channel != "analysis")}
+    message: Message = {"content": "\n".join(text for channel, text in said if channel != "analysis")}
     return {**message, "reasoning_content": thoughts} if thoughts else message
 
 
