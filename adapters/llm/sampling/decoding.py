@@ -1,6 +1,6 @@
 """Batched decoding with the trained model itself.
 
-Each prompt is computed once, finished rows are removed from the batch, and each row has its own random numbers.
+Each prompt is computed once, waiting rows take the places of finished rows, and each row has its own random numbers.
 """
 
 import math
@@ -120,7 +120,8 @@ class DecodingSampler:
         lm: The model.
         tokenizer: The model's tokenizer, for stop strings.
         with_entropy: Whether to return entropies.
-        max_rows: Maximum number of rows decoded together. More rows are faster and use more memory. None decodes all.
+        max_rows: Maximum number of rows decoded together, of R rows. The cache has at most R rows of P + T positions, for the
+            longest prompt P and T = `max_new_tokens`, and a reserve. More rows are faster. None decodes all.
         max_tokens_per_forward: Maximum number of prompt positions per forward pass. None forwards all.
         loop: "own" for the loop in this module, "generate" for transformers' loop, which supports every architecture. Models
             without a shareable cache always use "generate". Both loops draw the same tokens.
