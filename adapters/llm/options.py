@@ -30,7 +30,7 @@ class HFOptions(Settings):
     """Maximum number of positions per forward pass in scoring and training, padding and prompts included, and of shared prompts
     in decoding. A larger number is faster on a GPU and uses more memory."""
     max_rows_per_decode: int | None = setting(None, at_least=1)
-    """Maximum number of rows decoded together. When a row ends, the next one takes its place. Smaller needs less memory and takes
-    more time. None decodes all."""
+    """Maximum number of rows decoded together. When a row ends, the next one takes its place. A smaller number needs less
+    memory and takes more time. None decodes all."""
     chat_template_options: Mapping = field(default_factory=dict)
     """Options of the chat template, for prompts that are chat messages, for example `{"enable_thinking": False}`."""
