@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from ._common.global_state import preserved_mode, preserved_random_state
 from ._processes.calls import call_in_process
 from ._running.ahead import Ahead
+from ._running.first_iteration import check_first_iteration
 from ._running.in_progress import IterationInProgress
 from ._running.interrupts import Interrupts
 from ._running.progress import RunProgress
@@ -102,6 +103,9 @@ class GRPOTrainer(Learner):
         """Make the updates of an iteration, and return its metrics. A run can stop, and continue, between two of them."""
         self.in_progress.rows = rows
         metrics = super().improve(rows)
+        if self.iteration == 1:
+            has_own = self.reference_policy is None
+            check_first_iteration(rows, metrics, self.updates.context, self.optimizer_step, has_own_reference=has_own)
         self.advisor.log(metrics)
         if self.samples is not None:
             self.samples.append(samples_of(rows.given))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from grpo.arguments import Settings, setting
 
@@ -16,6 +17,10 @@ class HFOptions(Settings):
 
     prompt_column: str = "prompt"
     """Column with the prompt, for states that are rows of a data set."""
+    reference: Literal["start", "base"] = "start"
+    """What a model with an adapter gives as the reference of a KL term. "start": the model as training begins: without its
+    adapter if the adapter is new, and with a copy of the trained weights otherwise. "base": the model without its adapter, even
+    if the adapter was trained before."""
     end_token_ids: tuple[int, ...] | None = None
     """Tokens that end a completion. None uses the end-of-sequence tokens of the tokenizer and of the model's generation
     config."""

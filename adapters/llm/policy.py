@@ -20,6 +20,7 @@ from .micro_batches import plan_by_tokens
 from .model.cards import base_on_hub, save_with_card
 from .model.causal_lm import CausalLM
 from .model.loading import keep_differentiable, load_model, save_model
+from .model.references import OwnReference, is_adapted
 from .model.value_head import VALUE_HEAD_FILE, ValueHead
 from .options import HFOptions
 from .prompts import Prompt, PromptEncoder, PromptState, prompt_of
@@ -50,8 +51,8 @@ class HFPolicy:
         sampling: Sampling settings. The temperature also applies to scoring.
         sampler: "decoding" for the loop of this package, "generate" for transformers' loop, "continuous" for transformers'
             continuous batching, or another engine with its own weights (`VLLMSampler`).
-        reference_model: A frozen model with the same tokenizer, for a KL term. With LoRA, None uses the model without its
-            adapter.
+        reference_model: A frozen model with the same tokenizer, for a KL term. With an adapter, None uses
+            `options.reference`.
         value_head: Whether scores include the value of the state before each token, for `advantage.credit="gae"`. True makes a
             new head; pass a `ValueHead` for other sizes or another dropout.
         options: All other settings. None uses the defaults of `HFOptions`.
@@ -106,7 +107,14 @@ class HFPolicy:
             reference_model.requires_grad_(False).eval()
             self._reference.check_logits()
             check_scores(self._reference, None)
-        if self._reference is not None or hasattr(model, "disable_adapter"):
+            _require_same_vocabulary(self._lm, self._reference)
+        if options.reference == "base" and self._reference is not None:
+            raise ConfigError("HFPolicy: options.reference='base' and reference_model are two references. Keep one.")
+        is_own = self._reference is None and (is_adapted(model) or options.reference == "base")
+        self._own_reference = OwnReference(self._lm, options.reference) if is_own else None
+        self.reference_is_start = self._reference is None and options.reference == "start"
+        """Whether the reference is the policy as training began, so that the KL must begin at 0."""
+        if self._reference is not None or is_own:
             # an attribute, because a policy without a reference must not have this method
             self.reference_log_probabilities = self._reference_log_probabilities
         if any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
@@ -362,7 +370,7 @@ class HFPolicy:
 
     @property
     def reference_model(self) -> Any:
-        """The frozen model of the KL term. None if there is none, or if it is the model without its adapter."""
+        """The frozen model of the KL term. None if there is none, or if the trained model gives it."""
         return None if self._reference is None else self._reference.model
 
     def prompt_of(self, state: PromptState) -> Prompt:
@@ -395,11 +403,12 @@ class HFPolicy:
     def _reference_log_probabilities(
         self, states: Sequence[PromptState], actions: Sequence[Completion]
     ) -> Float[Tensor, "N T"]:
-        """Log-probs of the tokens under the reference model, or under the model with its adapter switched off."""
+        """Log-probs of the tokens under the reference model, or under the model as it was, or without its adapter."""
         rows = _distinct(self._encode(states))
         if self._reference is not None:
             return self._score(*rows, actions, lm=self._reference).log_probs
-        with self._lm.without_adapter():
+        assert self._own_reference is not None
+        with self._own_reference.active():
             return self._score(*rows, actions).log_probs
 
     def plan_micro_batches(self, states: Sequence[PromptState], actions: Sequence[Completion]) -> list[Sequence[int]]:
@@ -663,6 +672,16 @@ def _require_tokenizer(tokenizer: Any, vocabulary_size: int) -> None:
         )
 
 
+def _require_same_vocabulary(lm: CausalLM, reference: CausalLM) -> None:
+    """Refuse a reference with other tokens. Models of one tokenizer may be padded to different sizes, by less than 1%."""
+    sizes = lm.vocabulary_size, reference.vocabulary_size
+    if max(sizes) > 1.01 * min(sizes):
+        raise ConfigError(
+            f"HFPolicy: reference_model must have the vocabulary of the model, {sizes[0]} tokens; it has {sizes[1]}, so the "
+            "same token id is another text. Use a reference with the model's tokenizer."
+        )
+
+
 def _require_separate(model: Any, reference_model: Any) -> None:
     """Refuse a reference that would freeze the trained model, and move with it."""
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
@@ -670,5 +689,5 @@ def _require_separate(model: Any, reference_model: Any) -> None:
         raise ConfigError(
             "HFPolicy: reference_model must be another model; got the model itself, or one that shares trained "
             "parameters with it, so they would be frozen and the KL would stay 0. Pass copy.deepcopy(model). With LoRA, leave "
-            "reference_model out: the model without its adapter is the reference."
+            "reference_model out: the model as training began is the reference."
         )

@@ -21,7 +21,7 @@ def warns_of_ratio(policy: Any, inputs: ObjectiveInputs) -> bool:
     if torch.allclose(now, old.to(now.dtype), atol=TOLERANCE, rtol=1e-6):
         return False
     change = (now - old).abs().max().item()
-    random = list(_random_parts(policy))
+    random = list(random_parts(policy))
     if random:
         listed = ", ".join(random[:3]) + (f" and {len(random) - 3} more" if len(random) > 3 else "")
         cause = f"Dropout is on in train(): set it to 0 ({listed})."
@@ -37,7 +37,7 @@ def warns_of_ratio(policy: Any, inputs: ObjectiveInputs) -> bool:
     return True
 
 
-def _random_parts(policy: Any) -> Iterator[str]:
+def random_parts(policy: Any) -> Iterator[str]:
     """Name each dropout rate above 0: of dropout modules, and of other modules, such as `nn.LSTM.dropout`.
 
     A policy is a module itself, or holds modules in its attributes.

@@ -131,6 +131,7 @@ class OptimizerStep:
             self._skip(norm)
             return
         self._meter.add_value("grad_norm", norm)
+        self._meter.add_value("zero_gradients", float(norm == 0))
         self._meter.add_value("learning_rate", self.learning_rate)
         max_norm = self._config.max_grad_norm
         if max_norm is not None and norm > max_norm:

@@ -246,6 +246,14 @@ RULES = (
         patience=1,
     ),
     Advice(
+        sign="the gradient is exactly 0",
+        text="In all updates of an iteration the gradient was exactly 0 although rows have advantages. Either the advantages "
+        "of equal actions cancel, or every action is certain, or the trained parameters do not reach the log-probabilities. "
+        "train/zero_gradients is the fraction of such updates.",
+        is_seen=lambda run: run("train/zero_gradients") == 1 and not run("train/clip_fraction") > 0,
+        patience=1,
+    ),
+    Advice(
         sign="nothing is ever clipped",
         kind="note",
         text="In ten iterations of several updates, no ratio has left the clip range. Either the updates are small (a larger "

@@ -150,3 +150,36 @@ def test_one_finite_update_resets_the_count_of_skipped_updates() -> None:
     trainer.step(["a", "b"])
     with pytest.raises(NonFiniteGradientError, match=re.escape("3 updates in a row")):
         trainer.step(["a", "b"])
+
+
+# Gradients that are exactly 0
+
+
+class Detached(TablePolicy):
+    """Its log-probs depend on the logits, but not on how large the logits are."""
+
+    scale = 0.0
+
+    def get_log_probabilities(self, states: Any, actions: Any) -> Tensor:
+        found = super().get_log_probabilities(states, actions)
+        return found.detach() + self.scale * found
+
+
+def test_a_run_whose_first_gradient_is_0_for_a_reason_that_stays_is_an_error() -> None:
+    trainer = trainer_of(Detached())
+    with pytest.raises(
+        ContractError, match=r"Detached: in the first update, .*0 for all 1 \(logits\), because no log-prob"
+    ):
+        trainer.step(["a", "b"])
+    later = trainer_of(Detached())
+    later.policy.scale = 1.0
+    later.step(["a", "b"])
+    later.policy.scale = 0.0
+    assert later.step(["a", "b"])["train/zero_gradients"] == 1.0
+
+
+def test_a_gradient_of_0_that_says_nothing_of_the_policy_is_no_error() -> None:
+    """Equal actions with opposite advantages cancel; without advantages, there is nothing to learn."""
+    for script, rewards in [([[0, 0], [1, 1]], [1.0, 0.0, 0.0, 1.0]), ([[0, 1], [1, 0]], [1.0, 1.0, 0.0, 0.0])]:
+        trainer = trainer_of(TablePolicy(script=script), lambda states, actions, given=rewards: given, group_size=2)
+        assert trainer.step(["a", "b"])["train/grad_norm"] == 0.0

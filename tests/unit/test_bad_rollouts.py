@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ def test_rollouts_whose_mask_differs_from_the_policys_are_refused() -> None:
 
 class OwnReference(RowScoring):
     """`ScoresReference`, with so many steps per row."""
+
+    reference_is_start = False
 
     def __init__(self, num_steps: int) -> None:
         super().__init__()
@@ -203,3 +206,34 @@ def test_an_exact_entropy_of_nan_is_refused_even_if_no_term_of_the_loss_reads_it
     batch = ExperienceBatch.from_rows([0, 0], [(1,), (0,)], [0.0, 1.0], [0, 0])
     with pytest.raises(ContractError, match=r"WithoutOneAction: .*exact entropy.*some are not.*finfo\(dtype\)\.min"):
         trainer.update(batch)
+
+
+# Probabilities instead of log-probs
+
+DENSITIES = torch.tensor([0.5, 0.25, 0.25, 0.5])
+
+
+def test_probabilities_are_refused_as_log_probs(subtests: pytest.Subtests) -> None:
+    """Of labels and texts, any value above 0. Of objects, values that are all probabilities. Densities may be above 1."""
+    labels: list[Any] = [[0, 1, 0, 1], torch.tensor([0, 1, 0, 1]), np.array([0, 1, 0, 1], np.uint8), list("abcd")]
+    labels += [[(0, 1)] * 4, [True, False] * 2]
+    for actions in [*labels, [object()] * 4]:
+        for values in (DENSITIES, torch.ones(4)):
+            with (
+                subtests.test(actions=actions, values=values),
+                pytest.raises(ContractError, match=r"probabilities\.log"),
+            ):
+                ExperienceBatch.from_rows([0] * 4, actions, [0.0] * 4, [0] * 4, behaviour_log_probs=values)
+    with pytest.raises(ContractError, match=r"must be at most 0; got 0\.25"):
+        ExperienceBatch.from_rows([0] * 4, list("abcd"), [0.0] * 4, [0] * 4, behaviour_log_probs=DENSITIES - 0.25)
+    for actions in [torch.randn(4, 2), [0.3, 0.1, 0.5, 0.2], [(0.5, 1), (0.1, 2), (1.5, 0), (2.5, 1)]]:
+        ExperienceBatch.from_rows([0] * 4, actions, [0.0] * 4, [0] * 4, behaviour_log_probs=DENSITIES)
+    ExperienceBatch.from_rows([0] * 4, [object()] * 4, [0.0] * 4, [0] * 4, behaviour_log_probs=DENSITIES * 5)
+    for allowed in (DENSITIES.log(), torch.zeros(4), torch.tensor([math.nan, -1.0, math.nan, -2.0])):
+        ExperienceBatch.from_rows([0] * 4, [0, 1, 0, 1], [0.0] * 4, [0] * 4, behaviour_log_probs=allowed)
+
+
+def test_probabilities_outside_the_mask_do_not_count() -> None:
+    mask = torch.tensor([[True, False]] * 2)
+    values = torch.tensor([[-1.0, 0.5]] * 2)
+    ExperienceBatch.from_rows([0, 0], [(0, 1)] * 2, [0.0, 1.0], [0, 0], behaviour_log_probs=values, mask=mask)

@@ -1,7 +1,7 @@
 """The parts of a Hugging Face causal language model: its decoder, its output head, and the capabilities of its cache."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,9 @@ class CausalLM:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        adapter = getattr(model, "active_peft_config", None)
-        if adapter is not None and adapter.is_prompt_learning:
-            raise ContractError(
-                f"HFPolicy: an adapter must change the layers, as LoRA does; got {adapter.peft_type}, which adds virtual "
-                "tokens outside the decoder. Use LoRA."
-            )
+        _refuse_unusable(model)
+        self.adapters = adapters_of(model)
+        """Configurations of PEFT's active adapters, by name."""
         plain = model.get_base_model() if hasattr(model, "get_base_model") else model
         head = plain.get_output_embeddings() if hasattr(plain, "get_output_embeddings") else None
         if head is None or plain.config.is_encoder_decoder:
@@ -70,6 +67,8 @@ class CausalLM:
                 "HFPolicy: the model must be a decoder-only causal language model of transformers with an output head, or a "
                 f"PeftModel around one; got {repr(model) if isinstance(model, str) else type(plain).__name__}. {remedy}"
             )
+        _refuse_adapters(model, self.adapters)
+        _require_one_device(plain)
         if not getattr(plain.config, "return_dict", True):
             raise ContractError(
                 f"HFPolicy: the model must return its outputs by name; {type(plain).__name__} has return_dict=False. Set "
@@ -181,10 +180,16 @@ class CausalLM:
     def without_adapter(self) -> Iterator[None]:
         """Context in which the adapter is switched off and the model is in evaluation mode."""
         trained = {parameter: parameter.requires_grad for parameter in self.model.parameters()}
+        is_integrated = not hasattr(self.model, "disable_adapter")  # `add_adapter` of transformers
         try:
-            with self.evaluating(), self.model.disable_adapter():
+            with self.evaluating(), nullcontext() if is_integrated else self.model.disable_adapter():
+                if is_integrated:
+                    self.model.disable_adapters()
                 yield
-        finally:  # PEFT makes all parts of the adapter trainable, also frozen ones
+        finally:
+            if is_integrated:
+                self.model.enable_adapters()
+            # PEFT makes all parts of the adapter trainable, also frozen ones
             for parameter, requires_grad in trained.items():
                 parameter.requires_grad_(requires_grad)
 
@@ -220,7 +225,7 @@ class CausalLM:
         row = torch.arange(8, device=self.device)
         tokens = torch.stack([row, torch.cat([row[:4], row[4:].flip(0)])]) % self.vocabulary_size
         with self.on_trial():
-            expected = self.plain(input_ids=tokens, use_cache=False).logits.float()
+            expected = self.model(input_ids=tokens, use_cache=False).logits.float()
             got = self.head(self.decoder(input_ids=tokens, use_cache=False).last_hidden_state).float()
         tolerance = 1e-4 if self.computes_in_float32 else 1e-2
         name, size = type(self.plain).__name__, expected.abs().max().item()
@@ -235,6 +240,84 @@ class CausalLM:
                 "differ, because this architecture changes its hidden states or its logits in an unsupported way (encoders "
                 "have another layer before the head). Report the architecture, or use another one."
             )
+
+
+OUTSIDE_LAYERS = {
+    "CARTRIDGE": "adds keys and values outside the decoder",
+    "LILY": "mixes its experts by an average over all tokens of a batch, later ones included",
+    "POLY": "needs the id of a task for each row",
+    "SHADOW": "runs a second model beside the decoder",
+    "XLORA": "runs the model twice, to weigh its adapters",
+}
+"""Types of adapters whose effect is not in the decoder's layers alone, and what each does."""
+
+
+def adapters_of(model: Any) -> dict[str, Any]:
+    """Configurations of the active adapters, by name. Empty: the model has no adapter."""
+    configs = getattr(model, "peft_config", None) or {}
+    if not configs:
+        return {}
+    active = getattr(model, "active_adapters", None) or []
+    active = active() if callable(active) else active  # transformers has a method, and PEFT a property
+    return {name: configs[name] for name in ([active] if isinstance(active, str) else active) if name in configs}
+
+
+def _refuse_unusable(model: Any) -> None:
+    """Refuse what only looks like a model that can be trained."""
+    compiled = getattr(model, "_orig_mod", None) is not None
+    wrapped = [model, model.get_base_model()] if hasattr(model, "get_base_model") else [model]
+    if compiled or any(getattr(part, "_compiled_call_impl", None) is not None for part in wrapped):
+        raise ContractError(
+            "HFPolicy: the model must not be compiled as a whole, because its decoder and its head are called apart, so the "
+            "compiled forward would never run. Pass the model itself, and compile its layers: "
+            "[layer.compile() for layer in model.model.layers]."
+        )
+    if type(model).__name__ == "PeftMixedModel":
+        raise ContractError(
+            "HFPolicy: the model must not be a PeftMixedModel, because PEFT can neither save nor load one. Use adapters of one "
+            "type: peft.get_peft_model(model, config)."
+        )
+
+
+def _refuse_adapters(model: Any, adapters: Mapping[str, Any]) -> None:
+    """Refuse adapters that do not act where the decoder is called, and adapters that are merged.
+
+    Raises:
+        ContractError: An adapter would not be trained, or scores would not be those of the adapted model.
+    """
+    for config in adapters.values():
+        kind = getattr(config.peft_type, "value", str(config.peft_type))
+        cause = OUTSIDE_LAYERS.get(kind)
+        if config.is_prompt_learning:
+            cause = "adds virtual tokens outside the decoder"
+        if getattr(config, "alora_invocation_tokens", None):
+            kind, cause = "aLoRA", "acts only behind its invocation tokens, which PEFT looks for outside the decoder"
+        if cause is not None:
+            raise ContractError(
+                f"HFPolicy: an adapter must change the decoder's layers, as LoRA does; got {kind}, which {cause}. Use LoRA."
+            )
+    merged = [name for name, module in model.named_modules() if getattr(module, "merged_adapters", None)]
+    if merged:
+        raise ContractError(
+            f"HFPolicy: the adapter must not be merged into the base weights, because its own weights then have no effect and "
+            f"no gradient; {merged[0]} is merged. Call model.unmerge_adapter(), or train the model that merge_and_unload() "
+            "returns."
+        )
+
+
+def _require_one_device(plain: Any) -> None:
+    """Refuse weights without values, and weights on several devices."""
+    devices = {str(parameter.device) for parameter in plain.parameters()}
+    if "meta" in devices:
+        raise ContractError(
+            "HFPolicy: the model's weights must be in memory; some are on the meta device, which holds no values: the model "
+            "was built without weights, or device_map has put them on disk. Load it with from_pretrained, without offloading."
+        )
+    if len(devices) > 1 or len(set(getattr(plain, "hf_device_map", {}).values())) > 1:
+        raise ContractError(
+            f"HFPolicy: all weights of a model must be on one device; they are on {sorted(devices)}, by device_map. Load it "
+            "with device_map={'': device}. To divide a model among GPUs, use GRPOTrainer(engine=grpo.distributed.Sharded())."
+        )
 
 
 class LogitsPostprocessing(nn.Module):

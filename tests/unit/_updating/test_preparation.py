@@ -150,6 +150,8 @@ def test_whoever_samples_in_another_thread_has_finished_before_each_sync() -> No
 class WithReference(TablePolicy):
     """`ScoresReference`: probabilities 1/4 and 3/4."""
 
+    reference_is_start = False
+
     def reference_log_probabilities(self, states: Any, actions: Any) -> Tensor:
         self.calls["reference"] += 1
         return torch.tensor([0.25, 0.75], dtype=torch.float64).log()[torch.as_tensor(actions)]

@@ -390,6 +390,7 @@ FIRES: list[tuple[str, list[dict[str, float]], dict[str, Any]]] = [
     ("all advantages are 0", course(1, DEAD, group_stats__zero_variance_fraction=0.5), {}),
     ("batch_size is larger than an iteration", course(1, LIVE, train__num_updates=1.0), {"batch_size": 17}),
     ("the loss is 0", course(1, LIVE, train__num_updates=1.0, train__total_loss=0.0), {}),
+    ("the gradient is exactly 0", [{**UNCLIPPED, "train/zero_gradients": 1.0}], {}),
     ("nothing is ever clipped", course(10, UNCLIPPED), SEVERAL_UPDATES),
     ("nothing is ever clipped", course(60, UNCLIPPED, rewards__mean=(0.6, 0.4)), SEVERAL_UPDATES),
     ("much of the gradient is clipped", course(10, LIVE, train__clip_fraction=0.31), {}),
@@ -443,6 +444,8 @@ FALSE_ALARMS: list[tuple[str, str, list[dict[str, float]], dict[str, Any]]] = [
     ),
     ("the loss is 0", "there are several updates", course(1, LIVE, train__total_loss=0.0), {}),
     ("the loss is 0", "the gradient is, too", course(1, DEAD, train__total_loss=0.0), {}),
+    ("the gradient is exactly 0", "some updates had one", [{**UNCLIPPED, "train/zero_gradients": 0.5}], {}),
+    ("the gradient is exactly 0", "it is clipped", [{**LIVE, "train/zero_gradients": 1.0}], {}),
     (
         "nothing is ever clipped",
         "one update per iteration",

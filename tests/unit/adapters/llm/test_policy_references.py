@@ -1,17 +1,29 @@
 """`HFPolicy`: references, trained parameters and modes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import (
+    AdaptionPromptConfig,
+    FourierFTConfig,
+    IA3Config,
+    LoraConfig,
+    TrainableTokensConfig,
+    get_peft_model,
+)
 
+from adapters.llm import HFPolicy
+from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo.errors import ConfigError, GRPOWarning
 from grpo.policy_base import ScoresReference
 from tests.support.llm_models import (
     FLOAT32_GRADIENT,
     FLOAT32_LOG_PROB,
     ROWS,
     STATES,
+    VOCABULARY_SIZE,
     adapted_model,
     assert_rows,
     character_tokenizer,
@@ -36,14 +48,104 @@ def test_without_adapter_and_reference_model_there_is_no_reference() -> None:
     assert isinstance(policy_of(reference_model=tiny_model()), ScoresReference)
 
 
-def test_the_reference_of_an_adapter_is_the_base_model() -> None:
-    policy = policy_of(adapted_model())
-    reference = policy.reference_log_probabilities(STATES, ROWS)
-    assert not reference.requires_grad
-    assert_rows(reference, log_probs_of_rows(tiny_model()))
-    scores = policy.score_actions(STATES, ROWS)
-    assert_rows(scores.log_probs, log_probs_of_rows(policy.model))
-    assert float((scores.log_probs - reference).detach().abs().max()) > 0.01
+KINDS: dict[str, Callable[[], Any]] = {
+    "a new LoRA": lambda: get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"])),
+    "a LoRA that was trained before": adapted_model,
+    "PiSSA": lambda: adapted_model(init_lora_weights="pissa"),
+    "OLoRA with a head": lambda: adapted_model(init_lora_weights="olora", modules_to_save=["lm_head"]),
+    "DoRA": lambda: get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)),
+    "biases outside": lambda: get_peft_model(
+        tiny_model("gpt2"), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, bias="all")
+    ),
+    "a head outside": lambda: _with_trained_head(get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"]))),
+    "tokens": lambda: get_peft_model(tiny_model(), TrainableTokensConfig(token_indices=[3, 4, 5, 6])),
+    "vectors": lambda: get_peft_model(tiny_model(), IA3Config(target_modules=["q_proj"], feedforward_modules=[])),
+    "a random start": lambda: get_peft_model(tiny_model(), FourierFTConfig(target_modules=["q_proj"], n_frequency=20)),
+    "adaption prompts": lambda: get_peft_model(
+        tiny_model("llama"), AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
+    ),
+    "add_adapter of transformers": lambda: _integrated(tiny_model()),
+}
+
+
+def _with_trained_head(model: Any) -> Any:
+    model.get_output_embeddings().requires_grad_(True)
+    return model
+
+
+def _integrated(model: Any) -> Any:
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]))
+    return model
+
+
+@torch.no_grad()
+def move(policy: HFPolicy) -> None:
+    """Change every trained weight."""
+    for value in policy.get_parameters().values():
+        value.add_(0.1 * torch.randn_like(value))
+
+
+def test_the_reference_is_the_policy_as_training_began(subtests: pytest.Subtests) -> None:
+    for name, make in KINDS.items():
+        with subtests.test(kind=name), torch.random.fork_rng():
+            torch.manual_seed(1)
+            policy = policy_of(make().eval())
+            start = policy.score_actions(STATES, ROWS).log_probs.detach()
+            for _ in range(2):
+                move(policy)
+                now = policy.score_actions(STATES, ROWS).log_probs.detach()
+                assert float((now - start).abs().max()) > 0.01
+                found = policy.reference_log_probabilities(STATES, ROWS)
+                torch.testing.assert_close(found, start, rtol=0, atol=FLOAT32_LOG_PROB)
+                torch.testing.assert_close(policy.score_actions(STATES, ROWS).log_probs.detach(), now, rtol=0, atol=0)
+            assert all(value.requires_grad for value in policy.get_parameters().values())
+
+
+def test_a_new_lora_keeps_no_copy_of_its_weights() -> None:
+    copies = {name: len(policy_of(KINDS[name]())._own_reference._start) for name in list(KINDS)[:2]}
+    assert copies == {"a new LoRA": 0, "a LoRA that was trained before": 2 * 2}
+
+
+def test_the_base_model_is_the_reference_on_request_where_it_is_left(subtests: pytest.Subtests) -> None:
+    policy = policy_of(adapted_model(), reference="base")
+    assert_rows(policy.reference_log_probabilities(STATES, ROWS), log_probs_of_rows(tiny_model()))
+    for name, cause in {
+        "PiSSA": "init_lora_weights='pissa' has changed the base weights",
+        "OLoRA with a head": "init_lora_weights='olora'",
+        "biases outside": r"bias.* is trained outside the adapter",
+        "a head outside": r"lm_head.weight is trained outside",
+    }.items():
+        with subtests.test(kind=name), pytest.raises(ConfigError, match=cause):
+            policy_of(KINDS[name](), reference="base")
+    for options, cause in [
+        ({}, "this model has no adapter"),
+        ({"reference_model": tiny_model()}, r"options\.reference='base' and reference_model are two"),
+    ]:
+        with subtests.test(options=options), pytest.raises(ConfigError, match=cause):
+            policy_of(reference="base", **options)
+
+
+def test_a_reference_with_another_vocabulary_is_refused() -> None:
+    with pytest.raises(ConfigError, match=f"vocabulary of the model, {VOCABULARY_SIZE} tokens; it has 50"):
+        policy_of(reference_model=tiny_model(vocab_size=50))
+
+
+def test_a_reference_that_is_not_the_start_is_told_at_the_first_update() -> None:
+    """A reference that was asked for is never judged: another model, or the base model."""
+
+    def first_kl(policy: HFPolicy, change: bool = False) -> float:
+        config = GRPOConfig(group_size=4, seed=0, learning_rate=1e-3, objective=ObjectiveConfig(kl_coef=0.1))
+        if change:
+            move(policy)
+        trainer = GRPOTrainer(config=config, policy=policy, reward_model=lambda s, a: [float(len(x)) for x in a])
+        return trainer.step(STATES)["train/kl_mean"]
+
+    for name in ("a LoRA that was trained before", "PiSSA"):
+        assert abs(first_kl(policy_of(KINDS[name]()))) < 1e-9
+    assert first_kl(policy_of(adapted_model(), reference="base")) > 1e-3
+    assert first_kl(policy_of(reference_model=tiny_model("llama"))) > 1e-3
+    with pytest.warns(GRPOWarning, match=r"the policy's own reference should be .*Its weights changed after it took"):
+        first_kl(policy_of(adapted_model()), change=True)
 
 
 def test_a_reference_model_is_frozen_and_may_have_another_architecture(subtests: pytest.Subtests) -> None:
