@@ -18,9 +18,9 @@ from grpo.errors import ConfigError, ContractError
 from .completions import Completion, completion_mask, padded
 from .micro_batches import plan_by_tokens
 from .model.cards import base_on_hub, save_with_card
-from .model.causal_lm import CausalLM
+from .model.causal_lm import CausalLM, is_adapted
 from .model.loading import keep_differentiable, load_model, save_model
-from .model.references import OwnReference, is_adapted
+from .model.references import OwnReference
 from .model.value_head import VALUE_HEAD_FILE, ValueHead
 from .options import HFOptions
 from .prompts import Prompt, PromptEncoder, PromptState, prompt_of
@@ -237,7 +237,7 @@ class HFPolicy:
             base_model=self._base_model,
             sampling=self.sampling.to_dict(),
             trainer=trainer,
-            is_adapter=hasattr(self.model, "get_base_model") and not merge,
+            is_adapter=is_adapted(self.model) and not merge,
             push_to_hub=push_to_hub,
             private=private,
             token=token,

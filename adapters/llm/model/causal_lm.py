@@ -252,6 +252,11 @@ OUTSIDE_LAYERS = {
 """Types of adapters whose effect is not in the decoder's layers alone, and what each does."""
 
 
+def is_adapted(model: Any) -> bool:
+    """Whether PEFT has adapted a model, itself or through `add_adapter` of transformers."""
+    return hasattr(model, "disable_adapter") or getattr(model, "_hf_peft_config_loaded", False)
+
+
 def adapters_of(model: Any) -> dict[str, Any]:
     """Configurations of the active adapters, by name. Empty: the model has no adapter."""
     configs = getattr(model, "peft_config", None) or {}

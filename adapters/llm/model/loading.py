@@ -1,16 +1,21 @@
 """Loading models from a folder or the hub, and saving them: precision, quantisation and LoRA."""
 
+import copy
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from grpo.errors import ConfigError
+from grpo.errors import ConfigError, ContractError
 
-from .merged_weights import merged_weights
+from .causal_lm import CausalLM, adapters_of, is_adapted
+from .merged_weights import is_divided, merged_weights
 
+WITH_MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+"""Model types in which PEFT refuses an adapter of `out_proj`."""
 ADAPTER_CONFIG = "adapter_config.json"
 """Name of the file with the configuration of a saved adapter. PEFT writes it."""
 
@@ -59,7 +64,7 @@ def load_model(
         raise ConfigError(
             "load_model: quantised weights cannot be trained. Pass lora=True, or a peft.LoraConfig, to train an adapter."
         )
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(device or (own_gpu() if torch.cuda.is_available() else "cpu"))
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     base = str(name_or_folder) if adapter is None else adapter["base_model_name_or_path"]
     model = AutoModelForCausalLM.from_pretrained(
@@ -78,6 +83,9 @@ def load_model(
     tokenizer = AutoTokenizer.from_pretrained(str(name_or_folder), **options)
     if adapter is not None:
         peft = _require_peft()
+        size = _num_saved_tokens(model, folder)
+        if size is not None:  # tokens were added before the adapter was trained
+            model.resize_token_embeddings(size, mean_resizing=False)
         model = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     elif lora is not None:
         model = add_lora(model, None if lora is True else lora)
@@ -89,11 +97,42 @@ def add_lora(model: Any, config: Any = None) -> Any:
 
     Args:
         model: A plain `PreTrainedModel`.
-        config: A `peft.LoraConfig`. None uses rank 16 and alpha 32 on all linear layers except the output head.
+        config: A `peft.LoraConfig`. None uses rank 16 and alpha 32 on all linear layers except the output head, and except
+            `out_proj` and `dt_proj` in models with Mamba's layers, which read these weights without calling the layers.
     """
     peft = _require_peft()
-    config = config or peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    if config is None:
+        targets: Any = "all-linear"
+        if getattr(model.config, "model_type", None) in WITH_MAMBA:
+            head = model.get_output_embeddings()
+            linear = {
+                name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part is not head
+            }
+            targets = sorted({name.rpartition(".")[2] for name in linear} - {"out_proj", "dt_proj"})
+        config = peft.LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config)
+
+
+def own_gpu() -> str:
+    """The GPU of this process: under torchrun, that of its local rank."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', torch.cuda.current_device())}"
+
+
+def _num_saved_tokens(model: Any, folder: Path) -> int | None:
+    """Number of token embeddings in a folder with an adapter, if it is not that of the model."""
+    from safetensors import safe_open
+
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        return None
+    pair = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    names = tuple(name for name, part in model.named_modules() if id(part) in pair)
+    with safe_open(file, "pt") as tensors:
+        for key in tensors.keys():  # noqa: SIM118 - no dict
+            if key.removesuffix(".weight").removesuffix(".base_layer").endswith(names) and key.endswith("weight"):
+                size = tensors.get_slice(key).get_shape()[0]
+                return None if size == len(model.get_input_embeddings().weight) else size
+    return None
 
 
 def keep_differentiable(model: Any) -> None:
@@ -127,12 +166,79 @@ def save_model(model: Any, tokenizer: Any, folder: str | Path, *, merge: bool = 
         folder: Folder to write to. It is created if it does not exist.
         merge: Whether to save the whole model with the adapter merged into its weights.
     """
-    if merge and hasattr(model, "get_base_model"):
-        plain = model.get_base_model()
-        plain.save_pretrained(folder, state_dict={name: weight.contiguous() for name, weight in merged_weights(model)})
+    if merge and is_adapted(model):
+        _save_merged(model, folder)
     else:
+        _require_one_adapter(model)
         model.save_pretrained(folder)
+        _lift(model, Path(folder))
     tokenizer.save_pretrained(folder)
+
+
+def _save_merged(model: Any, folder: str | Path) -> None:
+    """Save a plain model with the adapter merged, and read it back."""
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+    weights = {name: weight.contiguous() for name, weight in merged_weights(model)}
+    is_plain_class = not getattr(plain, "is_quantized", False) and not getattr(plain, "_hf_peft_config_loaded", False)
+    if is_plain_class:
+        plain.save_pretrained(folder, state_dict=weights)
+        _read_back(model, plain, folder)
+        return
+    # transformers would write the quantised tensors, or the adapter alone: a model without weights writes what it is given
+    config = copy.deepcopy(plain.config)
+    vars(config).pop("quantization_config", None)
+    with torch.device("meta"):
+        shell = type(plain)(config)
+    shell.generation_config = plain.generation_config
+    own = shell.state_dict().keys()
+    wrong = sorted(own ^ weights.keys())
+    if wrong:
+        raise ContractError(
+            f"HFPolicy.save_pretrained: a merged model must have the weights of a plain model; {wrong[:4]} are missing or "
+            "unknown. Save the adapter: merge=False."
+        )
+    shell.to(plain.dtype).save_pretrained(folder, state_dict=weights)
+    _read_back(model, plain, folder)
+
+
+def _read_back(model: Any, plain: Any, folder: str | Path) -> None:
+    """Load a merged model on the CPU, and compare its log-probs of one row with those of the adapted model."""
+    if is_divided(plain):
+        return  # only one rank writes, and no rank can forward alone
+    lm, again = (
+        CausalLM(model),
+        CausalLM(type(plain).from_pretrained(folder, dtype=plain.dtype, device_map={"": "cpu"})),
+    )
+    size = min(16, lm.max_positions or 16)
+    row = [(7 * place + 1) % lm.vocabulary_size for place in range(size)]
+    with lm.on_trial():
+        expected = lm.log_probs_alone(row[:1], row[1:]).cpu()
+        gap = (again.log_probs_alone(row[:1], row[1:]) - expected).abs().max().item()
+    tolerance = 0.01 if lm.computes_in_float32 else 0.5
+    if not gap < tolerance:
+        raise ContractError(
+            f"HFPolicy.save_pretrained: the merged model in {folder} must give the log-probs of the adapted model; read back, "
+            f"they differ by {gap:.2g} (rounding explains {tolerance} at most), because the adapter does not act where it was "
+            "merged, or quantisation rounds much. Save the adapter: merge=False."
+        )
+
+
+def _require_one_adapter(model: Any) -> None:
+    """Refuse several active adapters, of which a reader would load the first alone."""
+    if len(active := adapters_of(model)) > 1:
+        raise ConfigError(
+            f"HFPolicy.save_pretrained: only one adapter can be saved and loaded again; {sorted(active)} are active together. "
+            "Save the merged model: merge=True."
+        )
+
+
+def _lift(model: Any, folder: Path) -> None:
+    """Move an adapter with another name than "default" out of the folder of its name, to where it is looked for."""
+    for name in adapters_of(model):
+        if hasattr(model, "get_base_model") and name != "default" and (folder / name / ADAPTER_CONFIG).is_file():
+            for file in (folder / name).iterdir():
+                file.replace(folder / file.name)
+            (folder / name).rmdir()
 
 
 def _quantisation(in_4bit: bool, in_8bit: bool, dtype: torch.dtype | Literal["auto"]) -> Any:

@@ -37,6 +37,7 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     from transformers.core_model_loading import revert_weight_conversion
 
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+    _require_mergeable(model, plain)
     _require_equal_ties(plain)
     conversions = getattr(plain, "_weight_conversions", None)  # set by from_pretrained
     if conversions is None:
@@ -100,7 +101,13 @@ def _merged(layer: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield from _weights(layer.base_layer, prefix)
     elif not any(map(_is_quantised, layer.get_base_layer().parameters(recurse=False))):
         layer = copy.deepcopy(layer)
-        layer.merge(adapter_names=adapters)
+        try:
+            layer.merge(adapter_names=adapters)
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"merged_weights: PEFT cannot merge the adapter of {prefix[:-1]}: {str(error).strip()[:200]} Save the adapter "
+                "alone, or leave out what this error names (a bias of the adapter needs a bias in the layer)."
+            ) from error
         yield from _weights(layer.base_layer, prefix)
     else:  # PEFT would quantise the sum again
         if type(layer).__module__.split(".")[:3] != ["peft", "tuners", "lora"] or any(
@@ -120,6 +127,22 @@ def _merged(layer: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
 def _is_quantised(tensor: Tensor) -> bool:
     """Whether a tensor is a quantised weight of bitsandbytes."""
     return type(tensor).__name__ in ("Params4bit", "Int8Params")
+
+
+def _require_mergeable(model: Any, plain: Any) -> None:
+    """Refuse adapters that are no change of weights, and quantised weights that nobody has read back."""
+    kinds = {getattr(config, "peft_type", None) for config in (getattr(model, "peft_config", None) or {}).values()}
+    if "ADAPTION_PROMPT" in kinds:
+        raise ConfigError(
+            "merged_weights: adaption prompts change no weights, so they cannot be merged. Save the adapter alone."
+        )
+    quantiser = getattr(plain, "hf_quantizer", None)
+    method = getattr(getattr(quantiser, "quantization_config", None), "quant_method", None)
+    if method is not None and "bitsandbytes" not in str(getattr(method, "value", method)):
+        raise ConfigError(
+            f"merged_weights: only weights that bitsandbytes has quantised can be dequantised and merged; these are quantised "
+            f"by {getattr(method, 'value', method)}. Save the adapter alone, or load the model without quantisation."
+        )
 
 
 def _require_equal_ties(plain: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from grpo.errors import ConfigError
 
-from .causal_lm import CausalLM
+from .causal_lm import CausalLM, is_adapted
 
 KEEP_BASE = (True, False, "gaussian", "eva", "mica", "orthogonal")
 """Initialisations of LoRA that leave the base weights as they are. Others, such as PiSSA, change them."""
@@ -68,11 +68,6 @@ class OwnReference:
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trained parameters by name."""
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
-
-
-def is_adapted(model: nn.Module) -> bool:
-    """Whether PEFT has adapted a model, itself or through `add_adapter` of transformers."""
-    return hasattr(model, "disable_adapter") or getattr(model, "_hf_peft_config_loaded", False)
 
 
 def _adapter_ids(model: nn.Module) -> set[int]:

@@ -124,7 +124,7 @@ class _LinearHead(torch.autograd.Function):
                 if of_weight.dtype == slopes.dtype:
                     of_weight.addmm_(slopes.t(), hidden[block])
                 else:
-                    of_weight += slopes.t() @ hidden[block]
+                    of_weight.addmm_(slopes.t().to(of_weight.dtype), hidden[block].to(of_weight.dtype))
         if of_weight is not None:
             of_weight = of_weight.to(weight.dtype)
         return of_hidden, of_weight, None if of_bias is None else of_bias.to(bias.dtype), None, None, None
@@ -159,11 +159,16 @@ def _checkpointed(
         return (log_probs, -(all_log_probs.exp() * all_log_probs).sum(1)) if with_entropy else (log_probs,)
 
     vocabulary_size = getattr(head, "out_features", None) or head(hidden[:1].detach()).shape[-1]
+    has_dropout = head.training and any(getattr(part, "p", 0) for part in head.modules())
     parts = []
     for block in blocks(len(tokens), vocabulary_size, hidden.device):
         arguments = hidden[block], tokens[block]
         if torch.is_grad_enabled():
-            parts.append(torch.utils.checkpoint.checkpoint(of_block, *arguments, use_reentrant=False))
+            parts.append(
+                torch.utils.checkpoint.checkpoint(
+                    of_block, *arguments, use_reentrant=False, preserve_rng_state=has_dropout
+                )
+            )
         else:
             parts.append(of_block(*arguments))
     log_probs, *entropy = (torch.cat(values) for values in zip(*parts, strict=True))

@@ -167,3 +167,35 @@ def test_longrope_is_limited_to_its_original_length() -> None:
     model = tiny_model("llama", rope_parameters=rotary, max_position_embeddings=64)
     assert CausalLM(model).max_positions == 16
     assert CausalLM(tiny_model("llama")).max_positions == 64
+
+
+def test_what_only_looks_trainable_is_refused_for_its_reason(subtests: pytest.Subtests) -> None:
+    linear = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+
+    def merged() -> Any:
+        model = get_peft_model(tiny_model(), LoraConfig(**linear))
+        model.merge_adapter()
+        return model
+
+    def compiled_in_place() -> Any:
+        model = tiny_model()
+        model.compile(backend="eager")
+        return model
+
+    cases: dict[str, Callable[[], Any]] = {
+        "got aLoRA, which acts only": lambda: get_peft_model(
+            tiny_model(), LoraConfig(**linear, alora_invocation_tokens=[5, 6])
+        ),
+        "got LILY, which mixes its experts": lambda: get_peft_model(tiny_model(), LilyConfig(**linear)),
+        "got PREFIX_TUNING, which adds virtual tokens": lambda: get_peft_model(
+            tiny_model(), PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+        ),
+        "must not be merged": merged,
+        "must not be compiled as a whole": lambda: torch.compile(tiny_model(), backend="eager"),
+        r"must not be compiled as a whole.*layer\.compile": compiled_in_place,
+        "must not be a PeftMixedModel": lambda: get_peft_model(tiny_model(), LoraConfig(**linear), mixed=True),
+        "on the meta device": lambda: tiny_model().to("meta"),
+    }
+    for message, make in cases.items():
+        with subtests.test(message=message), pytest.raises(ContractError, match=message):
+            CausalLM(make())

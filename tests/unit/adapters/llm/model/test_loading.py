@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
 from adapters.llm import HFOptions, HFPolicy, SamplingConfig
-from adapters.llm.model.loading import add_lora, load_model
+from adapters.llm.model.loading import add_lora, load_model, save_model
 from adapters.llm.model.merged_weights import merged_weights
 from grpo import GRPOConfig, GRPOTrainer
-from grpo.errors import ConfigError
+from grpo.errors import ConfigError, ContractError
 from tests.support.llm_models import (
     END,
     FLOAT32_LOG_PROB,
@@ -372,3 +373,111 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(builtins, "__import__", without_peft)
     with pytest.raises(ImportError, match=r'LoRA needs PEFT: pip install "model-agnostic-grpo\[llm\]"'):
         add_lora(tiny_model())
+
+
+# Round trips
+
+
+def test_an_adapter_gives_the_same_log_probs_when_it_is_saved_and_loaded(
+    folder: Path, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    """By itself and merged; new names, new tokens and adapters of transformers included."""
+    linear = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    configs: dict[str, Any] = {
+        "lora": LoraConfig(**linear),
+        "dora": LoraConfig(**linear, use_dora=True),
+        "pissa": LoraConfig(**linear, init_lora_weights="pissa"),
+        "biases and a head": LoraConfig(**linear, bias="all", modules_to_save=["lm_head"]),
+        "loha": peft.LoHaConfig(**linear),
+        "oft": peft.OFTConfig(r=0, oft_block_size=8, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+        "mine": LoraConfig(**linear),
+        "integrated": LoraConfig(**linear),
+        "resized": LoraConfig(**linear),
+    }
+    for name, config in configs.items():
+        model, tokenizer = load_model(folder)
+        if name == "resized":
+            tokenizer.add_tokens(["<one>", "<two>"])
+            model.resize_token_embeddings(len(tokenizer))
+        if name == "integrated":
+            model.add_adapter(config)
+        else:
+            model = peft.get_peft_model(model, config, adapter_name="mine" if name == "mine" else "default")
+        disturb(model)
+        policy = HFPolicy(model, tokenizer, sampling=SamplingConfig(max_new_tokens=4))
+        expected = policy.score_actions(["1+1="], [completion(5, 6, 7)]).log_probs.detach()
+        for merge in (False, True):
+            with subtests.test(name=name, merge=merge):
+                policy.save_pretrained(tmp_path / f"{name}-{merge}", merge=merge)
+                again = HFPolicy.from_pretrained(tmp_path / f"{name}-{merge}", sampling=policy.sampling)
+                assert hasattr(again.model, "get_base_model") != merge
+                found = again.score_actions(["1+1="], [completion(5, 6, 7)]).log_probs.detach()
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_merged_model_of_quantised_weights_is_a_plain_model(
+    folder: Path, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for bits in ("load_in_4bit", "load_in_8bit"):
+        with subtests.test(bits=bits):
+            model, tokenizer = load_model(folder, lora=True, dtype=torch.float32, **{bits: True})
+            disturb(model)
+            policy = HFPolicy(model, tokenizer)
+            policy.save_pretrained(tmp_path / bits, merge=True)
+            again = HFPolicy.from_pretrained(tmp_path / bits).model
+            assert dict(again.state_dict()).keys() == base_model().state_dict().keys()
+            assert "quantization_config" not in json.loads((tmp_path / bits / "config.json").read_text())
+            wanted = logits(model)
+            assert float((logits(again) - wanted).abs().max()) < 0.1 * float(wanted.abs().max())
+
+
+def test_what_a_reader_would_not_find_is_refused(folder: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    linear = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+
+    def two() -> Any:
+        model = peft.get_peft_model(base_model(), LoraConfig(**linear))
+        model.add_adapter("other", LoraConfig(**linear))
+        model.base_model.set_adapter(["default", "other"])
+        return model
+
+    def of_another_method() -> Any:
+        model = add_lora(base_model())
+        quantised = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="hqq"))
+        model.get_base_model().hf_quantizer = quantised
+        return model
+
+    prompts = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
+    cases: list[tuple[Any, bool, str]] = [
+        (two(), False, "only one adapter can be saved"),
+        (
+            peft.get_peft_model(base_model(), LoraConfig(**linear, lora_bias=True)),
+            True,
+            "PEFT cannot merge the adapter of",
+        ),
+        (peft.get_peft_model(tiny_model("llama"), prompts), True, "adaption prompts change no weights"),
+        (of_another_method(), True, "these are quantised by hqq"),
+    ]
+    for model, merge, message in cases:
+        with subtests.test(message=message), pytest.raises(ConfigError, match=message):
+            save_model(model, character_tokenizer(), tmp_path / "refused", merge=merge)
+
+
+def test_a_merged_model_that_computes_something_else_is_refused(tmp_path: Path) -> None:
+    """Mamba reads the weight of `dt_proj` without calling the layer, so an adapter of the layer does not act."""
+    model = peft.get_peft_model(
+        tiny_model("mamba"), LoraConfig(r=4, target_modules=["dt_proj"], init_lora_weights=False)
+    )
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_" in name:
+                value.normal_()
+    with pytest.raises(ContractError, match="must give the log-probs of the adapted model"):
+        save_model(model, character_tokenizer(), tmp_path / "merged", merge=True)
+
+
+def test_models_with_mamba_layers_get_lora_where_it_acts() -> None:
+    model = add_lora(tiny_model("mamba"))
+    assert {name.split(".")[-1] for name, part in model.named_modules() if hasattr(part, "lora_A")} == {
+        "in_proj",
+        "x_proj",
+    }
