@@ -1,8 +1,9 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LilyConfig, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import (
     FalconH1Config,
@@ -169,6 +170,7 @@ def test_longrope_is_limited_to_its_original_length() -> None:
     assert CausalLM(tiny_model("llama")).max_positions == 64
 
 
+@pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn of what is tested here
 def test_what_only_looks_trainable_is_refused_for_its_reason(subtests: pytest.Subtests) -> None:
     linear = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
 

@@ -378,6 +378,7 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 # Round trips
 
 
+@pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn of what is tested here
 def test_an_adapter_gives_the_same_log_probs_when_it_is_saved_and_loaded(
     folder: Path, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
@@ -431,6 +432,7 @@ def test_a_merged_model_of_quantised_weights_is_a_plain_model(
             assert float((logits(again) - wanted).abs().max()) < 0.1 * float(wanted.abs().max())
 
 
+@pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn of what is tested here
 def test_what_a_reader_would_not_find_is_refused(folder: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
     linear = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
 
