@@ -76,8 +76,7 @@ class SamplesWithScores(Protocol):
 
 @runtime_checkable
 class ScoresReference(Protocol):
-    """Scores rows under the reference policy without a second model, for example with a LoRA adapter switched off. A first KL
-    that is not 0 gives a warning, unless the policy has `reference_is_start = False`: another reference is meant."""
+    """Scores rows under the reference without a second model. `reference_is_start = False`: its first KL may differ from 0."""
 
     def reference_log_probabilities(self, states: Any, actions: Any) -> Tensor:
         """Return log pi_ref(actions[n] | states[n]): [N], or [N, T] with one log-prob per step."""

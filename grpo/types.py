@@ -26,13 +26,12 @@ from ._common.conversion import (
     as_mask,
     as_rewards,
     as_state_keys,
-    refuse_probabilities,
+    describe,
     require_lengths,
-    require_per_step,
     require_rows,
 )
 from ._common.tensors import TensorFields, as_group_ids, require_finite_values
-from .errors import RewardError
+from .errors import ContractError, RewardError
 
 Rows: TypeAlias = Sequence[Any] | Tensor | NDArray[Any]
 """States or actions, one per row: a list, or a tensor or array with the rows on its first axis. The core never looks inside."""
@@ -202,9 +201,11 @@ class ExperienceBatch(TensorFields):
         if state_keys is not None:
             per_step["state_keys"] = state_keys = as_state_keys(owner, state_keys)
         mask = as_mask(owner, mask, (count, 1) if behaviour_log_probs is None else behaviour_log_probs.shape)
-        require_per_step(owner, mask, per_step)
-        if behaviour_log_probs is not None:
-            refuse_probabilities(owner, behaviour_log_probs[mask], actions)
+        for name, values in per_step.items():
+            if values is not None and values.shape != mask.shape:
+                raise ContractError(
+                    f"{owner}: {name} must be like mask, {list(mask.shape)}; got {describe(values)}. Pass one value per step."
+                )
         rewards = rewards if rewards.dim() == 1 else zero_outside(rewards, mask.cpu())
         require_finite_values(f"{owner}: rewards", rewards, error=RewardError)
         return cls(

@@ -218,42 +218,6 @@ def as_state_keys(owner: str, value: Any) -> Int[Tensor, "N T"]:
     return keys.to(torch.int64)
 
 
-def require_per_step(owner: str, mask: Bool[Tensor, "N T"], named: Mapping[str, Tensor | None]) -> None:
-    """Raise a `ContractError` for a tensor that has not one value per step of the mask."""
-    for name, values in named.items():
-        if values is not None and values.shape != mask.shape:
-            raise ContractError(
-                f"{owner}: {name} must be like mask, {list(mask.shape)}; got {describe(values)}. Pass one value per step."
-            )
-
-
-def refuse_probabilities(owner: str, behaviour: Float[Tensor, " S"], actions: Any) -> None:
-    """Raise a `ContractError` if the log-probs of sampled steps are probabilities. Densities of real numbers may exceed 1."""
-    largest = behaviour.detach().nan_to_num(-math.inf).amax().item() if behaviour.numel() else 0.0
-    are_densities = _is_real(actions[0]) or not bool(((behaviour >= 0) & (behaviour <= 1)).all())
-    if largest > 1e-5 and (_is_label(actions[0]) or not are_densities):
-        raise ContractError(
-            f"{owner}: behaviour_log_probs of actions that have probabilities must be at most 0; got {largest:.3g}. Pass "
-            "log-probabilities: probabilities.log()."
-        )
-
-
-def _is_label(action: Any) -> bool:
-    """Whether an action is a number of a class or a text, or several."""
-    if isinstance(action, Tensor | np.ndarray):
-        return str(action.dtype).removeprefix("torch.").startswith(("int", "uint", "bool"))
-    if isinstance(action, list | tuple):
-        return len(action) > 0 and all(map(_is_label, action))
-    return isinstance(action, int | str | bytes | np.integer | np.bool_)
-
-
-def _is_real(action: Any) -> bool:
-    """Whether an action has a real number."""
-    if isinstance(action, Tensor | np.ndarray):
-        return "float" in str(action.dtype)
-    return isinstance(action, float | np.floating) or (isinstance(action, list | tuple) and any(map(_is_real, action)))
-
-
 def pad_steps(values: Tensor, width: int, fill: float | bool) -> Tensor:
     """Pad [N, t] on the right to [N, width] with `fill`. Return the tensor itself if t = width."""
     missing = width - values.shape[1]
