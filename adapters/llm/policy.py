@@ -27,6 +27,7 @@ from .prompts import Prompt, PromptEncoder, PromptState, prompt_of
 from .sampling.continuous import ContinuousSampler
 from .sampling.decoding import DecodingSampler
 from .sampling.kept_prefixes import KeptPrefixes
+from .sampling.recorded.sampler import RecordedSampler
 from .sampling.samplers import ReadsByUnit, SampledTokens, Sampler, SamplesBeside
 from .sampling.sampling_config import SamplingConfig
 from .scoring import check_scores, score_forked_rows, score_tokens
@@ -49,8 +50,9 @@ class HFPolicy:
         model: A `PreTrainedModel` with an output head, or a PEFT model around one.
         tokenizer: The model's tokenizer. It needs no padding token, because masks are made from lengths.
         sampling: Sampling settings. The temperature also applies to scoring.
-        sampler: "decoding" for the loop of this package, "generate" for transformers' loop, "continuous" for transformers'
-            continuous batching, or another engine with its own weights (`VLLMSampler`).
+        sampler: "decoding" for the loop of this package, "recorded" for the same loop with steps that a GPU records,
+            "generate" for transformers' loop, "continuous" for transformers' continuous batching, or another engine with its
+            own weights (`VLLMSampler`).
         reference_model: A frozen model with the same tokenizer, for a KL term. With an adapter, None uses
             `options.reference`.
         value_head: Whether scores include the value of the state before each token, for `advantage.credit="gae"`. True makes a
@@ -75,7 +77,7 @@ class HFPolicy:
         tokenizer: Any,
         *,
         sampling: SamplingConfig | None = None,
-        sampler: Sampler | Literal["decoding", "generate", "continuous"] = "decoding",
+        sampler: Sampler | Literal["decoding", "recorded", "generate", "continuous"] = "decoding",
         reference_model: Any = None,
         value_head: bool | ValueHead = False,
         options: HFOptions | None = None,
@@ -133,8 +135,8 @@ class HFPolicy:
             tokenizer, self._lm.vocabulary_size, options.prompt_column, options.chat_template_options, ends
         )
         match sampler:
-            case "decoding" | "generate":
-                self._sampler: Sampler = DecodingSampler(
+            case "decoding" | "generate" | "recorded":
+                self._sampler: Sampler = (RecordedSampler if sampler == "recorded" else DecodingSampler)(
                     self._lm,
                     tokenizer,
                     with_entropy=options.exact_entropy,
@@ -148,8 +150,8 @@ class HFPolicy:
                 self._sampler = sampler
             case _:
                 raise ConfigError(
-                    "HFPolicy: sampler must be 'decoding', 'generate', 'continuous' or a Sampler, such as VLLMSampler(...); "
-                    f"got {sampler!r}."
+                    "HFPolicy: sampler must be 'decoding', 'recorded', 'generate', 'continuous' or a Sampler, such as "
+                    f"VLLMSampler(...); got {sampler!r}."
                 )
         self._samples_beside = isinstance(self._sampler, SamplesBeside) and self._sampler.samples_beside
         check_scores(self._lm, self._sampler if self.samples_itself else None)
@@ -435,6 +437,11 @@ class HFPolicy:
             lm.has_equal_passes = True
         modules = [*self._trained_modules, *([] if self._reference is None else [self._reference.model])]
         return [layer for lm in models for layer in lm.layers] + modules
+
+    def release_memory(self) -> None:
+        """Free the memory that the sampler keeps between calls. An update that runs out of memory calls it."""
+        if isinstance(self._sampler, RecordedSampler):
+            self._sampler.forget()
 
     @property
     def reads_by_unit(self) -> bool:

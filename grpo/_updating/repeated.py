@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from grpo.experience_collector import ExperienceCollector
 from grpo.metrics import Meter
@@ -15,6 +15,7 @@ from .update import Update
 class AddsGradients(Protocol):
     """What has to be put back before a repetition."""
 
+    policy: Any
     collector: ExperienceCollector
     meter: Meter
     optimizer_step: OptimizerStep
@@ -37,6 +38,8 @@ def repeated_with_fewer_rows(add_gradients: Callable[[LearnerT, Update], None]) 
             learner.optimizer_step.clear()
             update.forget_scores()
             forget_metrics()
+            if hasattr(learner.policy, "release_memory"):  # what it keeps between its calls
+                learner.policy.release_memory()
 
         for attempt in learner.collector.updating.attempts(put_back, together=True):
             with attempt:

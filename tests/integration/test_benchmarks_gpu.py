@@ -32,11 +32,12 @@ def lines_of(run: str, tmp_path: Path, *, deadline: float | None = None) -> list
     return [cells(line) for line in output.read_text().splitlines()]
 
 
-def test_a_sampler_writes_a_line_for_each_size_with_all_weights_and_lora(tmp_path: Path) -> None:
-    lines = lines_of("ours:decoding", tmp_path)
+@pytest.mark.parametrize("sampler", ["decoding", "recorded"])
+def test_a_sampler_writes_a_line_for_each_size_with_all_weights_and_lora(sampler: str, tmp_path: Path) -> None:
+    lines = lines_of(f"ours:{sampler}", tmp_path)
     assert [tuple(line[2:4]) for line in lines] == LINES
     for line in lines:
-        assert (len(line), line[:2], line[-1]) == (len(gpu.COLUMNS), ["ours", "decoding"], "-")
+        assert (len(line), line[:2], line[-1]) == (len(gpu.COLUMNS), ["ours", sampler], "-")
         of_token, whole, sample, score, update, _ = map(float, line[4:-1])
         assert of_token == pytest.approx(1e3 * sample / 4, abs=3)
         assert sample + score + update == pytest.approx(whole, abs=0.02)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -70,6 +70,31 @@ class TokenDraw:
         """Log-probs under the policy, softmax(logits / temperature). The same tensor if nothing else applies."""
         self.entropies = torch.zeros(shape, device=device) if with_entropy else None
         """Entropy of the policy's distribution."""
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What all draws have in common that can stand in for one another."""
+        return self._config, self._end_token_ids.tolist(), self.entropies is not None
+
+    def like(self, num_rows: int, width: int, device: torch.device) -> "TokenDraw":
+        """A draw with equal settings, for other rows with prompts of at most `width` tokens."""
+        return TokenDraw(
+            self._config,
+            [[0] * width] * num_rows,
+            end_token_ids=self._end_token_ids.tolist(),
+            seeds=[0] * num_rows,
+            device=device,
+            with_entropy=self.entropies is not None,
+        )
+
+    def take(self, other: "TokenDraw", taken: slice) -> None:
+        """Take the random numbers and prompts of rows of a draw with equal settings, in place. Free rows repeat the first."""
+        for own, values in ((self._uniforms, other._uniforms), (self._history, other._history)):
+            if own is not None and values is not None:
+                rows, columns = (torch.arange(size) for size in own.shape[:2])
+                values = values[taken]
+                values = values[rows.where(rows < len(values), 0)]
+                own.copy_(values[:, columns.where(columns < values.shape[1], 0)])  # only the history is wider
 
     def __call__(
         self, logits: Float[Tensor, "R V"], rows: Int[Tensor, " R"], step: int | Int[Tensor, " R"]
@@ -157,7 +182,7 @@ def draw_with_xtc(
 
     The log-prob is that of the mixture: log((1 - c) p(token) + c p_without_top(token)).
     """
-    chance = torch.tensor(config.xtc_probability, device=logits.device)
+    chance = logits.new_full((), config.xtc_probability)
     acts = uniforms[:, 1] < chance
     without_top = exclude_top_choices(logits, config.xtc_threshold)
     tokens, _, _ = draw(torch.where(acts[:, None], without_top, logits), uniforms[:, 0], False)

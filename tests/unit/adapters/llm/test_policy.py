@@ -222,7 +222,9 @@ def test_no_prompt_is_refused() -> None:
 
 
 def test_an_unknown_sampler_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sampler must be 'decoding', 'generate', 'continuous' or a Sampler"):
+    with pytest.raises(
+        ConfigError, match="sampler must be 'decoding', 'recorded', 'generate', 'continuous' or a Sampler"
+    ):
         policy_of(sampler="vllm")
 
 

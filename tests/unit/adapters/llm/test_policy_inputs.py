@@ -105,7 +105,7 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"temperature": 0.5}, r"HFPolicy has no arguments \['temperature'\]"),
     ({"sampling": {"temperature": 1.0}}, r"sampling must be a SamplingConfig or None; got dict"),
-    ({"sampler": 3}, r"sampler must be 'decoding', 'generate', 'continuous' or a Sampler"),
+    ({"sampler": 3}, r"sampler must be 'decoding', 'recorded', 'generate', 'continuous' or a Sampler"),
 ]
 
 

@@ -1,0 +1,121 @@
+"""What a recording needs from the model: whether it can be recorded, what it depends on, and weights at fixed addresses."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+from transformers import PreTrainedModel
+
+from adapters.llm.model.causal_lm import CausalLM
+from adapters.llm.model.merged_weights import is_divided
+
+RECORDABLE = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Types of layers whose cache can have a fixed shape. The mask keeps windows and chunks."""
+
+
+def obstacle(lm: CausalLM) -> str | None:
+    """Why the steps of this model cannot be recorded, as far as its class and its weights tell. None if nothing is known."""
+    plain = lm.plain
+    if not lm.shares_prompts or not getattr(plain, "_can_compile_fullgraph", False):
+        return "transformers has no cache of fixed shape for it"
+    if not set(getattr(lm.config, "layer_types", None) or ()) <= RECORDABLE:
+        return "its layers have states"
+    if getattr(plain, "is_quantized", False):
+        return "its weights are quantised"
+    if is_divided(plain):
+        return "its weights are divided among ranks"
+    return "its weights are on several devices" if len({weight.device for weight in plain.parameters()}) > 1 else None
+
+
+def dependencies(lm: CausalLM) -> list[Any]:
+    """What recordings of the model depend on. If it changes, recordings would go on with what was there before."""
+    plain, device = lm.plain, lm.device.type
+    adapters = [
+        (part.disable_adapters, list(part.active_adapters))
+        + ((list(part.merged_adapters), dict(getattr(part, "scaling", {}))) if isinstance(part, BaseTunerLayer) else ())
+        for part in plain.modules()
+        if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper)
+    ]
+    tensors = [value for values in (plain.parameters(), plain.buffers()) for value in values]
+    return [
+        [(value.data_ptr(), value.dtype, value.shape) for value in tensors],
+        adapters,
+        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
+        [config._attn_implementation for config in _configs(lm)],
+    ]
+
+
+class NarrowWeights:
+    """Copies of the linear layers' float32 weights in autocast's type, at fixed addresses. Empty without autocast.
+
+    Torch's own copies under autocast would be those of the first update, because a recording does not convert them again.
+    """
+
+    def __init__(self, lm: CausalLM) -> None:
+        device = lm.device.type
+        self._copies: list[tuple[nn.Module, str, nn.Parameter]] = []
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            self._copies = [
+                (layer, name, nn.Parameter(weight.detach().to(dtype), requires_grad=False))
+                for layer in lm.plain.modules()
+                if type(layer) is nn.Linear
+                for name, weight in layer.named_parameters(recurse=False)
+                if weight.dtype == torch.float32
+            ]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Context in which the layers have the copies, with the values that their weights have now."""
+        weights = [layer._parameters[name] for layer, name, _ in self._copies]
+        for (layer, name, copy), weight in zip(self._copies, weights, strict=True):
+            assert weight is not None
+            copy.copy_(weight)
+            layer._parameters[name] = copy
+        try:
+            yield
+        finally:
+            for (layer, name, _), weight in zip(self._copies, weights, strict=True):
+                layer._parameters[name] = weight
+
+
+@contextmanager
+def fixed_experts(lm: CausalLM) -> Iterator[None]:
+    """Context in which a mixture of experts has operations of fixed shape. The loop over the chosen experts has none."""
+    configs = _configs(lm)
+    given = [config._experts_implementation for config in configs]
+    # torch's grouped_mm reads the groups' sizes on the host, except for bfloat16 on Hopper and Blackwell
+    reads_nothing = (
+        lm.device.type == "cuda"
+        and lm.plain.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(lm.device)[0] in (9, 10)
+    )
+    lm.plain.set_experts_implementation("grouped_mm" if reads_nothing else "batched_mm")
+    try:
+        yield
+    finally:
+        for config, kind in zip(configs, given, strict=True):
+            config._experts_implementation_internal = kind
+
+
+@contextmanager
+def without_cached_casts(lm: CausalLM) -> Iterator[None]:
+    """Context in which autocast, if it is on, converts weights whenever they are used, and keeps no converted weights."""
+    device = lm.device.type
+    with torch.autocast(
+        device,
+        dtype=torch.get_autocast_dtype(device),
+        enabled=torch.is_autocast_enabled(device),
+        cache_enabled=False,
+    ):
+        yield
+
+
+def _configs(lm: CausalLM) -> list[Any]:
+    """The configurations of the model and of its parts."""
+    parts = [part for part in lm.plain.modules() if isinstance(part, PreTrainedModel)]
+    return list({id(part.config): part.config for part in parts}.values())

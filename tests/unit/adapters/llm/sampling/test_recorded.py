@@ -1,0 +1,219 @@
+"""Decoding by steps of fixed shape: the tokens of `DecodingSampler`, few sizes, and the weights of the last update."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+
+from adapters.llm import SampledTokens, SamplingConfig
+from adapters.llm.model.causal_lm import CausalLM
+from adapters.llm.sampling.decoding import DecodingSampler
+from adapters.llm.sampling.recorded import sampler as recorded
+from adapters.llm.sampling.recorded.room import HostReads, NotRecordable
+from adapters.llm.sampling.recorded.sampler import RecordedSampler
+from grpo import GRPOConfig, GRPOTrainer
+from tests.support.llm_models import adapted_model, character_tokenizer, encoded, policy_of, tiny_model
+from tests.support.tiny_architectures import model_types, tiny_of
+
+TOKENIZER = character_tokenizer()
+PROMPTS = [encoded(state) for state in ("12+34=46+abc", "1", "2+2+a")]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "truncated": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "all": {"repetition_penalty": 1.2, "min_new_tokens": 3, "xtc_probability": 0.5, "stop": ("a", "1")},
+    "likeliest": {"temperature": 0},
+}
+ENDS = range(1, 6)
+"""Tokens that end rows early."""
+PLACES = 3e-5
+"""Largest difference of log-probs."""
+
+
+@pytest.fixture
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps grow from 16 to 32 columns, and rows are removed early."""
+    monkeypatch.setattr(recorded, "COLUMNS", 16)
+    monkeypatch.setattr(recorded, "STEPS_BETWEEN_ENDS", 4)
+
+
+def sample(sampler: Any, *, ends: Sequence[int] = (1, 7), **settings: Any) -> SampledTokens:
+    config = SamplingConfig(**{"max_new_tokens": 20} | settings)
+    return sampler.sample(PROMPTS, 3, config, end_token_ids=ends, seeds=range(9))
+
+
+def assert_as_today(lm: CausalLM, sampler: RecordedSampler, **settings: Any) -> None:
+    assert sampler.records
+    found, expected = sample(sampler, **settings), sample(DecodingSampler(lm, TOKENIZER, with_entropy=True), **settings)
+    assert sampler.records
+    assert found.token_ids == expected.token_ids
+    assert found.finish_reasons == expected.finish_reasons
+    for name in ("behaviour_log_probs", "policy_log_probs", "entropies"):
+        for row, other in zip(getattr(found, name), getattr(expected, name), strict=True):
+            assert row == pytest.approx(other, abs=PLACES), name
+
+
+def test_tokens_are_those_of_the_growing_loop_with_every_setting(subtests: pytest.Subtests, small_sizes: None) -> None:
+    """Windows of 4 tokens; rows end early; the second sampler decodes 5 and 4 rows."""
+    for family in ["qwen3", "gemma2"]:
+        lm = CausalLM(tiny_model(family))
+        sampler = RecordedSampler(lm, TOKENIZER, with_entropy=True)
+        for name, settings in SETTINGS.items():
+            with subtests.test(family=family, settings=name):
+                assert_as_today(lm, sampler, **settings)
+        bounded = RecordedSampler(lm, TOKENIZER, with_entropy=True, max_rows=5)
+        assert_as_today(lm, bounded)
+        assert max(rows for rows, _ in bounded.sizes) <= 5
+
+
+@pytest.mark.slow
+def test_each_size_is_one_graph(monkeypatch: pytest.MonkeyPatch, small_sizes: None) -> None:
+    """Room for 16 rows, then for fewer as rows end, in steps of 16 and 32 columns. A second call compiles nothing."""
+    graphs: list[Any] = []
+
+    def counting(graph: Any, inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def compiled(step: Callable[[], None], room: Any) -> Callable[[], None]:
+        return torch.compile(step, backend=counting, fullgraph=True, dynamic=False)
+
+    torch._dynamo.reset()
+    sampler = RecordedSampler(CausalLM(tiny_model()), TOKENIZER)
+    expected = sample(sampler, ends=ENDS)
+    sizes = set(sampler.sizes)
+    sampler.forget()
+    monkeypatch.setattr(recorded, "Recorded", compiled)
+    assert sample(sampler, ends=ENDS).token_ids == expected.token_ids
+    assert len(graphs) == len(sizes) > 1
+    assert sample(sampler, ends=ENDS).token_ids == expected.token_ids
+    assert len(graphs) == len(sizes)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_sampled_equals_scored_after_updates_in_place_and_by_replacement(autocast: bool) -> None:
+    policy = policy_of(sampler="recorded", max_new_tokens=6)
+    weights = list(policy.model.parameters())
+
+    def gap() -> float:
+        around = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext()
+        with around, torch.no_grad():
+            sampled = policy.sample_actions(["1+1=", "abc"], 4)
+            scored = policy.score_groups(["1+1=", "abc"], sampled.actions).log_probs
+        return (sampled.behaviour_log_probs - scored).abs().max().item()
+
+    tolerance = 0.3 if autocast else PLACES
+    assert gap() < tolerance
+    with torch.no_grad():
+        for weight in weights:
+            weight.mul_(1.3)
+    assert gap() < tolerance
+    for weight in weights:
+        weight.data = weight.data * 0.7
+    assert gap() < tolerance
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT uses the old name
+def test_recordings_are_made_again_for_moved_weights_and_other_adapters() -> None:
+    model = adapted_model()
+    lm = CausalLM(model)
+    sampler = RecordedSampler(lm, TOKENIZER, with_entropy=True)
+    assert_as_today(lm, sampler)
+    first = sampler.sizes
+    assert_as_today(lm, sampler)
+    assert sampler.sizes is first
+    with model.disable_adapter():
+        assert_as_today(lm, sampler)
+    assert sampler.sizes is not first
+    assert_as_today(lm, sampler)
+    second = sampler.sizes
+    weight = next(iter(model.parameters()))
+    weight.data = weight.data.clone()
+    assert_as_today(lm, sampler)
+    assert sampler.sizes is not second
+    third = sampler.sizes
+    for part in model.modules():
+        if isinstance(part, LoraLayer):
+            part.scale_layer(0.5)
+    assert_as_today(lm, sampler)
+    assert sampler.sizes is not third
+
+
+def test_experts_have_a_fixed_shape_only_in_the_steps() -> None:
+    model = tiny_of("qwen3_moe")
+    model.set_experts_implementation("eager")
+    lm = CausalLM(model)
+    assert_as_today(lm, RecordedSampler(lm, TOKENIZER, with_entropy=True))
+    assert model.config._experts_implementation == "eager"
+
+
+def test_an_update_without_memory_releases_the_room() -> None:
+    policy = policy_of(sampler="recorded", max_new_tokens=4)
+
+    def reward(states: Any, actions: Any) -> list[float]:
+        return [float(row) for row in range(len(actions))]
+
+    trainer = GRPOTrainer(config=GRPOConfig(group_size=4, seed=0), policy=policy, reward_model=reward)
+    batch = trainer.collect(["1+1=", "abc"])
+    sampler: Any = policy._sampler
+    assert sampler.sizes
+    failures = [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def fail(module: Any, arguments: Any) -> None:
+        if torch.is_grad_enabled() and failures:
+            raise failures.pop()
+
+    policy.model.model.register_forward_pre_hook(fail)
+    trainer.update(batch)
+    assert not failures
+    assert not sampler.sizes
+
+
+def test_what_a_recording_cannot_do_is_found(subtests: pytest.Subtests) -> None:
+    values = torch.arange(4.0)
+    for name, step in {
+        "a value is read": lambda: values.sum().item(),
+        "a shape depends on values": lambda: values.nonzero(),
+        "a mask selects": lambda: values[values > 1],
+        "a list is copied": lambda: values + torch.tensor([1.0, 2.0, 3.0, 4.0]),
+    }.items():
+        with subtests.test(name), pytest.raises(NotRecordable, match="between the host and the device"), HostReads():
+            step()
+    with HostReads():
+        values[values.argsort()].clone()[1:] = 0  # indices and numbers are recorded
+
+
+def test_what_cannot_be_recorded_is_sampled_as_today_and_said_once(
+    subtests: pytest.Subtests, caplog: pytest.LogCaptureFixture
+) -> None:
+    for model_type, reason in [("gpt_neo", "no cache of fixed shape"), ("qwen3_5_text", "layers have states")]:
+        with subtests.test(model_type=model_type), caplog.at_level(logging.WARNING, "grpo"):
+            caplog.clear()
+            lm = CausalLM(tiny_of(model_type))
+            sampler = RecordedSampler(lm, TOKENIZER)
+            assert not sampler.records
+            for _ in range(2):
+                assert sample(sampler).token_ids == sample(DecodingSampler(lm, TOKENIZER)).token_ids
+            assert [reason in record.getMessage() for record in caplog.records if record.name == "grpo"] == [True]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_every_class_that_is_recorded_draws_the_tokens_of_today(subtests: pytest.Subtests) -> None:
+    recorded_types = set()
+    for model_type in model_types():
+        try:
+            lm = CausalLM(tiny_of(model_type))
+            lm.check_logits()
+        except Exception:  # configs that are not tiny or that are refused
+            continue
+        sampler = RecordedSampler(lm, TOKENIZER, with_entropy=True)
+        if sampler.records:
+            with subtests.test(model_type=model_type):
+                # no truncation: where a probability is at its bound, rounding decides whether a token is excluded
+                assert_as_today(lm, sampler)
+                recorded_types.add(model_type)
+    assert len(recorded_types) >= 60, sorted(recorded_types)
