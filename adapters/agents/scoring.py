@@ -20,7 +20,7 @@ def score_conversations(policy: HFPolicy, actions: Sequence[Conversation]) -> Ac
     A conversation can have several contexts, which are called segments here. The language model scores each segment as a row of
     its own. The scores are then joined: a conversation's T steps are the sampled tokens of its segments, in order.
     """
-    prompts, completions, row_of_segment = _segments(actions, mask_truncated=policy.options.mask_truncated)
+    prompts, completions, row_of_segment = _segments(policy, actions)
     parts = [
         (part, policy.score_actions([prompts[i] for i in part], [completions[i] for i in part]))
         for part in _passes(policy, prompts, completions)
@@ -44,7 +44,7 @@ def score_conversations(policy: HFPolicy, actions: Sequence[Conversation]) -> Ac
 
 def reference_log_probs(policy: HFPolicy, actions: Sequence[Conversation]) -> Float[Tensor, "N T"]:
     """Log-probs of the steps under the reference of the language model."""
-    prompts, completions, _ = _segments(actions, mask_truncated=policy.options.mask_truncated)
+    prompts, completions, _ = _segments(policy, actions)
     width = max((len(completion) for completion in completions), default=0)
     values = []
     for part in _passes(policy, prompts, completions):
@@ -66,35 +66,42 @@ def plan_passes(policy: HFPolicy, actions: Sequence[Conversation]) -> list[Seque
     prompts, rows = [], []
     for action in actions:
         segments = action.segments
-        prompts.append(list(segments[0].token_ids[: segments[0].num_context_tokens]) if segments else [0])
-        length = sum(len(segment.token_ids) for segment in segments) - len(prompts[-1])
+        begin = segments[0].token_ids[: segments[0].num_context_tokens] if segments else (0,)
+        prompts.append(_prompt(policy, begin))
+        length = sum(len(segment.token_ids) for segment in segments) - len(begin)
         before = [token for segment in segments for token in segment.token_ids[: min(segment.forks, default=0)]]
-        shared = tuple(before[len(prompts[-1]) :])  # until the first fork
+        shared = tuple(before[len(begin) :])  # until the first fork
         tokens = (*shared, *(0,) * (length - len(shared)))
         forks = (len(shared),) if shared else ()
         rows.append(Completion(token_ids=tokens, text="", finish_reason="end", forks=forks))
     return policy.plan_micro_batches(prompts, rows)
 
 
-def _passes(policy: HFPolicy, prompts: list[list[int]], completions: list[Completion]) -> list[Sequence[int]]:
+def _passes(policy: HFPolicy, prompts: list[dict[str, Any]], completions: list[Completion]) -> list[Sequence[int]]:
     return policy.plan_micro_batches(prompts, completions) if prompts else []
 
 
+def _prompt(policy: HFPolicy, token_ids: Sequence[int]) -> dict[str, Any]:
+    """A prompt with exactly these tokens. Without a mask, padding tokens at its ends would be left out."""
+    return {policy.options.prompt_column: list(token_ids), "attention_mask": [True] * len(token_ids)}
+
+
 def _segments(
-    actions: Sequence[Conversation], *, mask_truncated: bool
-) -> tuple[list[list[int]], list[Completion], list[int]]:
+    policy: HFPolicy, actions: Sequence[Conversation]
+) -> tuple[list[dict[str, Any]], list[Completion], list[int]]:
     """The segments of all rows as prompts and completions of the language model, and the row of each segment.
 
     The prompt of a segment ends before its first sampled token. The completion has all other tokens.
     """
     prompts, completions, rows = [], [], []
+    mask_truncated = policy.options.mask_truncated
     for row, action in enumerate(actions):
         # the value after the end is bootstrapped only if a message was truncated, because only then the policy would have gone
         # on; mask_truncated applies to every conversation that ended for lack of room
         is_cut = action.ended_by == "length" and (mask_truncated or any(turn.is_truncated for turn in action.turns))
         for segment in action.segments:
             begin = segment.num_context_tokens
-            prompts.append(list(segment.token_ids[:begin]))
+            prompts.append(_prompt(policy, segment.token_ids[:begin]))
             completions.append(
                 Completion(
                     token_ids=segment.token_ids[begin:],

@@ -266,7 +266,7 @@ class PromptEncoder:
             )
 
     def _without_padding(self, token_ids: Sequence[int], row: Mapping[str, Any], position: int) -> list[int]:
-        """Token ids without the tokens that the row's attention_mask masks, and without padding at the begin and the end."""
+        """Token ids without those that the row's attention_mask masks. Without a mask, padding at both ends is left out."""
         kept, mask = list(token_ids), row.get("attention_mask")
         if mask is not None:
             mask = [bool(value) for value in mask]
@@ -278,7 +278,7 @@ class PromptEncoder:
             kept = [token for token, is_kept in zip(kept, mask, strict=True) if is_kept]
         pad, bos = (getattr(self._tokenizer, name, None) for name in ("pad_token_id", "bos_token_id"))
         others = (bos, self._tokenizer.eos_token_id, getattr(self._tokenizer, "unk_token_id", None))
-        if pad is not None and pad not in others:
+        if mask is None and pad is not None and pad not in others:
             while kept and kept[-1] == pad:
                 kept.pop()
             while kept and kept[0] == pad:

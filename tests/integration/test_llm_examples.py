@@ -22,7 +22,10 @@ from grpo import GRPOWarning
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # PEFT asks transformers for it
 )
-CHAT_TEMPLATE = "{% for message in messages %}<user>{{ message['content'] }}<end>{% endfor %}<assistant>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<user>{{ message['content'] }}<end>{% endfor %}<assistant>"
+    "{% if enable_thinking %}I think: {% endif %}"
+)
 
 
 Run = Callable[..., str]

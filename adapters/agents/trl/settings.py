@@ -118,6 +118,8 @@ SETTINGS = {
     "policy.options.mask_truncated": Setting(trl="mask_truncated_completions"),
     "policy.options.max_tokens_per_forward": Setting(note="TRL counts rows, not tokens: use `micro_batch_size`"),
     "policy.options.max_rows_per_decode": Setting(note="TRL decodes all rows together"),
+    "policy.options.keep_special_tokens": Setting(note="TRL's texts have no special tokens"),
+    "policy.options.reference": Setting(note=UNREAD),
     "policy.options.chat_template_options": Setting(trl="chat_template_kwargs"),
     "policy.value_head": Setting(note=UNREAD),
     "agent.make": Setting(trl="environment_factory", note="environments whose tools are functions"),

@@ -260,7 +260,7 @@ def is_adapted(model: Any) -> bool:
 def adapters_of(model: Any) -> dict[str, Any]:
     """Configurations of the active adapters, by name. Empty: the model has no adapter."""
     configs = getattr(model, "peft_config", None) or {}
-    if not configs:
+    if not configs or not is_adapted(model):  # PEFT leaves its configurations on the model that it has adapted
         return {}
     active = getattr(model, "active_adapters", None) or []
     active = active() if callable(active) else active  # transformers has a method, and PEFT a property

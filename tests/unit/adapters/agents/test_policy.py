@@ -70,10 +70,15 @@ def test_no_sampled_token_is_lost_with_any_template(name: str) -> None:
     policy = language_model(tokenizer=tokenizer, max_new_tokens=12, positions=8192, end_token_ids=ends, end_scale=0.1)
     turns: list[list[int]] = []
     real = policy.sample_tokens
+    user = [{"role": "user", "content": "?"}]
+    opened = (
+        tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True).rstrip().endswith("<think>")
+    )
+    says = ("</think>" if opened else "") + says_call()  # a call within a thought is none
 
     def keeping(prompts: Any, **options: Any) -> Any:
         found = real(prompts, **options)
-        call = tokenizer(says_call(), add_special_tokens=False)["input_ids"] if len(turns) < 2 else []
+        call = tokenizer(says, add_special_tokens=False)["input_ids"] if len(turns) < 2 else []
         text = [token for token in found.token_ids[0] if token not in tokenizer.all_special_ids] if turns else []
         forced = [[*text, *call, agent.template.end_token_ids[-1]]]
         scored = policy.score_actions(prompts, [_as_completion(tokens) for tokens in forced]).log_probs.tolist()
@@ -338,7 +343,7 @@ def test_values_of_a_critic_reach_the_core() -> None:
         scores = real(states, completions)
         width = scores.mask.shape[1]
         tokens = torch.tensor([[*c.token_ids, *[0] * (width - len(c))] for c in completions])
-        lengths = torch.tensor([float(len(s) + len(c)) for s, c in zip(states, completions, strict=True)])
+        lengths = torch.tensor([float(len(s["prompt"]) + len(c)) for s, c in zip(states, completions, strict=True)])
         return replace(scores, values=tokens * weight * scores.mask, final_values=lengths)
 
     policy.score_actions = with_values

@@ -92,7 +92,7 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"tokenizer": "gpt2"}, r"tokenizer must be the model's tokenizer; got str 'gpt2'"),
     ({"model": tiny_model(vocab_size=20)}, r"must not be larger than the model's vocabulary of 20 tokens; it has 44"),
     ({"reference_model": 3}, r"must be a decoder-only"),
-    ({"reference_model": tiny_model(vocab_size=20)}, r"must not be larger than the model's vocabulary of 20 tokens"),
+    ({"reference_model": tiny_model(vocab_size=20)}, r"must have the vocabulary of the model, 44 tokens; it has 20"),
     (
         {"options": HFOptions(end_token_ids=(VOCABULARY_SIZE,))},
         rf"from 0 to {VOCABULARY_SIZE - 1}, .* got \({VOCABULARY_SIZE},\)",
