@@ -33,7 +33,7 @@ TOOLS = [_tool("lookup", KINDS), _tool("convert", {"unit": "string"})]
 def require_readable_calls(tokenizer: Any, template: ChatTemplate) -> None:
     """Write calls with the chat template, and read them back: a simple call, one with values of all types, and two calls.
 
-    A template that does not write tools is not checked: it refuses tools.
+    Not checked are a template that does not write tools, which refuses tools, and calls that a small vocabulary cannot write.
 
     Raises:
         ConfigError: What was read is not what was written.
@@ -50,6 +50,8 @@ def require_readable_calls(tokenizer: Any, template: ChatTemplate) -> None:
                 f"AgentPolicy: {error} Or set tokenizer.response_template with a template for it."
             ) from error
         written = tokenizer.decode(turn, skip_special_tokens=False)
+        if "lookup" not in written:  # the vocabulary has no token for the name
+            continue
         if len(functions) > 1 and "celsius" not in written:  # gpt-oss writes the first call of a turn only
             continue
         text = tokenizer.decode(turn, skip_special_tokens=True)
