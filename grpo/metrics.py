@@ -100,7 +100,7 @@ class Meter:
 
     def copy(self) -> "Meter":
         """A meter with the same content. The device is not synchronised."""
-        copied = Meter()
+        copied = Meter(self.clock)
         copied._added, copied._values = [*self._added], {**self._values}
         return copied
 

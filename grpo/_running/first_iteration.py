@@ -1,4 +1,4 @@
-"""Checks of the first iteration of a run: the gradient reaches the parameters, and the KL to the policy's own start is 0."""
+"""Checks of the first iteration of a run: a gradient reaches the parameters, and the KL to the policy's own reference is 0."""
 
 from collections.abc import Mapping
 

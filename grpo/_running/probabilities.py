@@ -1,4 +1,4 @@
-"""A check of log-probs that somebody else has logged: they are no probabilities."""
+"""A check that the log-probs of sampled actions are not probabilities."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from grpo.errors import ContractError
 
 
 def refuse_probabilities(owner: str, behaviour: Float[Tensor, " S"], actions: Any) -> None:
-    """Raise a `ContractError` if the log-probs of all sampled steps are probabilities.
+    """Raise a `ContractError` if the log-probs of all sampled steps are from 0 to 1, as probabilities are.
 
-    Densities of real numbers may exceed 1, so their log-probs may be from 0 to 1.
+    Densities of real numbers may exceed 1, so the log-probs of real-valued actions may be from 0 to 1.
     """
     known = behaviour.detach()[~behaviour.isnan()]
-    if _is_real(actions[0]) or not known.numel():
+    if not known.numel() or _is_real(actions[0]):
         return
     least, largest = known.aminmax()
     if 1e-5 < largest <= 1 and least >= 0:
