@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 CUT = "\ufdd0"
-"""A character that no text has (Unicode reserves it): the tokenizer does not see what stands on both sides of it together."""
+"""A noncharacter of Unicode, which no text contains. The parts before and after it are tokenized separately."""
 THOUGHTS = re.compile("think|thought|reason", re.IGNORECASE)
 OWN = re.compile(
     "think|thought|reason|tool|call|func|action|python|channel|message|constrain|args|answer", re.IGNORECASE
@@ -68,7 +68,7 @@ class ControlTokens:
         return [_spelled(tool, self._of_tools) for tool in tools] if tools else None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of what the template wrote. Nothing is added at its begin or end."""
+        """Token ids of what the template wrote. No token is added at the beginning or the end."""
         parts = text.replace("\\ufdd0", CUT).split(CUT)  # some templates write JSON in ASCII
         return [
             token for part in parts if part for token in self._tokenizer(part, add_special_tokens=False)["input_ids"]

@@ -38,7 +38,7 @@ def repeated_with_fewer_rows(add_gradients: Callable[[LearnerT, Update], None]) 
             learner.optimizer_step.clear()
             update.forget_scores()
             forget_metrics()
-            if hasattr(learner.policy, "release_memory"):  # what it keeps between its calls
+            if hasattr(learner.policy, "release_memory"):  # such as a cache that a sampler keeps
                 learner.policy.release_memory()
 
         for attempt in learner.collector.updating.attempts(put_back, together=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.model.shared_prompts import prefill
 from adapters.llm.sampling.decoding import DecodingSampler, Progress, StopStrings
-from adapters.llm.sampling.samplers import SampledTokens
+from adapters.llm.sampling.samplers import Ints, SampledTokens
 from adapters.llm.sampling.sampling_config import SamplingConfig
 from adapters.llm.sampling.token_draw import TokenDraw
 
@@ -56,13 +56,7 @@ class RecordedSampler(DecodingSampler):
 
     @torch.no_grad()
     def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        num_per_prompt: int,
-        config: SamplingConfig,
-        *,
-        end_token_ids: Sequence[int],
-        seeds: Sequence[int],
+        self, prompts: Sequence[Ints], num_per_prompt: int, config: SamplingConfig, *, end_token_ids: Ints, seeds: Ints
     ) -> SampledTokens:
         """Sample completions; see `Sampler.sample`."""
         request: dict[str, Any] = {"end_token_ids": end_token_ids, "seeds": seeds}
@@ -127,13 +121,7 @@ class RecordedSampler(DecodingSampler):
         return None if gap < tolerance else f"its log-probs differ by {gap:.2g} with a fixed shape"
 
     def _sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        num_per_prompt: int,
-        config: SamplingConfig,
-        *,
-        end_token_ids: Sequence[int],
-        seeds: Sequence[int],
+        self, prompts: Sequence[Ints], num_per_prompt: int, config: SamplingConfig, *, end_token_ids: Ints, seeds: Ints
     ) -> SampledTokens:
         lm = self._lm
         draw = TokenDraw(
