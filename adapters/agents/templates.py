@@ -207,8 +207,8 @@ class ChatTemplate:
             )
         return [*token_ids, *(end or self._end)]
 
-    def write(self, said: Message, tools: Sequence[Any]) -> tuple[list[int], list[int]]:
-        """Token ids of a prompt, and of the policy's turn after it, as the template writes them.
+    def write(self, said: Message, tools: Sequence[Any]) -> tuple[list[int], list[int], str]:
+        """Token ids of a prompt and of the policy's turn after it, as the template writes them, and the text of the turn.
 
         Raises:
             ContractError: The template cannot write the message.
@@ -224,7 +224,7 @@ class ChatTemplate:
         begin = _num_shared(prompt, text)
         if begin < len(prompt):  # the template opens a thought in the prompt only: go back to the end of its header
             begin = max(prompt.rfind(mark, 0, begin) for mark in ">]\n") + 1
-        return self._encode(prompt[:begin]), self._encode(text[begin:])
+        return self._encode(prompt[:begin]), self._encode(text[begin:]), text[begin:]
 
     def _written(self, said: Message) -> tuple[str, list[int]]:
         """What the template writes for a message of the policy, and the token that ends it, if the template writes one."""

@@ -217,7 +217,7 @@ def test_the_minimal_example_of_the_documentation_has_at_most_20_lines() -> None
         assert part in code
 
 
-@pytest.mark.slow
+@pytest.mark.faults  # three minutes
 def test_the_example_learns(tmp_path: Path) -> None:
     """Shortened: fewer scripts, steps and iterations. The share of solved scenarios rises, and the files are written."""
     options = ["--seeds=0", "--scripts=800", "--warmup-steps=250", "--iterations=14", "--held-out=40"]

@@ -95,6 +95,7 @@ def test_arithmetic_writes_metrics_a_comparison_a_plot_and_the_model(run: Run, t
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # two minutes, and more on a busy machine
 def test_arithmetic_improves_from_below_40_to_above_60_per_cent_in_250_iterations(run: Run) -> None:
     """The sampled answers get 72 % right on one machine, and the likeliest 83 %."""
     shares, printed = arithmetic(run, "--iterations", 250)

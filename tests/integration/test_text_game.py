@@ -63,7 +63,7 @@ def test_a_state_is_a_round_and_what_was_read() -> None:
     assert keys == list(enumerate(read))
 
 
-@pytest.mark.slow
+@pytest.mark.faults  # two minutes
 def test_a_short_run_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["text_game", "--seeds", "0", "--iterations", "15"])
     text_game.main()

@@ -1,8 +1,11 @@
 """Tool calls in the published formats: what a template writes is read back, and what cannot be read back is refused."""
 
+import json
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from adapters.agents import AgentPolicy, ChatTemplate
 from adapters.agents.call_check import require_readable_calls
@@ -142,6 +145,17 @@ def test_a_template_whose_calls_cannot_be_read_back_is_refused(subtests: pytest.
             tokenizer = chat_tokenizer(template_with(form))
             with pytest.raises(ConfigError, match=r"must be read back as .*Set tokenizer\.response_template"):
                 require_readable_calls(tokenizer, ChatTemplate(tokenizer))
+
+
+@pytest.mark.parametrize("character", ["{", "l", '"'])
+def test_calls_that_the_vocabulary_cannot_write_are_not_checked(character: str) -> None:
+    """The tokenizer reads its unknown token in place of the character, so no format could be read back."""
+    whole = chat_tokenizer(template_with(f"<tool_call>\n{JSON}\n</tool_call>"))
+    state = json.loads(whole.backend_tokenizer.to_str())
+    del state["model"]["vocab"][character]
+    small = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), eos_token=whole.eos_token)
+    small.chat_template = whole.chat_template
+    require_readable_calls(small, ChatTemplate(small))
 
 
 def test_the_agents_policy_checks_the_template_and_the_response_template() -> None:
