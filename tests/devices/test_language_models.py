@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 from adapters.llm import HFPolicy, SamplingConfig
+from adapters.llm.model.causal_lm import CausalLM
+from adapters.llm.model.token_log_probs import token_log_probs
+from adapters.llm.sampling.decoding import DecodingSampler
+from adapters.llm.sampling.recorded.sampler import RecordedSampler
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
 from tests.support.llm_models import (
     END,
@@ -22,6 +26,7 @@ from tests.support.llm_models import (
     adapted_model,
     assert_rows,
     character_tokenizer,
+    encoded,
     gradients,
     log_probs_of_rows,
     policy_of,
@@ -32,6 +37,14 @@ from tests.support.llm_models import (
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # PEFT uses the old name
+]
+
+TOKENIZER = character_tokenizer()
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    {"repetition_penalty": 1.2, "min_new_tokens": 3, "xtc_probability": 0.5, "stop": ("a", "1")},
+    {"temperature": 0},
 ]
 
 
@@ -72,7 +85,7 @@ def test_log_probs_and_gradients_are_those_of_single_rows_on_the_cpu(
     assert relative_difference(found, slopes) < precision * FLOAT32_GRADIENT
 
 
-@pytest.mark.parametrize("loop", ["decoding", "generate"])
+@pytest.mark.parametrize("loop", ["decoding", "generate", "recorded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampled_log_probs_are_those_of_scoring(family: str, loop: Any, device: torch.device) -> None:
     policy = policy_of(tiny_model(family).to(device), max_new_tokens=6, sampler=loop)
@@ -92,6 +105,55 @@ def test_a_row_is_drawn_from_its_seed_on_every_device(device: torch.device) -> N
         actions = policy_of(model, max_new_tokens=6).generate_actions(STATES, 4)
         completions.append([one.token_ids for group in actions for one in group])
     assert completions[0] == completions[1]
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", torch.float64), ("gemma2", torch.float32)], ids=str)
+def test_recorded_steps_draw_the_tokens_of_the_growing_loop(
+    family: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Ragged prompts, rows that end, windows, and every setting. Gemma 2's eager attention has no float64."""
+    lm = CausalLM(tiny_model(family, dtype=dtype).to(device))
+    samplers = [kind(lm, TOKENIZER, with_entropy=True) for kind in (RecordedSampler, DecodingSampler)]
+    prompts = [encoded(state) for state in STATES]
+    for settings in SETTINGS:
+        config = SamplingConfig(max_new_tokens=40, **settings)
+        recorded, growing = (
+            sampler.sample(prompts, 3, config, end_token_ids=[1, 7], seeds=range(3 * len(prompts)))
+            for sampler in samplers
+        )
+        assert samplers[0].records
+        assert recorded.token_ids == growing.token_ids, settings
+        assert recorded.finish_reasons == growing.finish_reasons, settings
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_recordings_follow_updates_in_place_and_by_replacement(autocast: bool, device: torch.device) -> None:
+    """A recording of the first weights would be off by more than 1 nat."""
+    policy = policy_of(tiny_model().to(device), sampler="recorded", max_new_tokens=6)
+    weights = list(policy.model.parameters())
+
+    def gap() -> float:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast), torch.no_grad():
+            sampled = policy.sample_actions(STATES, 4)
+            scored = policy.score_groups(STATES, sampled.actions).log_probs
+        return float((sampled.behaviour_log_probs - scored)[sampled.mask].abs().max())
+
+    tolerance = 0.3 if autocast else FLOAT32_LOG_PROB
+    assert gap() < tolerance
+    with torch.no_grad():
+        for weight in weights:
+            weight.mul_(1.3)
+    assert gap() < tolerance
+    for weight in weights:
+        weight.data = weight.data * 0.7
+    assert gap() < tolerance
+
+
+@pytest.mark.parametrize("sampler", ["recorded", "continuous"])
+def test_a_model_learns_from_samples_of(sampler: Any, device: torch.device) -> None:
+    policy = policy_of(tiny_model(), max_new_tokens=4, sampler=sampler)
+    metrics = trained(policy, steps=12, device=str(device))
+    assert metrics[-1]["rewards/mean"] > metrics[0]["rewards/mean"] + 0.1
 
 
 def reward(states: Any, actions: Any) -> list[float]:
@@ -133,6 +195,21 @@ def test_a_model_learns_on_the_device(settings: dict[str, Any], device: torch.de
     metrics = trained(policy, steps=12, device=str(device), **settings)
     assert all(value.dtype == torch.float32 for value in policy.get_parameters().values())
     assert metrics[-1]["rewards/mean"] > metrics[0]["rewards/mean"] + 0.1
+
+
+def test_a_half_precision_head_sums_its_gradient_in_float32(device: torch.device) -> None:
+    """700 positions take several blocks. Against float64, the sum over blocks is as exact as one rounding to bfloat16."""
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, 64, generator=random).bfloat16() for size in (700, 50_000))
+    tokens = torch.randint(len(weight), (len(hidden),), generator=random)
+    slopes = []
+    for where, dtype in ((torch.device("cpu"), torch.float64), (device, torch.bfloat16)):
+        head = torch.nn.Linear(64, len(weight), bias=False, device=where, dtype=dtype)
+        head.weight.data.copy_(weight / 8)
+        log_probs, _ = token_log_probs(hidden.to(where, dtype), head, tokens.to(where))
+        (slope,) = torch.autograd.grad(log_probs.sum(), head.weight)
+        slopes.append(slope.cpu().double())
+    assert float((slopes[1] - slopes[0]).norm() / slopes[0].norm()) < 2**-8
 
 
 def test_half_precision_scores_stay_near_those_of_float32(device: torch.device) -> None:

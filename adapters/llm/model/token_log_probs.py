@@ -42,7 +42,7 @@ def token_log_probs(
     Returns:
         The log-probs, and the entropies (None unless requested).
     """
-    if type(head) is nn.Linear and not _is_intercepted(head):
+    if type(head) is nn.Linear and not is_intercepted(head):
         weight: Tensor = head.weight
         bias: Tensor | None = head.bias
         if torch.is_autocast_enabled(hidden.device.type):
@@ -55,10 +55,10 @@ def token_log_probs(
     return log_probs, entropy if with_entropy else None
 
 
-def _is_intercepted(head: nn.Module) -> bool:
+def is_intercepted(layer: nn.Module) -> bool:
     """Whether a call of the head does more than its class does: it has hooks, or a `forward` of its own (accelerate)."""
-    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
-    return any(hooks) or "forward" in vars(head)
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(layer)
 
 
 def blocks(count: int, vocabulary_size: int, device: torch.device) -> Iterator[slice]:
@@ -123,6 +123,8 @@ class _LinearHead(torch.autograd.Function):
             if of_weight is not None:
                 if of_weight.dtype == slopes.dtype:
                     of_weight.addmm_(slopes.t(), hidden[block])
+                elif of_weight.is_cuda:  # the products of float32 copies would not use the tensor cores
+                    of_weight += torch.mm(slopes.t(), hidden[block], out_dtype=of_weight.dtype)
                 else:
                     of_weight.addmm_(slopes.t().to(of_weight.dtype), hidden[block].to(of_weight.dtype))
         if of_weight is not None:

@@ -2,16 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.model.merged_weights import is_divided
+from adapters.llm.model.token_log_probs import is_intercepted
 
 RECORDABLE = {"full_attention", "sliding_attention", "chunked_attention"}
 """Types of layers whose cache can have a fixed shape. The mask keeps windows and chunks."""
@@ -45,7 +48,7 @@ def dependencies(lm: CausalLM) -> list[Any]:
         [(value.data_ptr(), value.dtype, value.shape) for value in tensors],
         adapters,
         (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
-        [config._attn_implementation for config in _configs(lm)],
+        [part.config._attn_implementation for part in _parts(lm)],
     ]
 
 
@@ -83,23 +86,74 @@ class NarrowWeights:
                 layer._parameters[name] = weight
 
 
+class FusedNorms:
+    """The model's norms that are torch's `rms_norm`, computed by it: one kernel in place of eight. Others stay as they are."""
+
+    def __init__(self, lm: CausalLM) -> None:
+        constants = ((layer, _rms_constant(layer)) for layer in lm.plain.modules())
+        self._norms = [(layer, constant) for layer, constant in constants if constant is not None]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Context in which the norms are fused."""
+        for layer, constant in self._norms:
+            layer.forward = partial(_fused_norm, layer, constant)
+        try:
+            yield
+        finally:
+            for layer, _ in self._norms:
+                del layer.forward
+
+
+def _fused_norm(layer: Any, constant: float, hidden: Tensor) -> Tensor:
+    weight = layer.weight
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)  # as the product of the two
+    with torch.autocast(hidden.device.type, enabled=False):
+        return nn.functional.rms_norm(hidden.to(dtype), weight.shape, weight.to(dtype), constant)
+
+
+def _rms_constant(layer: nn.Module) -> float | None:
+    """The constant with which `layer` equals `rms_norm` for random inputs, small and large. None if it is something else."""
+    constants = [value for value in vars(layer).values() if isinstance(value, float)]
+    shapes = {name: weight.shape for name, weight in layer.named_parameters()}
+    is_norm = "Norm" in type(layer).__name__ and shapes.keys() == {"weight"} and len(shapes["weight"]) == 1
+    has_gate = len(signature(layer.forward).parameters) > 1
+    if not is_norm or has_gate or len(constants) != 1 or is_intercepted(layer):
+        return None
+    random = torch.Generator().manual_seed(0)
+    weight = torch.rand(shapes["weight"], generator=random)
+    hidden = torch.randn(2, 3, *weight.shape, generator=random) * torch.tensor([1e-3, 1.0])[:, None, None]
+    try:
+        found = torch.func.functional_call(layer, {"weight": weight}, (hidden,))
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
+    expected = nn.functional.rms_norm(hidden, weight.shape, weight, constants[0])
+    is_same = isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4)
+    return constants[0] if is_same else None
+
+
 @contextmanager
 def fixed_experts(lm: CausalLM) -> Iterator[None]:
     """Context in which a mixture of experts has operations of fixed shape. The loop over the chosen experts has none."""
-    configs = _configs(lm)
-    given = [config._experts_implementation for config in configs]
-    # torch's grouped_mm reads the groups' sizes on the host, except for bfloat16 on Hopper and Blackwell
-    reads_nothing = (
+    parts = [part for part in _parts(lm) if part._can_set_experts_implementation()]  # the others may raise
+    given = [(part.config, part.config._experts_implementation) for part in parts]
+    for part in parts:
+        part.set_experts_implementation(_experts_of_fixed_shape(lm))
+    try:
+        yield
+    finally:
+        for config, kind in given:
+            config._experts_implementation_internal = kind
+
+
+def _experts_of_fixed_shape(lm: CausalLM) -> str:
+    """Torch's grouped_mm reads the groups' sizes on the host, except for bfloat16 on Hopper and Blackwell."""
+    is_recorded = (
         lm.device.type == "cuda"
         and lm.plain.dtype == torch.bfloat16
         and torch.cuda.get_device_capability(lm.device)[0] in (9, 10)
     )
-    lm.plain.set_experts_implementation("grouped_mm" if reads_nothing else "batched_mm")
-    try:
-        yield
-    finally:
-        for config, kind in zip(configs, given, strict=True):
-            config._experts_implementation_internal = kind
+    return "grouped_mm" if is_recorded else "batched_mm"
 
 
 @contextmanager
@@ -115,7 +169,7 @@ def without_cached_casts(lm: CausalLM) -> Iterator[None]:
         yield
 
 
-def _configs(lm: CausalLM) -> list[Any]:
-    """The configurations of the model and of its parts."""
+def _parts(lm: CausalLM) -> list[Any]:
+    """The model, and its parts that are models with a configuration of their own."""
     parts = [part for part in lm.plain.modules() if isinstance(part, PreTrainedModel)]
-    return list({id(part.config): part.config for part in parts}.values())
+    return list({id(part.config): part for part in parts}.values())

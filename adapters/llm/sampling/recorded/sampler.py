@@ -18,7 +18,7 @@ from adapters.llm.sampling.samplers import Ints, SampledTokens
 from adapters.llm.sampling.sampling_config import SamplingConfig
 from adapters.llm.sampling.token_draw import TokenDraw
 
-from .model import NarrowWeights, dependencies, fixed_experts, obstacle, without_cached_casts
+from .model import FusedNorms, NarrowWeights, dependencies, fixed_experts, obstacle, without_cached_casts
 from .room import HostReads, NotRecordable, Recorded, Room
 
 COLUMNS = 128
@@ -44,6 +44,7 @@ class RecordedSampler(DecodingSampler):
         super().__init__(lm, tokenizer, **options)
         self._room: Room | None = None
         self._narrow: NarrowWeights | None = None
+        self._norms = FusedNorms(lm)
         self._depends_on: Any = None
         self._columns = TRIAL_COLUMNS
         self.refusal: str | None = None
@@ -141,7 +142,7 @@ class RecordedSampler(DecodingSampler):
             with lm.evaluating(), without_cached_casts(lm):
                 room = self._filled(some, size, draw, rows)
                 assert self._narrow is not None
-                with self._narrow.applied(), fixed_experts(lm):
+                with self._narrow.applied(), self._norms.applied(), fixed_experts(lm):
                     self._run(room, max(map(len, some)), draw, rows, progress)
             for name in ("behaviour_log_probs", "policy_log_probs", "entropies"):
                 values: Tensor | None = getattr(draw, name)

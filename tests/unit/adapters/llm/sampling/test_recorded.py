@@ -12,7 +12,9 @@ from peft.tuners.lora import LoraLayer
 from adapters.llm import SampledTokens, SamplingConfig
 from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.sampling.decoding import DecodingSampler
+from adapters.llm.sampling.recorded import model as recorded_model
 from adapters.llm.sampling.recorded import sampler as recorded
+from adapters.llm.sampling.recorded.model import FusedNorms
 from adapters.llm.sampling.recorded.room import HostReads, NotRecordable
 from adapters.llm.sampling.recorded.sampler import RecordedSampler
 from grpo import GRPOConfig, GRPOTrainer
@@ -148,6 +150,63 @@ def test_experts_have_a_fixed_shape_only_in_the_steps() -> None:
     lm = CausalLM(model)
     assert_as_today(lm, RecordedSampler(lm, TOKENIZER, with_entropy=True))
     assert model.config._experts_implementation == "eager"
+
+
+def test_a_model_without_experts_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers refuses to set grouped products, the choice on Hopper, for a model without experts."""
+    monkeypatch.setattr(recorded_model, "_experts_of_fixed_shape", lambda lm: "grouped_mm")
+    lm = CausalLM(tiny_model())
+    with pytest.raises(ValueError, match="does not support setting experts"):
+        lm.plain.set_experts_implementation("grouped_mm")
+    assert_as_today(lm, RecordedSampler(lm, TOKENIZER, with_entropy=True))
+
+
+def test_only_norms_that_equal_the_fused_one_are_fused(subtests: pytest.Subtests) -> None:
+    """Gemma's weight is an offset from 1, Cohere subtracts the mean, and Qwen 3-Next's gated norm has a second input."""
+    for model_type, fused in {
+        "qwen3": {"Qwen3RMSNorm"},
+        "llama": {"LlamaRMSNorm"},
+        "olmo2": {"Olmo2RMSNorm"},
+        "gemma2": set(),
+        "cohere": set(),
+        "qwen3_next": set(),
+        "bamba": {"BambaRMSNorm"},
+    }.items():
+        with subtests.test(model_type=model_type):
+            lm = CausalLM(tiny_of(model_type))
+            norms = FusedNorms(lm)
+            with norms.applied():
+                changed = {type(layer).__name__ for layer in lm.plain.modules() if "forward" in vars(layer)}
+            assert changed == fused
+            assert not any("forward" in vars(layer) for layer in lm.plain.modules())
+
+
+@pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_hidden", [torch.float32, torch.bfloat16])
+def test_a_fused_norm_has_the_type_and_values_of_the_norm(of_weight: torch.dtype, of_hidden: torch.dtype) -> None:
+    """A hidden state of size 0.001 shows the constant, which is as large as its mean square."""
+    lm = CausalLM(tiny_model())
+    norm: Any = lm.plain.model.norm.to(of_weight)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(0.5, 2.0, len(norm.weight)))
+    hidden = torch.linspace(-1.0, 1.5, len(norm.weight)).repeat(2, 1) * torch.tensor([[1.0], [1e-3]])
+    hidden = hidden.to(of_hidden)
+    for autocast in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            expected = norm(hidden)
+            with FusedNorms(lm).applied():
+                found = norm(hidden)
+        assert found.dtype == expected.dtype
+        is_half = torch.bfloat16 in (of_weight, of_hidden)
+        torch.testing.assert_close(found, expected, rtol=2**-7 if is_half else 1e-6, atol=0)
+
+
+def test_a_norm_with_a_hook_is_not_replaced() -> None:
+    lm = CausalLM(tiny_model())
+    lm.plain.model.norm.register_forward_hook(lambda module, arguments, output: output)
+    with FusedNorms(lm).applied():
+        assert "forward" not in vars(lm.plain.model.norm)
+        assert "forward" in vars(lm.plain.model.layers[0].input_layernorm)
 
 
 def test_an_update_without_memory_releases_the_room() -> None:
