@@ -20,6 +20,7 @@ from .micro_batches import plan_by_tokens
 from .model.cards import base_on_hub, save_with_card
 from .model.causal_lm import CausalLM, is_adapted
 from .model.loading import keep_differentiable, load_model, save_model
+from .model.packed_groups import can_pack, pack_of_rows
 from .model.references import OwnReference
 from .model.value_head import VALUE_HEAD_FILE, ValueHead
 from .options import HFOptions
@@ -156,7 +157,7 @@ class HFPolicy:
         self._samples_beside = isinstance(self._sampler, SamplesBeside) and self._sampler.samples_beside
         check_scores(self._lm, self._sampler if self.samples_itself else None)
         self._base_model = base_on_hub(self._lm.plain)  # now, because a folder can be gone when the model is saved
-        self._has_warned = False
+        self._can_pack: bool | None = None
 
     @classmethod
     def from_pretrained(
@@ -418,16 +419,17 @@ class HFPolicy:
         # what rows share before their first fork counts once, as a prompt does
         shares_forks = self._lm.shares_forks
         shared = [action.token_ids[: min(action.forks, default=0) if shares_forks else 0] for action in actions]
-        given = zip(self._encode(states), shared, strict=True)
-        prompts, prompt_of_row = _distinct([[*prompt, *tokens] for prompt, tokens in given])
+        pairs = zip(self._encode(states), shared, strict=True)
+        prompts, prompt_of_row = _distinct([[*prompt, *tokens] for prompt, tokens in pairs])
         own = zip(self._scored_tokens(actions), shared, strict=True)
-        return plan_by_tokens(
-            [len(prompt) for prompt in prompts],
-            prompt_of_row.tolist(),
-            [max(len(tokens) - len(before), 0) for tokens, before in own],
-            self.options.max_tokens_per_forward,
-            shares_prompts=self._shares_prompts,
-        )
+        lengths = [max(len(tokens) - len(before), 0) for tokens, before in own]
+        prompt_lengths, given = [len(prompt) for prompt in prompts], prompt_of_row.tolist()
+        shares_prompts = self._shares_prompts
+        if shares_prompts and self._lm.checkpoints_gradients:  # each pack computes its prompt
+            given, prompt_of_pack = pack_of_rows(prompt_lengths, given, lengths, self._lm.embedding_size)
+            prompt_lengths = [prompt_lengths[prompt] for prompt in prompt_of_pack]
+        limit = self.options.max_tokens_per_forward
+        return plan_by_tokens(prompt_lengths, given, lengths, limit, shares_prompts=shares_prompts)
 
     def shard_units(self) -> list[torch.nn.Module]:
         """The layers, and the models around them. From now on, each pass calls each layer equally often: rows that fork are
@@ -487,15 +489,18 @@ class HFPolicy:
 
     @property
     def _shares_prompts(self) -> bool:
+        """Whether a prompt is computed once for several completions: by a cache, or in packs with gradient checkpointing."""
         if not self._lm.shares_prompts or not self._lm.checkpoints_gradients:
             return self._lm.shares_prompts
-        if not self._has_warned:
-            self._has_warned = True
-            logging.getLogger("grpo").warning(
-                "HFPolicy: with gradient checkpointing, layers store no keys and values, so the prompt is computed for each "
-                "row. Without it, the prompt is computed once per group. (This message appears once.)"
-            )
-        return False
+        if self._can_pack is None:
+            self._can_pack = can_pack(self._lm)
+            if not self._can_pack:
+                logging.getLogger("grpo").warning(
+                    "HFPolicy: with gradient checkpointing, layers store no keys and values, so "
+                    f"{type(self._lm.plain).__name__} computes the prompt for each row. Without it, the prompt is computed "
+                    "once per group. (This message appears once.)"
+                )
+        return self._can_pack
 
     def _sample(
         self, states: Sequence[PromptState], size: int, config: SamplingConfig

@@ -11,6 +11,7 @@ from grpo import ActionScores
 from grpo.errors import ConfigError, ContractError
 
 from .model.causal_lm import CausalLM
+from .model.packed_groups import hidden_of_packs
 from .model.shared_prompts import hidden_of_whole_rows, hidden_with_shared_prompts
 from .model.token_log_probs import token_log_probs
 from .model.token_trees import Edges, hidden_of_trees
@@ -51,7 +52,7 @@ def score_tokens(
         value_head: Computes the value of the state before each token that counts. None: there are no values.
         is_cut: Rows that would have gone on after their last token that counts, on the CPU. Their final value is that of the
             state after this token. None: no row would have gone on.
-        shares_prompts: Whether to compute each prompt once for all its rows.
+        shares_prompts: Whether to compute each prompt once for all its rows. With gradient checkpointing, once per pack.
         edges: The edges that the rows are, if they are edges of trees. Each is computed once for all that continue it.
     """
     ends = mask.flip(1).cumsum(1).gt(0).sum(1)
@@ -62,6 +63,8 @@ def score_tokens(
         tokens = nn.functional.pad(tokens, (0, 1))  # a place for the state after the last token
     if edges is not None:
         hidden = hidden_of_trees(lm, prompts, prompt_of_row, edges.parent, tokens, edges.lengths)
+    elif shares_prompts and lm.checkpoints_gradients:
+        hidden = hidden_of_packs(lm, prompts, prompt_of_row, tokens)
     elif shares_prompts:
         hidden = hidden_with_shared_prompts(lm, prompts, prompt_of_row, tokens)
     else:

@@ -126,6 +126,11 @@ class CausalLM:
             return self.decoder(input_ids=token_ids, use_cache=False).last_hidden_state.shape[-1]
 
     @property
+    def embedding_size(self) -> int:
+        """Number of values of a token's embedding."""
+        return self.plain.get_input_embeddings().weight.shape[1]
+
+    @property
     def vocabulary_size(self) -> int:
         """Number of token embeddings. Token ids are below it."""
         return len(self.plain.get_input_embeddings().weight)
@@ -157,7 +162,8 @@ class CausalLM:
     def shares_forks(self) -> bool:
         """Whether completions can also share what is behind their prompt. Padding between edges would move a sliding window,
         and change a state."""
-        return self.shares_prompts and self.has_plain_cache and not self.has_equal_passes
+        shares = self.shares_prompts and self.has_plain_cache
+        return shares and not self.has_equal_passes and not self.checkpoints_gradients
 
     @property
     def checkpoints_gradients(self) -> bool:

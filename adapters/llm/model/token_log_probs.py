@@ -1,7 +1,7 @@
 """Log-probs of given tokens from hidden states. The output head runs in blocks, forward and backward.
 
 No [N, T, V] tensor ever exists. For each block of positions, only the tokens' log-probs and, on request, the entropies are
-kept. The backward pass computes the logits of the block again.
+kept. The backward pass computes the logits of the block again, except for the first blocks on a CPU.
 """
 
 from collections.abc import Iterator
@@ -16,6 +16,9 @@ BLOCK_BYTES = 31 * 2**20
 blocks would cost page faults each time."""
 GPU_BLOCK_BYTES = 256 * 2**20
 """Bytes of float32 logits per block on other devices: enough to keep a GPU busy, and small compared with other memory."""
+KEPT_BYTES = 256 * 2**20
+"""Bytes of logits that a CPU keeps for the backward pass, where each product with the head takes a sixth of an update. A GPU
+keeps none: the product takes little time there."""
 
 
 def token_log_probs(
@@ -74,7 +77,7 @@ def wide(logits: Float[Tensor, "M V"], temperature: float) -> Float[Tensor, "M V
 
 
 class _LinearHead(torch.autograd.Function):
-    """Log-probs and entropies of a linear head in blocks. No tensor with a vocabulary axis is kept for the backward pass."""
+    """Log-probs and entropies of a linear head in blocks. Few of their values are kept for the backward pass."""
 
     @staticmethod
     def forward(
@@ -84,6 +87,8 @@ class _LinearHead(torch.autograd.Function):
         log_probs = hidden.new_empty(len(tokens), dtype=dtype)
         normaliser = torch.empty_like(log_probs)
         entropies = torch.empty_like(log_probs) if entropy else log_probs.new_empty(0)
+        left = KEPT_BYTES if hidden.device.type == "cpu" and any(ctx.needs_input_grad) else 0
+        ctx.kept = []
         for block in blocks(len(tokens), len(weight), hidden.device):
             logits = wide(nn.functional.linear(hidden[block], weight, bias), temperature)
             all_log_probs = logits.log_softmax(1)  # one pass over the logits; logsumexp takes four
@@ -91,6 +96,9 @@ class _LinearHead(torch.autograd.Function):
             normaliser[block] = logits.gather(1, tokens[block, None]).squeeze(1) - log_probs[block]
             if entropy:
                 entropies[block] = -(all_log_probs.exp() * all_log_probs).sum(1)
+            left -= logits.nbytes
+            if left >= 0:
+                ctx.kept.append(logits)
         ctx.save_for_backward(hidden, weight, bias, tokens, normaliser, entropies)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -104,8 +112,9 @@ class _LinearHead(torch.autograd.Function):
         # the blocks' gradients are summed in float32
         of_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if needs_weight else None
         of_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if needs_bias else None
+        kept, ctx.kept = ctx.kept, []  # they are overwritten, so another backward pass computes them
         for block in blocks(len(tokens), len(weight), hidden.device):
-            logits = wide(nn.functional.linear(hidden[block], weight, bias), ctx.temperature)
+            logits = kept.pop(0) if kept else wide(nn.functional.linear(hidden[block], weight, bias), ctx.temperature)
             slopes = _slopes_of_logits(
                 logits.sub_(normaliser[block, None]),
                 tokens[block],

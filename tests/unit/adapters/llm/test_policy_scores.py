@@ -1,6 +1,7 @@
 """`HFPolicy`: scores, their gradients, precision and gradient checkpointing."""
 
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from adapters.llm import Completion, SamplingConfig, scoring, token_log_probs
+from adapters.llm import policy as policy_module
 from grpo.errors import ContractError
 from tests.support.llm_models import (
     FLOAT32_GRADIENT,
@@ -211,31 +213,30 @@ def test_under_autocast_scores_are_float32_and_sampling_gives_none() -> None:
 # Gradient checkpointing
 
 
-def test_gradient_checkpointing_does_not_change_the_gradient_and_warns_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = tiny_model()
-    policy = policy_of(model).train()
-    weights = torch.randn(3, 4)
-    scores = policy.score_actions(STATES, ROWS)
-    expected = gradients(model, (scores.log_probs * weights).sum())
-    assert not caplog.records
-    model.gradient_checkpointing_enable()
-    again = policy.score_actions(STATES, ROWS)
-    found = gradients(model, (again.log_probs * weights).sum())
-    policy.score_actions(STATES, ROWS)
-    assert [record.message for record in caplog.records if "gradient checkpointing" in record.message] == [
-        (
-            "HFPolicy: with gradient checkpointing, layers store no keys and values, so the prompt is computed for each "
-            "row. Without it, the prompt is computed once per group. (This message appears once.)"
-        )
-    ]
-    torch.testing.assert_close(again.log_probs, scores.log_probs, atol=FLOAT32_LOG_PROB, rtol=0)
-    assert relative_difference(found, expected) < FLOAT32_GRADIENT
-    shapes = forward_shapes(model)
-    policy.score_actions(["abcd"] * 3, ROWS)
-    policy.eval().score_actions(["abcd"] * 3, ROWS)  # in evaluation mode, prompts are shared
-    assert shapes == [(3, 4 + 4), (1, 4), (3, 3)]
+def test_gradient_checkpointing_does_not_change_the_gradient(subtests: pytest.Subtests) -> None:
+    """Qwen 3 computes a prompt once per pack; Mistral, with its window, computes it for each row and says so once."""
+    for family, shape in {"qwen3": (1, 4 + 3 * 3), "mistral": (3, 4 + 4)}.items():
+        with subtests.test(family=family), pytest.MonkeyPatch.context() as patch:
+            messages: list[str] = []
+            patch.setattr(logging.getLogger("grpo"), "warning", messages.append)
+            model = tiny_model(family)
+            policy = policy_of(model).train()
+            weights = torch.randn(3, 4)
+            scores = policy.score_actions(STATES, ROWS)
+            expected = gradients(model, (scores.log_probs * weights).sum())
+            assert not messages
+            model.gradient_checkpointing_enable()
+            again = policy.score_actions(STATES, ROWS)
+            found = gradients(model, (again.log_probs * weights).sum())
+            policy.score_actions(STATES, ROWS)
+            assert len(messages) == (0 if family == "qwen3" else 1)
+            assert all("MistralForCausalLM computes the prompt for each row" in message for message in messages)
+            torch.testing.assert_close(again.log_probs, scores.log_probs, atol=FLOAT32_LOG_PROB, rtol=0)
+            assert relative_difference(found, expected) < FLOAT32_GRADIENT
+            shapes = forward_shapes(model)
+            policy.score_actions(["abcd"] * 3, ROWS)
+            policy.eval().score_actions(["abcd"] * 3, ROWS)  # in evaluation mode, all models have a cache
+            assert shapes == [shape, (1, 4), (3, 3)]
 
 
 def test_gradient_checkpointing_does_not_change_the_gradient_of_an_adapter(subtests: pytest.Subtests) -> None:
@@ -255,7 +256,7 @@ def test_gradient_checkpointing_does_not_change_the_gradient_of_an_adapter(subte
 
 
 def test_plans_count_a_shared_prompt_once_and_others_per_row() -> None:
-    model = tiny_model()
+    model = tiny_model("mistral")
     policy = policy_of(model, max_tokens_per_forward=30)
     rows = [completion(*range(2, 7))] * 4
     # shared: 10 + 4 * 5 = 30; not shared: a row is 15
@@ -263,6 +264,17 @@ def test_plans_count_a_shared_prompt_once_and_others_per_row() -> None:
     model.gradient_checkpointing_enable()
     policy.train()
     assert len(policy.plan_micro_batches(["abcdefghij"] * 4, rows)) == 2
+
+
+def test_plans_count_a_prompt_once_per_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs of two rows: 10 + 2 * 5 = 20 positions each, so two packs exceed 30, and 40 holds both."""
+    monkeypatch.setattr(policy_module, "pack_of_rows", lambda *arguments: ([0, 0, 1, 1], [0, 0]))
+    model = tiny_model()
+    rows = [completion(*range(2, 7))] * 4
+    for limit, expected in ((30, 2), (40, 1)):
+        policy = policy_of(model, max_tokens_per_forward=limit).train()
+        model.gradient_checkpointing_enable()
+        assert len(policy.plan_micro_batches(["abcdefghij"] * 4, rows)) == expected
 
 
 def test_a_prompt_that_two_groups_share_is_computed_once() -> None:

@@ -137,6 +137,28 @@ def test_under_autocast_the_logits_are_rounded_to_bfloat16() -> None:
     assert head.weight.grad.dtype == torch.float32
 
 
+def test_the_first_blocks_are_computed_once_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three blocks of two positions, of which one is kept. A second backward pass computes all again; scoring keeps none."""
+    monkeypatch.setattr(module, "BLOCK_BYTES", 2 * 5 * 4)
+    monkeypatch.setattr(module, "KEPT_BYTES", 3 * 5 * 4)
+    products: list[int] = []
+    linear = nn.functional.linear
+
+    def counted(*arguments: torch.Tensor) -> torch.Tensor:
+        products.append(len(arguments[0]))
+        return linear(*arguments)
+
+    monkeypatch.setattr(nn.functional, "linear", counted)
+    torch.manual_seed(0)
+    head, hidden, tokens = nn.Linear(3, 5), torch.randn(6, 3), torch.arange(6) % 5
+    log_probs, entropy = token_log_probs(hidden, head, tokens, with_entropy=True)
+    assert entropy is not None
+    loss = (log_probs * torch.arange(6)).sum() + entropy.sum()
+    slopes = [torch.autograd.grad(loss, list(head.parameters()), retain_graph=True) for _ in range(2)]
+    assert products == [2] * (3 + 2 + 3)
+    assert all(torch.equal(one, other) for one, other in zip(*slopes, strict=True))
+
+
 def test_blocks_cover_every_position_once() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [(b.start, b.stop) for b in blocks(7, module.BLOCK_BYTES // (4 * 3), cpu)] == [(0, 3), (3, 6), (6, 7)]
