@@ -1,7 +1,7 @@
 """A Hugging Face causal language model as a policy."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,14 @@ from .model.packed_groups import can_pack, pack_of_rows
 from .model.references import OwnReference
 from .model.value_head import VALUE_HEAD_FILE, ValueHead
 from .options import HFOptions
+from .policy_arguments import (
+    end_token_ids,
+    require_request,
+    require_same_vocabulary,
+    require_separate,
+    require_tokenizer,
+    value_head_of,
+)
 from .prompts import Prompt, PromptEncoder, PromptState, prompt_of
 from .sampling.continuous import ContinuousSampler
 from .sampling.decoding import DecodingSampler
@@ -102,15 +110,15 @@ class HFPolicy:
         self._lm = CausalLM(model)
         keep_differentiable(model)
         self._lm.check_logits()
-        self._lm.value_head = _value_head(self._lm, value_head)
+        self._lm.value_head = value_head_of(self._lm, value_head)
         self._reference = None if reference_model is None else CausalLM(reference_model)
         if self._reference is not None:
-            _require_separate(model, reference_model)
+            require_separate(model, reference_model)
             # dropout in the reference would make the KL noise
             reference_model.requires_grad_(False).eval()
             self._reference.check_logits()
             check_scores(self._reference, None)
-            _require_same_vocabulary(self._lm, self._reference)
+            require_same_vocabulary(self._lm, self._reference)
         if options.reference == "base" and self._reference is not None:
             raise ConfigError("HFPolicy: options.reference='base' and reference_model are two references. Keep one.")
         is_own = self._reference is None and (is_adapted(model) or options.reference == "base")
@@ -127,8 +135,8 @@ class HFPolicy:
                 "GRPOConfig(autocast_dtype='bfloat16'), or train LoRA."
             )
         for lm in (self._lm, self._reference or self._lm):
-            _require_tokenizer(tokenizer, lm.vocabulary_size)
-        self.end_token_ids = _end_token_ids(tokenizer, self._lm, options.end_token_ids, self.sampling)
+            require_tokenizer(tokenizer, lm.vocabulary_size)
+        self.end_token_ids = end_token_ids(tokenizer, self._lm, options.end_token_ids, self.sampling)
         """Tokens that end a completion."""
         self._texts = CompletionTexts(tokenizer, self.end_token_ids, keeps_special_tokens=options.keep_special_tokens)
         ends = None if options.end_token_ids is not None else (self.end_token_ids, self.sampling.stop)
@@ -511,7 +519,7 @@ class HFPolicy:
         self, states: Sequence[PromptState], size: int, config: SamplingConfig
     ) -> Callable[[], tuple[list[Completion], SampledTokens]]:
         """Check the request and draw the seeds. The function that is returned samples."""
-        _require_request(states, size)
+        require_request(states, size)
         prompts = self._encode(states)
         lengths = [len(prompt) + config.max_new_tokens for prompt in prompts]
         self._require_room(lengths, f"prompts with sampling.max_new_tokens={config.max_new_tokens}")
@@ -604,20 +612,6 @@ class HFPolicy:
         )
 
 
-def _value_head(lm: CausalLM, given: bool | ValueHead) -> ValueHead | None:
-    """The value head on the model's device, in float32 or better."""
-    if given is False:
-        return None
-    size = lm.hidden_size
-    head = ValueHead(size) if given is True else given
-    if head.hidden_size != size:
-        raise ConfigError(
-            f"HFPolicy: value_head must read the model's hidden states of {size} numbers; got hidden_size={head.hidden_size}. "
-            f"Pass ValueHead({size}), or value_head=True."
-        )
-    return head.to(lm.device, torch.promote_types(lm.plain.dtype, torch.float32)).train(lm.plain.training)
-
-
 def _distinct(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], Int[Tensor, " N"]]:
     """The different prompts, and the index of each row's prompt."""
     known: dict[tuple[int, ...], int] = {}
@@ -627,79 +621,3 @@ def _distinct(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], Int[Te
 
 def _grouped(completions: list[Completion], size: int) -> list[list[Completion]]:
     return [completions[begin : begin + size] for begin in range(0, len(completions), size)]
-
-
-def _end_token_ids(
-    tokenizer: Any, lm: CausalLM, given: tuple[int, ...] | None, sampling: SamplingConfig
-) -> tuple[int, ...]:
-    size = lm.vocabulary_size
-    if given is not None:
-        if not all(0 <= token < size for token in given):
-            raise ConfigError(
-                f"HFPolicy: end_token_ids must be from 0 to {size - 1}, the model's vocabulary; got {given!r}. Pass "
-                "tokenizer.convert_tokens_to_ids(...)."
-            )
-        return given
-    configured = getattr(lm.plain.generation_config, "eos_token_id", None)
-    listed = configured if isinstance(configured, list) else [configured]
-    found = tuple(sorted({token for token in [tokenizer.eos_token_id, *listed] if token is not None and token < size}))
-    if not found and not sampling.stop:
-        raise ConfigError(
-            "HFPolicy: the tokenizer or the model's generation config must have an end-of-sequence token; got none, "
-            "so no completion could end before max_new_tokens. Pass options=HFOptions(end_token_ids=(...,)), or "
-            "end_token_ids=() if completions should not end."
-        )
-    return found
-
-
-def _require_request(states: Any, num_actions_per_state: Any) -> None:
-    if isinstance(states, str | bytes | Mapping) or not hasattr(states, "__len__"):
-        raise ContractError(
-            f"HFPolicy: states must be a sequence of prompts; got {describe(states)}. Pass a list, for one prompt too: [...]."
-        )
-    if len(states) == 0:
-        raise ContractError("HFPolicy: states must have at least one prompt; got none. Pass at least one prompt.")
-    if not isinstance(num_actions_per_state, int) or num_actions_per_state < 1:
-        raise ContractError(
-            f"HFPolicy: num_actions_per_state must be an integer of at least 1; got {num_actions_per_state!r}. Pass the number "
-            "of completions per prompt."
-        )
-
-
-def _require_tokenizer(tokenizer: Any, vocabulary_size: int) -> None:
-    """Refuse what is not a tokenizer, and a tokenizer whose texts give tokens that the model does not have.
-
-    A tokenizer may have added tokens beyond the vocabulary, for example for images (Gemma 3). They are refused in prompts.
-    """
-    needed = ("__call__", "batch_decode", "convert_ids_to_tokens", "eos_token_id", "vocab_size")
-    if isinstance(tokenizer, type) or not all(hasattr(tokenizer, name) for name in needed):
-        raise ContractError(
-            f"HFPolicy: tokenizer must be the model's tokenizer; got {describe(tokenizer)}. Pass "
-            "AutoTokenizer.from_pretrained(...), or the tokenizer of a processor."
-        )
-    if tokenizer.vocab_size > vocabulary_size:
-        raise ConfigError(
-            f"HFPolicy: the tokenizer must not be larger than the model's vocabulary of {vocabulary_size} tokens; it has "
-            f"{tokenizer.vocab_size}. Use the model's tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
-        )
-
-
-def _require_same_vocabulary(lm: CausalLM, reference: CausalLM) -> None:
-    """Refuse a reference with other tokens. Models of one tokenizer may be padded to different sizes, by less than 1%."""
-    sizes = lm.vocabulary_size, reference.vocabulary_size
-    if max(sizes) > 1.01 * min(sizes):
-        raise ConfigError(
-            f"HFPolicy: reference_model must have the vocabulary of the model, {sizes[0]} tokens; it has {sizes[1]}, so the "
-            "same token id is another text. Use a reference with the model's tokenizer."
-        )
-
-
-def _require_separate(model: Any, reference_model: Any) -> None:
-    """Refuse a reference that would freeze the trained model, and move with it."""
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    if reference_model is model or any(id(parameter) in trained for parameter in reference_model.parameters()):
-        raise ConfigError(
-            "HFPolicy: reference_model must be another model; got the model itself, or one that shares trained "
-            "parameters with it, so they would be frozen and the KL would stay 0. Pass copy.deepcopy(model). With LoRA, leave "
-            "reference_model out: the model as training began is the reference."
-        )
