@@ -37,7 +37,14 @@ def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def read_turn(
-    tokenizer: Any, context: Sequence[int], turn: Sequence[int], text: str, tools: Sequence[Any] | None, *, number: int
+    tokenizer: Any,
+    context: Sequence[int],
+    turn: Sequence[int],
+    text: str,
+    tools: Sequence[Any] | None,
+    *,
+    number: int,
+    hidden: Sequence[str] | None = None,
 ) -> tuple[Message, bool]:
     """The policy's turn as a message, and whether it has a malformed tool call. A malformed call stays in the text.
 
@@ -48,9 +55,10 @@ def read_turn(
         tokenizer: The policy's tokenizer.
         context: Token ids before the turn.
         turn: Token ids of the turn.
-        text: The turn's text without special tokens and without a stop string.
+        text: The turn's text without the hidden tokens and without a stop string.
         tools: Schemas of the tools. Without tools, a turn has no calls.
         number: Number of the turn, for the ids of the calls.
+        hidden: Special tokens that are left out of the text beside calls. None: all.
     """
     whole: Message = {"role": "assistant", "content": text}
     raw = tokenizer.decode(list(turn), skip_special_tokens=False)  # marks are special tokens in some tokenizers
@@ -71,7 +79,7 @@ def read_turn(
         elif "<|channel|>" in raw and "<|message|>" in raw:
             whole.update(_channels(said))
         elif found is not None:
-            whole["content"] = without(said, special).strip()
+            whole["content"] = without(said, special if hidden is None else hidden).strip()
         calls = [_call(call, number, i) for i, call in enumerate(called)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # what parsers raise for malformed text
         return {"role": "assistant", "content": text}, True

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from adapters.llm import FinishReason
+from adapters.llm import CompletionTexts, FinishReason
 from grpo.arguments import describe
 from grpo.errors import ContractError, GRPOError
 
@@ -132,6 +132,7 @@ class Chat:
         self,
         template: ChatTemplate,
         tokenizer: Any,
+        texts: CompletionTexts,
         sample: SampleTurn,
         limits: Limits,
         *,
@@ -161,6 +162,7 @@ class Chat:
         self._sampling_seed = sampling_seed
         self._template = template
         self._tokenizer = tokenizer
+        self._texts = texts
         self._sample = sample
         self._limits = limits
         self._seeds = np.random.default_rng(sampling_seed)
@@ -374,16 +376,29 @@ class Chat:
         self, context: list[int], turn: SampledTurn, tools: list[dict[str, Any]] | None, stop: tuple[str, ...]
     ) -> tuple[Message, bool]:
         """The turn as a message, and whether its end was cut off."""
-        text = self._tokenizer.decode(list(turn.token_ids), skip_special_tokens=True)
+        [text] = self._texts.decode([turn.token_ids])
+        [opened] = self._texts.opened_by([context])
+        begun: Message = {"opened": opened} if opened else {}
         if turn.finish_reason == "length":  # a truncated call is not a malformed call
-            return {"role": "assistant", "content": text}, False
+            self._texts.say_lost(turn.token_ids)
+            return {"role": "assistant", "content": text, **begun}, False
         stops = (*self._template.stop, *stop)  # the former begin a message of others
         shown = _before(text, stops)
         message, is_malformed = read_turn(
-            self._tokenizer, context, turn.token_ids, shown, tools, number=len(self._turns)
+            self._tokenizer,
+            context,
+            turn.token_ids,
+            shown,
+            tools,
+            number=len(self._turns),
+            hidden=self._texts.hidden,
         )
         self.counts["malformed_calls"] += is_malformed
-        return {**message, "content": _before(message["content"], stops)}, shown != text
+        if "reasoning_content" in message:  # thoughts were read, so the content does not begin in a tag
+            begun = {}
+        elif not is_malformed and message.get("content") == shown:  # nothing else reads the tokens
+            self._texts.say_lost(turn.token_ids)
+        return {**message, "content": _before(message["content"], stops), **begun}, shown != text
 
 
 def _before(text: str, stops: Sequence[str]) -> str:

@@ -25,6 +25,9 @@ class Message(TypedDict, total=False):
     """Of a tool: its name."""
     reasoning_content: str
     """Of the assistant: its thoughts, if the tokenizer's response parser separates them from the content."""
+    opened: str
+    """Of the assistant: the tag in which its prompt ends, such as a `<think>` of the template. It stands before the content and
+    is not sampled. The key is missing if there is no such tag, or if the thoughts are in `reasoning_content`."""
 
 
 Observation: TypeAlias = str | Message | Sequence[Message]

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adapters.llm import HFPolicy
+from adapters.llm import CompletionTexts, HFPolicy
 from grpo import ActionScores, SampledActions
 from grpo.arguments import describe, require_lengths
 from grpo.errors import ConfigError, ContractError
@@ -91,6 +91,14 @@ class AgentPolicy:
             policy.tokenizer, end_token_ids=policy.end_token_ids, options=policy.options.chat_template_options
         )
         require_readable_calls(policy.tokenizer, self.template)
+        self._texts = CompletionTexts(
+            policy.tokenizer,
+            (*self.template.end_token_ids, *self.template.opening_token_ids),
+            keeps_special_tokens=policy.options.keep_special_tokens,
+            whose="AgentPolicy",
+            text="message['content']",
+            opened="message.get('opened', '')",
+        )
         self.branch, self._concurrency = branch, concurrency
         self.has_dependent_rows = branch is not None
         """Whether rows of a group share steps, so that `max_at_k` is refused."""
@@ -258,7 +266,7 @@ class AgentPolicy:
                 max_new_tokens=turns.max_new_tokens,
             )
             seeds = {"seed": job.seed, "sampling_seed": job.sampling_seed}
-            chat = Chat(self.template, self.policy.tokenizer, sample, limits, **seeds)
+            chat = Chat(self.template, self.policy.tokenizer, self._texts, sample, limits, **seeds)
             if branching is not None:
                 chat.branch = Branch(branching=branching, leaf=job.index, num_leaves=branching.num_leaves)
             return chat

@@ -42,11 +42,13 @@ from .sampling.samplers import SampledTokens, Sampler
 from .sampling.sampling_config import SamplingConfig
 from .sampling.vllm_engine import VLLMSampler
 from .sampling.vllm_server import VLLMServerSampler
+from .texts import CompletionTexts
 
 __all__ = [
     "Between",
     "Completion",
     "CompletionRewards",
+    "CompletionTexts",
     "ControlTokens",
     "ExactMatch",
     "FinishReason",

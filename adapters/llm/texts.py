@@ -6,6 +6,8 @@ from typing import Any
 
 from grpo.errors import warn_user
 
+from .control_tokens import OWN
+
 _OPENED = re.compile(
     r"(?:<(?!(?:assistant|bot|model|user|system|s|bos|pad|end)>)([A-Za-z_]\w*)>|\[(THINK)\])\s*(?:(?:</\1>|\[/\2\])\s*)?$"
 )
@@ -18,36 +20,64 @@ class CompletionTexts:
         tokenizer: The model's tokenizer.
         end_token_ids: Tokens that end a completion. They are never part of the text, and padding and begin tokens neither.
         keeps_special_tokens: Whether the text has the other special tokens.
+        whose: The class that warnings name.
+        text: What a reward reads, in warnings.
+        opened: Where a reward finds the tag in which a prompt ends, in warnings.
     """
 
-    def __init__(self, tokenizer: Any, end_token_ids: Iterable[int], *, keeps_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        end_token_ids: Iterable[int],
+        *,
+        keeps_special_tokens: bool,
+        whose: str = "HFPolicy",
+        text: str = "Completion.text",
+        opened: str = "Completion.opened",
+    ) -> None:
         self._tokenizer = tokenizer
         self._keeps = keeps_special_tokens
+        self._whose, self._text, self._opened = whose, text, opened
         marks = (getattr(tokenizer, f"{name}_token_id", None) for name in ("eos", "pad", "bos"))
         self._left_out = {*end_token_ids, *(mark for mark in marks if mark is not None)}
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = {token_id: str(token) for token_id, token in added.items() if token.special}
-        # a start tag whose end tag is special, too: <think> and </think>
+        self.hidden = [text for token_id, text in special.items() if token_id in self._left_out or not self._keeps]
+        """The special tokens that a text does not have."""
+        # a start tag whose end tag is special, too, such as <think> and </think>; and marks such as <|channel|> of gpt-oss
         contents = set(special.values())
         closing = {text for text in contents if "/" in text and text.replace("/", "", 1) in contents}
-        tags = closing | {text.replace("/", "", 1) for text in closing}
-        self._tags = {token_id: text for token_id, text in special.items() if text in tags} if not self._keeps else {}
+        tags = (
+            closing | {text.replace("/", "", 1) for text in closing} | {text for text in contents if OWN.search(text)}
+        )
+        self._tags = {
+            token_id: text
+            for token_id, text in special.items()
+            if text in tags and token_id not in self._left_out and not self._keeps
+        }
         self._has_warned_of_opening = False
 
     def __call__(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each row of tokens."""
+        """The text of each row of tokens. The first tag that is left out is said in a warning."""
+        for row in rows:
+            self.say_lost(row)
+        return self.decode(rows)
+
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each row of tokens, without a warning."""
         if self._keeps:
-            kept = [[token for token in row if token not in self._left_out] for row in rows]
-            return list(self._tokenizer.batch_decode(kept, skip_special_tokens=False))
-        if self._tags:
-            lost = sorted({self._tags[token] for row in rows for token in row if token in self._tags})
-            if lost:
-                self._tags = {}
-                warn_user(
-                    f"HFPolicy: completions have the special tokens {', '.join(lost)}, which Completion.text leaves out, so no "
-                    "reward can see them. Pass HFOptions(keep_special_tokens=True). (This warning is given once.)"
-                )
-        return list(self._tokenizer.batch_decode(rows, skip_special_tokens=True))
+            rows = [[token for token in row if token not in self._left_out] for row in rows]
+        return list(self._tokenizer.batch_decode(rows, skip_special_tokens=not self._keeps))
+
+    def say_lost(self, row: Sequence[int]) -> None:
+        """Warn once of tags among these tokens that the text leaves out."""
+        lost = sorted({self._tags[token] for token in row if token in self._tags}) if self._tags else []
+        if lost:
+            self._tags = {}
+            warn_user(
+                f"{self._whose}: the model writes the special tokens {', '.join(lost)}, which {self._text} leaves out, so no "
+                "reward can see them. Pass HFOptions(keep_special_tokens=True). (This warning is given once.)"
+            )
 
     def opened_by(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         r"""The tag in which each prompt ends, such as "<think>\n", or ""."""
@@ -61,8 +91,8 @@ class CompletionTexts:
             if opened and "/" not in opened and not self._has_warned_of_opening:
                 self._has_warned_of_opening = True
                 warn_user(
-                    f"HFPolicy: the prompt ends in {opened.strip()}, so completions begin inside this tag and do not write it. "
-                    'RegexMatch(how="full") reads the tag as well. A format reward of your own has to read Completion.opened '
-                    "+ Completion.text. (This warning is given once.)"
+                    f"{self._whose}: the prompt ends in {opened.strip()}, so completions begin inside this tag and do not "
+                    f"write it. A format reward of your own has to read {self._opened} + {self._text}, as "
+                    "RegexMatch(how='full') does with completions. (This warning is given once.)"
                 )
         return [known[id(prompt)] for prompt in prompts]

@@ -1,6 +1,7 @@
 """What a conversation records: contexts, masks, messages, rewards and tool calls."""
 
 import asyncio
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,64 @@ def test_a_malformed_call_stays_in_the_text_and_is_counted(text: str) -> None:
     sampled = AgentPolicy(agent.policy, Tools).sample_actions(["you"], 1)
     assert sampled.metrics["agents/malformed_calls"] == 1
     assert sampled.actions[0][0].messages[1] == {"role": "assistant", "content": text}
+
+
+THINKING = CHATML + "{# <|think|> <|/think|> #}"  # both marks are special tokens
+OPENS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+CHANNELS = "{# <|channel|><|message|><|end|><|start|> #}"
+ANALYSIS = "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
+WRITTEN, BEGUN = "<|think|>a<|/think|>7", {"content": "a</think>7", "opened": "<think>\n"}
+SEEN: list[tuple[str, str, bool, bool, dict[str, Any], str]] = [
+    # template, what the model says, is it truncated, keep_special_tokens, the message, the warning
+    (THINKING, WRITTEN, False, True, {"content": WRITTEN}, ""),
+    (THINKING, WRITTEN, False, False, {"content": "a7"}, "<|/think|>, <|think|>, which message['content'] leaves out"),
+    (THINKING, WRITTEN, True, True, {"content": WRITTEN}, ""),
+    (THINKING, WRITTEN, True, False, {"content": "a7"}, "HFOptions(keep_special_tokens=True)"),
+    (THINKING, WRITTEN + says_call(), False, True, {"content": WRITTEN}, ""),
+    (THINKING, WRITTEN + says_call(), False, False, {"content": "a7"}, ""),
+    (THINKING, "a<|im_start|>", False, True, {"content": "a"}, ""),
+    (OPENS, "a</think>7", False, False, BEGUN, "read message.get('opened', '') + message['content']"),
+    (OPENS, "a</think>7", True, False, BEGUN, "AgentPolicy: the prompt ends in <think>"),
+    (CHATML + CHANNELS, "<|channel|>final<|message|>7", False, False, {"content": "7"}, ""),
+    (OPENS + CHANNELS, ANALYSIS, False, False, {"content": "", "reasoning_content": "a"}, "the prompt ends in <think>"),
+]
+
+
+def test_rewards_see_tags_that_are_special_tokens_or_that_the_template_opened(subtests: pytest.Subtests) -> None:
+    """The reward model reads `Conversation.messages`, and the environment the message of the last step."""
+    for template, says, is_cut, keeps, expected, warning in SEEN:
+        heard: list[Message] = []
+
+        class Hears(Tools):
+            def step(self, action: Message, heard: list[Message] = heard) -> Any:
+                heard.append(action)
+                return super().step(action)
+
+        with subtests.test(says=says, keeps=keeps), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            tokenizer = chat_tokenizer(template)
+            limit = len(tokenizer(says)["input_ids"]) if is_cut else 120
+            agent = Scripted([says] * 2, tokenizer=tokenizer, max_new_tokens=limit, keep_special_tokens=keeps)
+            rows = converse(agent.policy, Hears, size=2, max_turns=1)
+            for message in [*(row.messages[1] for row in rows), *heard]:
+                assert {key: message.get(key) for key in ("content", "opened", "reasoning_content")} == {
+                    **dict.fromkeys(("opened", "reasoning_content")),
+                    **expected,
+                }
+            assert len(heard) == (0 if is_cut or "call" in says else 2)
+            assert len(said) == bool(warning)  # said once
+            assert not said or warning in str(said[0].message)
+
+
+def test_a_kept_tag_goes_back_into_a_history_that_is_rendered_anew() -> None:
+    """The model reads its thought as it wrote it: as special tokens."""
+    rewrites = THINKING.replace("{{ m.content }}", "{{ m.content | replace('x', '') }}")
+    says = ["x<|think|>a<|/think|>", "b", "c"]
+    agent = Scripted(says, tokenizer=chat_tokenizer(rewrites), max_new_tokens=30, keep_special_tokens=True)
+    converse(agent.policy, Echo)
+    tokenizer = agent.policy.tokenizer
+    for mark in ("<|think|>", "<|/think|>"):
+        assert [context.count(tokenizer.convert_tokens_to_ids(mark)) for context in agent.contexts] == [0, 1, 1]
 
 
 def test_a_truncated_call_is_not_malformed() -> None:

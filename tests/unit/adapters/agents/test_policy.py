@@ -46,6 +46,7 @@ class Caller(Echo):
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing.*:FutureWarning",  # PEFT uses the old name
+    "ignore:AgentPolicy. the prompt ends in <think>:UserWarning",
 )
 
 

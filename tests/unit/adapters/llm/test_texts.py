@@ -14,7 +14,7 @@ from adapters.llm.texts import CompletionTexts
 def tokenizer_of(*special: str) -> Any:
     marks = ["<pad>", "<end>", *special]
     vocabulary = {
-        mark: number for number, mark in enumerate([*marks, *"\n abcdefghijklmnopqrstuvwxyz0123456789<>/[]_"])
+        mark: number for number, mark in enumerate([*marks, *"\n abcdefghijklmnopqrstuvwxyz0123456789<>/[]_|"])
     }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, "<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -32,6 +32,8 @@ TAGGED = [
     (("<think>", "</think>"), "<think>a</think>7", "a7"),
     (("[THINK]", "[/THINK]"), "[THINK]a[/THINK]7", "a7"),
     (("<answer>", "</answer>", "<x>"), "a<x><answer>7</answer>", "a7"),
+    (("<|channel|>", "<|message|>"), "<|channel|>final<|message|>7", "final7"),
+    (("<tool_call>",), "<tool_call>7", "7"),
 ]
 
 
