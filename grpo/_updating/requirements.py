@@ -180,8 +180,10 @@ def require_reference(config: GRPOConfig, policy: Any, reference_policy: Any) ->
     parameters = parameters_of(policy)
     if reference_policy is None:
         if config.reference_sync_every is not None:
+            has_own = isinstance(policy, ScoresReference)
+            own = f"The reference that {type(policy).__name__} itself gives never moves. " if has_own else ""
             raise ConfigError(
-                "config.reference_sync_every needs a reference to move. Pass reference_policy=copy.deepcopy(policy)."
+                f"config.reference_sync_every needs a reference to move. {own}Pass reference_policy=copy.deepcopy(policy)."
             )
         return
     require_methods(reference_policy, POLICY_METHODS, "reference_policy", "PolicyModel")

@@ -186,8 +186,10 @@ def test_a_reference_without_the_methods_of_a_policy_is_refused() -> None:
 
 def test_a_moving_reference_needs_to_exist_and_to_have_the_policys_parameters() -> None:
     moving = GRPOConfig(reference_sync_every=1)
-    with pytest.raises(ConfigError, match=r"reference_sync_every needs a reference"):
+    with pytest.raises(ConfigError, match=r"reference_sync_every needs a reference to move\. Pass reference_policy="):
         require_reference(moving, TablePolicy(), None)
+    with pytest.raises(ConfigError, match=r"The reference that WithReference itself gives never moves\. Pass"):
+        require_reference(moving, WithReference(), None)
     require_reference(GRPOConfig(), TablePolicy(), None)
     other = TablePolicy()
     for name in "edcba":

@@ -159,6 +159,28 @@ def test_the_first_blocks_are_computed_once_on_a_cpu(monkeypatch: pytest.MonkeyP
     assert all(torch.equal(one, other) for one, other in zip(*slopes, strict=True))
 
 
+def test_the_generator_is_saved_only_where_a_head_draws_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU would wait for its generator's state at each block. With dropout, the backward pass must draw the same numbers."""
+    saved: list[bool] = []
+    read = torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: saved.append(True) or read())
+    monkeypatch.setattr(module, "BLOCK_BYTES", 2 * 5 * 4)
+    for rate, is_training, expected in [(0.0, True, False), (0.5, False, False), (0.5, True, True)]:
+        saved.clear()
+        linear = nn.Linear(3, 5)
+        head = nn.Sequential(nn.Dropout(rate), linear).train(is_training)
+        hidden = torch.randn(6, 3, requires_grad=True)
+        log_probs, _ = token_log_probs(hidden, head, torch.arange(6) % 5)
+        assert bool(saved) == expected, (rate, is_training)
+        log_probs.sum().backward()
+    assert hidden.grad is not None
+    dropped = hidden.grad == 0  # the numbers of the forward pass: half of the inputs had no effect
+    assert 0 < int(dropped.sum()) < hidden.numel()
+    again = hidden.detach().masked_fill(dropped, 0.0) / 0.5
+    expected_log_probs, _ = token_log_probs(again, linear, torch.arange(6) % 5)
+    torch.testing.assert_close(log_probs, expected_log_probs)
+
+
 def test_blocks_cover_every_position_once() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [(b.start, b.stop) for b in blocks(7, module.BLOCK_BYTES // (4 * 3), cpu)] == [(0, 3), (3, 6), (6, 7)]
