@@ -218,7 +218,8 @@ class RewardConfig(Settings):
     the reward model for each row by itself and drops the rows that fail again. If all rows fail, none is dropped: the call for
     all rows is made again. After `breaker_failures` failed calls in a row, a circuit breaker opens: the next call for all rows
     waits `breaker_seconds`, and is a trial. Trials take the place of the retries that are left. A call that succeeds, for a
-    single row too, closes the breaker. If three trials in a row fail, training stops with an error.
+    single row too, closes the breaker. If three trials in a row fail, training stops with an error. An error of the program
+    (TypeError, NameError, AttributeError, KeyError, ImportError) for every row of the first call is raised at once.
     """
 
     non_finite: Literal["raise", "drop", "zero"] = "raise"

@@ -1,5 +1,6 @@
 """Call a reward model, and handle its failures: retry, drop rows, and raise errors that name the function and its rows."""
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +26,11 @@ from .answers import AskedRows, CheckedCall, is_failed_call, kind_of, spread
 from .missing import Kept, with_each, without_missing
 from .retries import Retries
 
+LOGGER = logging.getLogger("grpo")
+LOG_SECONDS = 30.0
+"""How often a wait is logged."""
+MISTAKES = (TypeError, NameError, AttributeError, KeyError, ImportError)
+"""Errors of the program. If the first calls raise nothing else, waiting does not help."""
 NUM_TRIALS = 3
 """Number of failed trials in a row after which training stops."""
 SECONDS_WITHOUT_ANSWER = 60.0
@@ -93,6 +99,8 @@ class RewardCalls:
         self._waiting = waiting or OneProcess().waiting
         pause = partial(self._pause, reason=f"{self._name} fails, and is called again after reward.breaker_seconds")
         self._retries = Retries(self._name, config, clock=self._clock, sleep=pause)
+        self._only_mistakes = True
+        """Whether each call so far has raised an error of the program."""
         self.counts = dict.fromkeys(COUNTED, 0.0)
         """Failures, by metric name, that have not been reported yet."""
         self.measured: dict[str, tuple[float, float]] = {}
@@ -198,7 +206,7 @@ class RewardCalls:
             except Exception as error:
                 if not is_failed_call(error):
                     raise
-                delay = next(left, None)
+                delay = None if self._only_mistakes else next(left, None)
                 if delay is None:
                     self._raise_for(error, len(rows), num_calls)
                 if self._retries.is_open:  # trials take the place of the retries that are left
@@ -216,8 +224,11 @@ class RewardCalls:
             if is_failed_call(error):
                 self.counts["rewards/failed_calls"] += 1
                 self.counts["rewards/timeouts"] += isinstance(error, DeadlineError)
-                self._retries.fail(error)
+                self._only_mistakes &= isinstance(error, MISTAKES)
+                if not self._only_mistakes:
+                    self._retries.fail(error)
             raise
+        self._only_mistakes = False
         self._retries.succeed()
         self.measured = add_counts_and_sums([self.measured, rewards.metrics])
         return rewards
@@ -231,6 +242,10 @@ class RewardCalls:
 
     def _pause(self, seconds: float, reason: str) -> None:
         with self._waiting(seconds, reason):
+            while seconds > LOG_SECONDS:
+                self.sleep(LOG_SECONDS)
+                seconds -= LOG_SECONDS
+                LOGGER.warning("%s. Training waits for another %.1f s.", reason, seconds)
             self.sleep(seconds)
 
     def _raise_for(self, error: Exception, num_rows: int, num_calls: int) -> NoReturn:
@@ -240,10 +255,10 @@ class RewardCalls:
         kind, what = RewardRaisedError, f"{self._name} raised {type(error).__name__}: {error}"
         if isinstance(error, DeadlineError):
             kind, what = RewardTimeoutError, f"{self._name} exceeded reward.timeout={self.config.timeout:g}: {error}"
-        raise kind(
-            f"{what} for rows 0 to {num_rows - 1}, in {num_calls} call(s). Fix the reward, or set reward.num_retries or "
-            "reward.on_failure='drop'."
-        ) from error
+        remedy = "Fix the reward, or set reward.num_retries or reward.on_failure='drop'."
+        if self._only_mistakes:
+            remedy = "Fix the reward: this is an error of the program, and no call has succeeded yet."
+        raise kind(f"{what} for rows 0 to {num_rows - 1}, in {num_calls} call(s). {remedy}") from error
 
     def _ask_part_by_part(self, rows: AskedRows, failure: RewardError) -> Kept:
         """Get the rewards with one call per row, or per group if the reward compares actions. A failed call gives none."""
@@ -262,6 +277,8 @@ class RewardCalls:
                 last = error
             if not answers and self._retries.is_open and self._clock() - start >= SECONDS_WITHOUT_ANSWER:
                 break  # parts that hang one after another
+        if self._only_mistakes:
+            raise failure
         if not answers:
             what = "group" if self._call.compares_actions else "row"
             raise _OutageError(

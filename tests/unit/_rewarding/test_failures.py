@@ -152,7 +152,61 @@ def test_an_interrupt_passes_through_untouched(subtests: pytest.Subtests) -> Non
                 assert caught.value is interrupt
 
 
+# Errors of the program
+
+
+@pytest.mark.parametrize("mistake", [TypeError, NameError, AttributeError, KeyError, ModuleNotFoundError])
+def test_an_error_of_the_program_in_the_first_call_is_raised_at_once(
+    mistake: type[Exception], subtests: pytest.Subtests
+) -> None:
+    def reward(states: Any, actions: Any) -> Any:
+        raise mistake("no such column")
+
+    for on_failure in ("raise", "drop"):
+        with subtests.test(on_failure=on_failure):
+            time = FakeTime()
+            calls = calls_of(reward, time, on_failure=on_failure, num_retries=5, retry_delay=1.0)
+            for _ in range(2):  # a second try does not wait either
+                with pytest.raises(RewardRaisedError, match=r"reward raised .*no such column.*error of the program"):
+                    calls(ROWS, ROWS)
+            assert time.slept == []
+
+
+def test_an_error_of_the_program_is_a_failure_like_others_after_a_success_or_an_outage(
+    subtests: pytest.Subtests,
+) -> None:
+    for first, num_slept in (([1.0], 6), (ConnectionError(), 6)):
+        with subtests.test(first=first):
+            time, answers = FakeTime(), iter([first])
+
+            def reward(states: Any, actions: Any, answers: Any = answers) -> Any:
+                answer = next(answers, KeyError("lost"))
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
+
+            calls = calls_of(reward, time, on_failure="drop")
+            with pytest.raises(RewardError, match="3 trials 60 s apart"):
+                for _ in range(2):
+                    calls([0], [0])
+            assert time.slept == [30.0] * num_slept
+
+
+def test_one_row_with_an_error_of_the_program_is_dropped() -> None:
+    def reward(states: Any, actions: Any) -> list[float]:
+        return [{0: 0.0, 1: 1.0, 3: 3.0}[action] for action in actions]
+
+    assert asked(reward, on_failure="drop").values.tolist() == [0.0, 1.0, 3.0]
+
+
 # The circuit breaker
+
+
+def test_a_long_wait_is_logged_every_30_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    asked(Scripted(*["raises"] * 5), on_failure="drop", breaker_seconds=75.0)
+    said = [record.getMessage() for record in caplog.records][1:]
+    what = "Scripted fails, and is called again after reward.breaker_seconds. Training waits for another"
+    assert said == [f"{what} {seconds} s." for seconds in ("45.0", "15.0")]
 
 
 def test_the_sixth_call_waits_after_five_failed_calls() -> None:
@@ -164,9 +218,9 @@ def test_the_sixth_call_waits_after_five_failed_calls() -> None:
     assert time.slept == []
     time.now += 10.0
     assert calls(ROWS, ROWS).metrics == counts(failed_calls=5)
-    assert time.slept == [50.0]
+    assert time.slept == [30.0, 20.0]
     calls(ROWS, ROWS)
-    assert time.slept == [50.0]  # the trial closed the breaker
+    assert time.slept == [30.0, 20.0]  # the trial closed the breaker
 
 
 def test_a_success_between_failures_keeps_the_breaker_closed() -> None:
@@ -209,7 +263,7 @@ def test_trials_take_the_place_of_the_retries_that_are_left(subtests: pytest.Sub
             time, reward = FakeTime(), Scripted(*["raises"] * 5)
             found = asked(reward, time=time, num_retries=20, retry_delay=1.0, on_failure=on_failure)
             assert found.metrics == counts(retries=4, failed_calls=5)
-            assert time.slept == [1, 2, 4, 8, 60]
+            assert time.slept == [1, 2, 4, 8, 30, 30]
             assert reward.asked == [ROWS] * 6
     with subtests.test("an outage that does not end"):
         time, reward = FakeTime(), Scripted(rest="raises")
@@ -217,7 +271,7 @@ def test_trials_take_the_place_of_the_retries_that_are_left(subtests: pytest.Sub
         with pytest.raises(RewardError, match=message) as caught:
             asked(reward, time=time, num_retries=20, retry_delay=1.0)
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
-        assert time.slept == [1, 2, 4, 8, 60, 60, 60]
+        assert time.slept == [1, 2, 4, 8, *[30] * 6]
         assert reward.asked == [ROWS] * 8
 
 
@@ -236,7 +290,7 @@ def test_an_outage_of_every_row_is_waited_out_and_drops_nothing(subtests: pytest
             found = asked(reward, num_rows, time=time, on_failure="drop")
             assert found.values.tolist() == list(range(num_rows))
             assert found.metrics == counts(failed_calls=failed)
-            assert time.slept == [60.0] * 3
+            assert time.slept == [30.0] * 6
 
 
 def test_an_outage_that_does_not_end_is_an_error_that_names_the_cause() -> None:
@@ -247,7 +301,7 @@ def test_an_outage_that_does_not_end_is_an_error_that_names_the_cause() -> None:
     with pytest.raises(RewardError, match=message) as caught:
         asked(reward, time=time, on_failure="drop", num_retries=2)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert time.slept == [0.0, 0.0, 60.0, 60.0, 60.0]
+    assert time.slept == [0.0, 0.0, *[30.0] * 6]
     assert len(reward.asked) == (3 + 4) + 3 * (1 + 4)  # a trial has no retries
 
 
@@ -258,7 +312,7 @@ def test_a_trial_in_which_one_row_succeeds_closes_the_breaker() -> None:
     found = asked(reward, time=time, on_failure="drop")
     assert found.kept is not None
     assert found.values.tolist() == [action for (action,) in (reward.asked[6], reward.asked[9])]
-    assert time.slept == [60.0]
+    assert time.slept == [30.0, 30.0]
 
 
 def test_rows_that_hang_one_after_another_are_given_up_after_a_minute() -> None:
@@ -275,7 +329,7 @@ def test_rows_that_hang_one_after_another_are_given_up_after_a_minute() -> None:
 
     found = asked(hanging, 16, time=time, on_failure="drop")
     assert asked_for == [16, 1, 1, 1, 1, 16]
-    assert time.slept == [60.0]
+    assert time.slept == [30.0, 30.0]
     assert found.metrics == counts(failed_calls=5)
 
 
