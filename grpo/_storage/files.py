@@ -127,7 +127,9 @@ def write_file(path: Path, contents: bytes) -> FileRecord:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the list of names in a folder to the disk."""
+    """Flush the list of names in a folder to the disk. Windows opens no folder, and keeps the names without it."""
+    if os.name == "nt":
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -209,18 +211,20 @@ def require_hash(folder: Path, name: str, record: FileRecord) -> None:
     """Require that a file's contents have the hash that the manifest declares. The file is read in small parts."""
     with opened(folder, name) as file, ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
         begins = range(0, os.fstat(file.fileno()).st_size, BLOCK) or [0]
-        found = _joined(list(threads.map(lambda begin: _hash_of_block(file, begin), begins)))
+        found = _joined(list(threads.map(lambda begin: _hash_of_block(folder, name, begin), begins)))
     if found != record.sha256:
         raise DamagedCheckpointError(
             f"{folder / name} is damaged: its hash does not match the manifest's sha256. Use another checkpoint."
         )
 
 
-def _hash_of_block(file: FileIO, begin: int) -> bytes:
+def _hash_of_block(folder: Path, name: str, begin: int) -> bytes:
     sha256, size = hashlib.sha256(), 0
-    while size < BLOCK and (chunk := os.pread(file.fileno(), min(CHUNK, BLOCK - size), begin + size)):
-        sha256.update(chunk)
-        size += len(chunk)
+    with opened(folder, name) as file:  # each thread has its own position; Windows has no pread
+        file.seek(begin)
+        while size < BLOCK and (chunk := file.read(min(CHUNK, BLOCK - size))):
+            sha256.update(chunk)
+            size += len(chunk)
     return sha256.digest()
 
 

@@ -70,6 +70,12 @@ class FolderLock:
                 return
             del _held[str(self._path)]
             try:
+                if (
+                    fcntl is None
+                ):  # Windows removes no open file, and has no lock that this close could release too early
+                    os.close(descriptor)
+                    self._path.unlink(missing_ok=True)
+                    return
                 try:
                     if _is_same_file(descriptor, self._path):
                         self._path.unlink()
