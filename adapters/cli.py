@@ -22,7 +22,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo import GRPOConfig, GRPOTrainer, compare_policies, load_weights, measure_policy, presets, seed_everything
+from grpo import (
+    GRPOConfig,
+    GRPOTrainer,
+    compare_policies,
+    load_weights,
+    measure_policy,
+    presets,
+    seed_everything,
+    with_settings,
+)
 from grpo.arguments import describe, nearest_name
 from grpo.checks import check_policy, check_reward_model
 from grpo.errors import ConfigError, GRPOError, TrainingInterrupted
@@ -232,7 +241,7 @@ def settings_of(path: Path | None, changes: Sequence[str]) -> tuple[GRPOConfig, 
         else:
             named_changes[name.removeprefix("config.")] = _parsed(text)
     _require_known("train", options, TRAIN)
-    config = config.updated(given.get("config") or {}).updated(named_changes)
+    config = with_settings(with_settings(config, given.get("config") or {}), named_changes)
     return config, options if "num_epochs" in options else {"num_iterations": 100} | options
 
 

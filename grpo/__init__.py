@@ -6,6 +6,7 @@ Surrogates, KL estimators and `Steps` are imported from `grpo.surrogates` and `g
 """
 
 from ._common.global_state import preserved_random_state, seed_everything
+from ._common.settings_by_name import with_settings
 from ._objective.sampler import Mask, Truncate
 from .advantage_estimator import AdvantageEstimator, group_relative_advantages, group_relative_returns
 from .callbacks import Callback, EarlyStopping, KeepBestPolicy, TimeBudget
@@ -58,6 +59,7 @@ __all__ = [  # noqa: RUF022 - in groups, not in alphabetical order
     "RewardConfig",
     "KLControl",
     "EntropyControl",
+    "with_settings",
     "PolicyModel",
     "RewardModel",
     "WeightedRewards",

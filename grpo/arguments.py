@@ -28,7 +28,8 @@ from ._common.conversion import (
     reward_name,
     widest_float,
 )
-from ._common.settings import Settings, nearest_name, refuse_options, setting
+from ._common.settings import Settings, setting
+from ._common.settings_by_name import nearest_name, refuse_options
 
 __all__ = [
     "Settings",

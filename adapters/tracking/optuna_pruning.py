@@ -23,7 +23,8 @@ class OptunaPruning:
 
             def objective(trial):
                 rate = trial.suggest_float("learning_rate", 1e-4, 1.0, log=True)
-                trainer = GRPOTrainer(config=config.updated({"learning_rate": rate}), policy=new_policy(), reward_model=reward)
+                rated = with_settings(config, {"learning_rate": rate})
+                trainer = GRPOTrainer(config=rated, policy=new_policy(), reward_model=reward)
                 trainer.train(states, num_iterations=100, eval_states=states, callbacks=[OptunaPruning(trial)])
                 return trainer.evaluate(states)["eval/avg_reward"]
 

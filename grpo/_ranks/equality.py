@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo._common.settings import flattened
+from grpo._common.settings_by_name import flattened
 from grpo.config import GRPOConfig
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo._common.conversion import describe, is_dense
 from grpo._common.global_state import capture_random_state, restore_random_state
-from grpo._common.settings import flattened
+from grpo._common.settings_by_name import flattened
 from grpo._updating.parts import Parts
 from grpo.config import GRPOConfig
 from grpo.engine import Engine

@@ -79,8 +79,7 @@ def test_every_documented_setting_is_a_field_and_every_choice_is_allowed(subtest
         with subtests.test(page=page.name):
             for section, name, choice in SETTING.findall(page.read_text(encoding="utf-8")):
                 kind = SECTIONS[section]
-                is_method = callable(getattr(kind, name, None))  # config.updated(...)
-                assert is_method or name in {field.name for field in fields(kind)}, f"{page.name}: {section}.{name}"
+                assert name in {field.name for field in fields(kind)}, f"{page.name}: {section}.{name}"
                 if choice:
                     known = NAMED.get(name) or choices(get_type_hints(kind)[name])
                     assert choice in known, f'{page.name}: {section}.{name}="{choice}"'

@@ -9,7 +9,7 @@ import torch
 
 from adapters.bandits import SoftmaxPolicy
 from adapters.tracking import OptunaPruning
-from grpo import GRPOConfig, GRPOTrainer
+from grpo import GRPOConfig, GRPOTrainer, with_settings
 from tests.support.tracked_runs import STATES, rewards, train, trainer
 
 CONFIG = GRPOConfig(group_size=8, seed=0)
@@ -26,7 +26,7 @@ def test_a_study_over_the_learning_rate_prunes_the_trials_that_do_not_learn() ->
     def objective(trial: Any) -> float:
         rate = trial.suggest_categorical("learning_rate", [1e-6, 0.3])
         torch.manual_seed(0)
-        config = CONFIG.updated({"learning_rate": rate})
+        config = with_settings(CONFIG, {"learning_rate": rate})
         trained = GRPOTrainer(config=config, policy=SoftmaxPolicy(3, num_states=2), reward_model=rewards)
         trained.train(
             STATES, num_iterations=20, eval_states=np.tile(STATES, 20), eval_every=10, callbacks=[OptunaPruning(trial)]
