@@ -98,6 +98,7 @@ _ARGUMENT = r"\s*(?:\{[^{}]{1,100}\}|[0-9])"
 _BARE = rf"[-\u2212]?[0-9]{{0,9}}(?:\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}|\\sqrt{_ARGUMENT})"
 _PIECE = re.compile(rf"{_DELIMITED}|(?P<e>{_BARE}|{_RUN})", re.DOTALL)
 _STATED = re.compile(r"(?:####|(?i:\banswer\s*(?:is\b|equals\b|would\s+be\b|[:=]))(?:\s*:)?)[\s*_~]{0,20}")
+_DATE = re.compile(r"[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}|[0-9]{1,2}[-/][0-9]{1,2}[-/][0-9]{4}")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _SHORT_WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:{_SYMBOLS}|ln|or|pi)(?![A-Za-z]))[A-Za-z]{{2}}(?![A-Za-z])")
 _FUNCTIONS = frozenset(
@@ -188,7 +189,15 @@ def read(text: str) -> Answer:
     text = re.sub(
         r"\\(?:left|right|big|Big|displaystyle|mathbf|boldsymbol|limits|m?left|m?right)(?![A-Za-z])|\\!", "", text
     )
-    if not text or len(text) > MAX_CHARS or _UNREAD.search(text) or text.count("{") > 200 or text.count("(") > 200:
+    is_date = _DATE.fullmatch(text)  # different days have equal differences and quotients
+    if (
+        not text
+        or is_date
+        or len(text) > MAX_CHARS
+        or _UNREAD.search(text)
+        or text.count("{") > 200
+        or text.count("(") > 200
+    ):
         return Words(_words(text))
     items = _split(text)
     if len(items) > 1:

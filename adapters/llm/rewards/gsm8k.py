@@ -53,6 +53,10 @@ _UNITS_INSIDE = re.compile(
 _ENDS = re.compile(r"^[\s*_$})\]\u20ac\u00a3%]*")
 _GOES_ON = re.compile(r"[+*/^=<>|\\\u2264\u2265\u2260\u00b1]|-\s?[0-9({\\]|[:.]\s?[0-9]|\{|_[0-9{]|,[0-9]{3}(?![0-9])")
 _VARIABLE = re.compile(r"(?![mghslL])[A-Za-z](?![A-Za-z])")
+_GOES_ON_AS_A_RANGE = re.compile(
+    r"(?:or|to)\s+[-$\u20ac\u00a3]?[0-9]+(?!\S*\s+(?:decimal|significant|places|digits|d\.p|s\.f))"
+)
+_TIMES = re.compile(r"(?<=[0-9)])\s[xX]\s(?=[$0-9(])")
 _GOES_ON_AS_A_LIST = re.compile(r"!|[,;]\s*[-$\\(]?[0-9]|(?:\\text\s*\{)?\s*(?:or|and|to)\b[\s}$]*[-\\(]?[0-9]")
 
 
@@ -117,7 +121,7 @@ def _value(text: str, *, is_alone: bool) -> Fraction | None:
         text: The answer and what follows it.
         is_alone: Whether the text has nothing but the answer, as a box has. It may then not be a list.
     """
-    rest = _UNITS_INSIDE.sub("", plain(text))
+    rest = _TIMES.sub("*", _UNITS_INSIDE.sub("", plain(text)))
     if name := _NAME.match(rest.lstrip("$ ")):
         rest = rest.lstrip("$ ")[name.end() :]
     while True:
@@ -133,7 +137,8 @@ def _value(text: str, *, is_alone: bool) -> Fraction | None:
         if following.startswith("="):
             rest = following
             continue
-        if _VARIABLE.match(rest) or _GOES_ON.match(following) or (is_alone and _GOES_ON_AS_A_LIST.match(following)):
+        patterns = [_GOES_ON, _GOES_ON_AS_A_RANGE, *([_GOES_ON_AS_A_LIST] if is_alone else [])]
+        if _VARIABLE.match(rest) or any(pattern.match(following) for pattern in patterns):
             return None
         return value
 

@@ -66,6 +66,8 @@ EQUAL = [
     (r"\text{(C)}", r"\boxed{C}"),
     ("It follows that #### 19", "19"),
     ("$12.50", r"\boxed{\$12.5}"),
+    ("2024-03-05", r"It is \boxed{2024-03-05}."),
+    ("2016", r"\boxed{2024 - 3 - 5}"),
 ]
 
 DIFFERENT = [
@@ -102,6 +104,9 @@ DIFFERENT = [
     ("B", r"\boxed{\text{(D)}}"),
     (r"x \neq 3", r"x \neq 4"),
     ("7", "no answer"),
+    ("2024-03-05", r"\boxed{2024-05-03}"),
+    ("1/2/2024", r"\boxed{2/4/2024}"),
+    ("2024-03-05", r"\boxed{2016}"),
 ]
 
 
