@@ -29,6 +29,11 @@ def readable_messages(chat: Sequence[Mapping[str, Any]], whose: str) -> tuple[li
 
 def _message(message: Mapping[str, Any], whose: str, empty: list[str]) -> dict[str, Any]:
     read = {key: value for key, value in message.items() if value is not None}
+    if message["role"] not in ("assistant", "tool", "ipython") and "content" not in read:
+        raise ContractError(
+            f"{whose[0].upper()}{whose[1:]} must have a content; got a message of {message['role']!r} with the keys "
+            f"{sorted(map(str, read))}. Name its text content."
+        )
     content = read.setdefault("content", "")
     if isinstance(content, list | tuple):
         read["content"] = [without_none(part) for part in content]
@@ -94,6 +99,19 @@ def with_arguments_as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[s
         {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
         if "tool_calls" in message
         else dict(message)
+        for message in messages
+    ]
+
+
+def with_contents_as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with texts in place of lists of parts, which many templates do not read. Line breaks join the parts."""
+    return [
+        {
+            **message,
+            "content": message["content"]
+            if isinstance(message["content"], str)
+            else "\n".join(part if isinstance(part, str) else part["text"] for part in message["content"]),
+        }
         for message in messages
     ]
 

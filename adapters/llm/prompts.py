@@ -9,7 +9,13 @@ from typing import Any, TypeAlias, cast
 from grpo.arguments import describe
 from grpo.errors import ContractError, warn_user
 
-from .chat_messages import readable_messages, readable_tools, with_arguments_as_text, without_none
+from .chat_messages import (
+    readable_messages,
+    readable_tools,
+    with_arguments_as_text,
+    with_contents_as_text,
+    without_none,
+)
 from .control_tokens import CUT, SKELETON, ControlTokens
 
 Message: TypeAlias = Mapping[str, Any]
@@ -122,6 +128,11 @@ class PromptEncoder:
             own = {"add_special_tokens": False} if begins and prompt.startswith(begins) else {}
             token_ids = list(self._tokenizer(prompt, **own)["input_ids"])
             self._check_characters(prompt, token_ids, position)
+            if _JSON_CHAT.match(prompt):
+                self._say(
+                    f"the prompt of state {position} is a text that looks like a chat in JSON, so the model reads the JSON. "
+                    "Pass json.loads(prompt)."
+                )
         elif _is_token_ids(prompt):
             token_ids = self._without_padding(cast("Sequence[int]", prompt), row, position)
         else:
@@ -172,6 +183,8 @@ class PromptEncoder:
             self._control = ControlTokens(self._tokenizer, self._options)
             self._check_template()
         messages, empty = readable_messages(chat, whose)
+        if any(isinstance(message["content"], list) for message in messages) and not self._reads_parts():
+            messages = with_contents_as_text(messages)
         if empty:
             self._say(
                 f"arguments of calls that are None were left out in {whose}: {', '.join(empty[:4])}. A datasets.Dataset gives "
@@ -199,6 +212,12 @@ class PromptEncoder:
             f"A chat must fit the tokenizer's chat template; for the chat of state {position}, the template says: {found} "
             "Change the roles or the contents of the messages."
         ) from found
+
+    def _reads_parts(self) -> bool:
+        """Whether the template writes the text of a content that is a list of parts. Others write the list as Python does."""
+        parts = [{"role": "user", "content": [{"type": "text", "text": "question"}]}]
+        text = self._plain(parts)
+        return bool(text) and "type" not in text.partition("question")[0][-40:]
 
     def _begin_of_chats(self) -> str | None:
         """The special token with which the template begins a chat."""
@@ -269,11 +288,11 @@ class PromptEncoder:
         """Token ids without those that the row's attention_mask masks. Without a mask, padding at both ends is left out."""
         kept, mask = list(token_ids), row.get("attention_mask")
         if mask is not None:
-            mask = [bool(value) for value in mask]
-            if len(mask) != len(kept):
+            mask = [bool(value) for value in mask] if hasattr(mask, "__len__") else mask
+            if not isinstance(mask, list) or len(mask) != len(kept):
                 raise ContractError(
-                    f"The attention_mask of state {position} must have one value per token ({len(kept)}); got {len(mask)}. "
-                    "Pass the mask of this prompt, or remove the column."
+                    f"The attention_mask of state {position} must have one value per token ({len(kept)}); got "
+                    f"{describe(mask)}. Pass the mask of this prompt, or remove the column."
                 )
             kept = [token for token, is_kept in zip(kept, mask, strict=True) if is_kept]
         pad, bos = (getattr(self._tokenizer, name, None) for name in ("pad_token_id", "bos_token_id"))
@@ -322,6 +341,11 @@ class PromptEncoder:
 
     def _check(self, token_ids: Sequence[int], position: int) -> None:
         """Refuse tokens that the model does not have, and warn once of a prompt that ends in the end token."""
+        if min(token_ids) < 0:
+            raise ContractError(
+                f"The prompt of state {position} must have token ids of at least 0; got {min(token_ids)}. Remove the labels of "
+                "ignored tokens, such as -100."
+            )
         largest = max(token_ids)
         if largest >= self._vocabulary_size:
             raise ContractError(
@@ -336,6 +360,9 @@ class PromptEncoder:
                 "the model has to continue a text that has ended. Remove the token from the text or the chat template, or set "
                 "tokenizer.add_eos_token = False."
             )
+
+
+_JSON_CHAT = re.compile(r'\s*\[\s*\{\s*"(?:role|content)"\s*:')
 
 
 def _names(tools: Sequence[Any]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import processors
 
 from adapters.llm.prompts import PromptEncoder
 from adapters.llm.sampling.decoding import StopStrings
@@ -54,6 +55,21 @@ RIGHT: dict[str, tuple[str, Any, Any]] = {
     ),
     "padding on the left": (CHATML, [0, 0, 5, 6], [5, 6]),
     "padding on the right": (CHATML, [5, 6, 0], [5, 6]),
+    "parts, where the template needs text": (
+        CHATML,
+        [{**USER, "content": [{"type": "text", "text": "sum it"}]}],
+        [USER],
+    ),
+    "parts, where the template reads them": (
+        CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }};{% endfor %}"),
+        [{**USER, "content": [{"type": "text", "text": "sum"}, {"type": "text", "text": "it"}]}],
+        "user\nsum;it;<|im_end|>",
+    ),
+    "two parts, where the template needs text": (
+        CHATML,
+        [{**USER, "content": [{"type": "text", "text": "sum"}, {"type": "text", "text": "it"}]}],
+        "user\nsum\nit<|im_end|>",
+    ),
     "an attention mask": (CHATML, {"prompt": [7, 5, 6], "attention_mask": [0, 1, 1]}, [5, 6]),
 }
 REFUSED: dict[str, tuple[str, Any, str]] = {
@@ -64,6 +80,14 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "a result that is a dict": (CHATML, [USER, {"role": "tool", "content": {"a": 1}}], "json.dumps"),
     "a template that fails": ("{{ messages[0].content + 1 }}", [USER], "must fit the tokenizer's chat template"),
     "a mask of another length": (CHATML, {"prompt": [5, 6], "attention_mask": [1]}, "one value per token"),
+    "a message without content": (CHATML, [{"role": "user", "text": "sum it"}], r"must have a content; .*'text'"),
+    "a content that Arrow filled": (CHATML, [{"role": "system", "content": None}, USER], "must have a content"),
+    "labels as token ids": (CHATML, [5, -100], "at least 0; got -100"),
+    "a mask that pandas filled": (
+        CHATML,
+        {"prompt": [5, 6], "attention_mask": float("nan")},
+        "one value per token .*nan",
+    ),
     "only padding": (CHATML, [0, 0], "at least one token"),
     "tools that are names": (CHATML, {"prompt": [USER], "tools": ["add"]}, "must be JSON"),
     "options that are a list": (CHATML, {"prompt": [USER], "chat_template_kwargs": [1]}, "must have options by name"),
@@ -92,6 +116,7 @@ SAID: dict[str, tuple[str, Any, str]] = {
     "tools beside a text": (CHATML, {"prompt": "sum it", "tools": [TOOL]}, "column tools .* has no effect"),
     "an unknown character": (CHATML, "sum \u2211", "no token for '\u2211'"),
     "an unknown character in a chat": (CHATML, [{"role": "user", "content": "sum \u00df"}], "no token for '\u00df'"),
+    "a chat as JSON text": (CHATML, json.dumps([USER]), "looks like a chat in JSON"),
     "two BOS tokens": (CHATML, [1, 1, 5], r"two begin-of-sequence \(BOS\) tokens"),
     "padding inside": (CHATML, [5, 0, 6], "have padding tokens"),
     "a prompt that has ended": (CHATML, "sum<|im_end|>", "ends in the end-of-sequence token"),
@@ -131,6 +156,34 @@ def test_what_may_be_meant_is_said_once(subtests: pytest.Subtests) -> None:
             _, said, _ = encode(template, state)
             assert len(said) == 1, said
             assert re.search(message, said[0])
+
+
+def test_a_rendered_chat_has_one_bos_and_a_plain_text_gets_one() -> None:
+    """The tokenizer puts a BOS before each text, as that of Llama does."""
+    for template in (WITH_BOS, CHATML):
+        tokenizer = chat_tokenizer(template)
+        bos = tokenizer.bos_token_id
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", bos)]
+        )
+        rendered = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+        from_text, from_chat, plain = PromptEncoder(tokenizer, len(tokenizer), "prompt", {})([rendered, [USER], "sum"])
+        assert from_text == from_chat
+        assert from_text.count(bos) == (template == WITH_BOS)
+        assert (plain[0], plain.count(bos)) == (bos, 1)
+
+
+def test_a_padding_token_that_is_the_end_token_is_kept() -> None:
+    """As in many tokenizers: `pad_token = eos_token`. Nobody knows which of the two a token at the end is, so it is said."""
+    tokenizer = chat_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    end = tokenizer.eos_token_id
+    encoder = PromptEncoder(tokenizer, len(tokenizer), "prompt", {})
+    with pytest.warns(UserWarning, match="ends in the end-of-sequence token"):
+        assert encoder([[5, 6, end]]) == [[5, 6, end]]
+    assert encoder([[end, 5, 6]]) == [[end, 5, 6]]
+    with pytest.warns(UserWarning, match="have padding tokens"):
+        encoder([[end, end, 5]])
 
 
 def count(token_ids: Sequence[int], tokenizer: Any, mark: str) -> int:

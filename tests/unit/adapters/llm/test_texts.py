@@ -58,6 +58,16 @@ def test_marks_of_roles_are_no_tags() -> None:
         assert texts_of(tokenizer)([tokenizer("<start_of_turn>a<end_of_turn>")["input_ids"]]) == ["a"]
 
 
+def test_a_mark_that_ends_is_no_tag_and_is_never_kept() -> None:
+    """Gemma 4 ends a turn with `<|tool_response>`, and gpt-oss with `<|call|>`."""
+    tokenizer = tokenizer_of("<|tool_response>")
+    row = tokenizer("a<|tool_response>")["input_ids"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for keeps in (False, True):
+            assert CompletionTexts(tokenizer, [1, row[-1]], keeps_special_tokens=keeps)([row]) == ["a"]
+
+
 OPENED = [
     ("ab<think>\n", "<think>\n", True),
     ("ab<reasoning>", "<reasoning>", True),
