@@ -4,18 +4,23 @@ import copy
 import importlib.util
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from grpo.errors import ConfigError, ContractError
 
 from .causal_lm import CausalLM, adapters_of, is_adapted
 from .merged_weights import is_divided, merged_weights
+from .references import trained_outside
 
 WITH_MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 """Model types in which PEFT refuses an adapter of `out_proj`."""
+PREFIX = "base_model.model."
+"""What PEFT puts before the names of a model's weights."""
 ADAPTER_CONFIG = "adapter_config.json"
 """Name of the file with the configuration of a saved adapter. PEFT writes it."""
 
@@ -165,6 +170,10 @@ def save_model(model: Any, tokenizer: Any, folder: str | Path, *, merge: bool = 
         tokenizer: The model's tokenizer.
         folder: Folder to write to. It is created if it does not exist.
         merge: Whether to save the whole model with the adapter merged into its weights.
+
+    Raises:
+        ConfigError: A reader would not find all that was trained.
+        ContractError: The merged model, read back, computes something else.
     """
     if merge and is_adapted(model):
         _save_merged(model, folder)
@@ -172,14 +181,19 @@ def save_model(model: Any, tokenizer: Any, folder: str | Path, *, merge: bool = 
         _require_one_adapter(model)
         model.save_pretrained(folder)
         _lift(model, Path(folder))
+        if is_adapted(model):
+            _require_saved(model, Path(folder))
     tokenizer.save_pretrained(folder)
 
 
 def _save_merged(model: Any, folder: str | Path) -> None:
     """Save a plain model with the adapter merged, and read it back."""
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
-    weights = {name: weight.contiguous() for name, weight in merged_weights(model)}
-    is_plain_class = not getattr(plain, "is_quantized", False) and not getattr(plain, "_hf_peft_config_loaded", False)
+    weights = {name: weight.contiguous() for name, weight in merged_weights(model, keeps_ties=False)}
+    is_untied = _unties(plain, weights)
+    is_plain_class = not (
+        is_untied or getattr(plain, "is_quantized", False) or getattr(plain, "_hf_peft_config_loaded", False)
+    )
     if is_plain_class:
         plain.save_pretrained(folder, state_dict=weights)
         _read_back(model, plain, folder)
@@ -187,6 +201,8 @@ def _save_merged(model: Any, folder: str | Path) -> None:
     # transformers would write the quantised tensors, or the adapter alone: a model without weights writes what it is given
     config = copy.deepcopy(plain.config)
     vars(config).pop("quantization_config", None)
+    if is_untied:
+        config.tie_word_embeddings = config.get_text_config(decoder=True).tie_word_embeddings = False
     with torch.device("meta"):
         shell = type(plain)(config)
     shell.generation_config = plain.generation_config
@@ -199,6 +215,37 @@ def _save_merged(model: Any, folder: str | Path) -> None:
         )
     shell.to(plain.dtype).save_pretrained(folder, state_dict=weights)
     _read_back(model, plain, folder)
+
+
+def _unties(plain: Any, weights: Mapping[str, Tensor]) -> bool:
+    """Whether one of two tied weights was trained apart from the other, so that a reader must not tie them."""
+    head = next(iter(getattr(plain, "_tied_weights_keys", None) or ()), None)
+    if head is None or head not in weights or not getattr(plain.config, "tie_word_embeddings", False):
+        return False
+    source = plain._tied_weights_keys[head]
+    return source in weights and not torch.equal(weights[head], weights[source])
+
+
+def _require_saved(model: Any, folder: Path) -> None:
+    """Read back what was trained beside an adapter. PEFT leaves out what its configuration does not name."""
+    file = folder / "adapter_model.safetensors"
+    outside = trained_outside(model)
+    if not outside or not file.is_file() or is_divided(model):
+        return
+    from safetensors.torch import load_file
+
+    saved = {name.removeprefix(PREFIX): value for name, value in load_file(file).items()}
+    lost = [
+        name
+        for name, value in outside.items()
+        if (found := saved.get(name.removeprefix(PREFIX))) is None or not torch.equal(found, value.detach().cpu())
+    ]
+    if lost:
+        raise ConfigError(
+            f"HFPolicy.save_pretrained: an adapter's folder must have all that was trained; PEFT leaves out {len(lost)} "
+            f"parameters ({', '.join(lost[:3])}{' ...' if len(lost) > 3 else ''}), which its configuration does not name. Save "
+            "the merged model, merge=True. In the next run, name such parts in modules_to_save."
+        )
 
 
 def _read_back(model: Any, plain: Any, folder: str | Path) -> None:

@@ -12,7 +12,7 @@ from grpo.errors import ConfigError
 
 
 @torch.no_grad()
-def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(model: Any, *, keeps_ties: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and value of each weight, with the active adapters merged. The model does not change.
 
     Weights that `Sharded` divides among the ranks are gathered layer by layer, if they are not gathered already: all ranks
@@ -25,6 +25,7 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
     Args:
         model: A `transformers` model, or a `PeftModel` around one.
+        keeps_ties: Whether tied weights must be equal, because the reader has one weight for both.
 
     Raises:
         ConfigError: An adapter cannot be merged: it changes one of two tied weights, or is not plain LoRA on a quantised
@@ -38,7 +39,8 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
     _require_mergeable(model, plain)
-    _require_equal_ties(plain)
+    if keeps_ties:
+        _require_equal_ties(plain)
     conversions = getattr(plain, "_weight_conversions", None)  # set by from_pretrained
     if conversions is None:
         conversions = get_model_conversion_mapping(plain, add_legacy=False)

@@ -32,7 +32,7 @@ class OwnReference:
 
     def __init__(self, lm: CausalLM, kind: Literal["start", "base"]) -> None:
         self._lm = lm
-        outside = [name for name, value in trained(lm.model).items() if id(value) not in _adapter_ids(lm.model)]
+        outside = list(trained_outside(lm.model))
         if kind == "base":
             _require_base(lm, outside)
         self._start: dict[str, Tensor] = {}
@@ -68,6 +68,12 @@ class OwnReference:
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trained parameters by name."""
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
+
+
+def trained_outside(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained parameters that are no part of an adapter, by name."""
+    inside = _adapter_ids(model)
+    return {name: value for name, value in trained(model).items() if id(value) not in inside}
 
 
 def _adapter_ids(model: nn.Module) -> set[int]:

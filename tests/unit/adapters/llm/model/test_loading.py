@@ -3,6 +3,7 @@
 import builtins
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from adapters.llm.model.loading import add_lora, load_model, save_model
 from adapters.llm.model.merged_weights import merged_weights
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError, ContractError
+from tests.support import saved_adapters
 from tests.support.llm_models import (
     END,
     FLOAT32_LOG_PROB,
@@ -414,6 +416,81 @@ def test_an_adapter_gives_the_same_log_probs_when_it_is_saved_and_loaded(
                 assert hasattr(again.model, "get_base_model") != merge
                 found = again.score_actions(["1+1="], [completion(5, 6, 7)]).log_probs.detach()
                 torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+REFUSED = {"LILY", "POLY", "SHADOW"}
+"""Types of adapters that do not act in the decoder's layers alone, of those that can be built for this model."""
+NOT_MERGED = {"BEFT"}
+"""Types whose biases have no place in layers without a bias."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn of what is tested here
+def test_every_type_of_adapter_gives_the_same_log_probs_in_a_fresh_process(folder: Path, tmp_path: Path) -> None:
+    expected: dict[str, list[float]] = {}
+    refused, not_merged = set(), set()
+    for name, config in saved_adapters.configs().items():
+        model, tokenizer = load_model(folder)
+        model = peft.get_peft_model(model, config)
+        disturb(model)
+        try:
+            policy = HFPolicy(model, tokenizer, sampling=saved_adapters.SAMPLING)
+        except ContractError:
+            refused.add(name)
+            continue
+        for merge in (False, True):
+            try:
+                policy.save_pretrained(tmp_path / f"{name}-{merge}", merge=merge)
+            except ConfigError:
+                not_merged.add(name)
+                continue
+            expected[str(tmp_path / f"{name}-{merge}")] = saved_adapters.log_probs_of(policy)
+    assert (refused, not_merged) == (REFUSED, NOT_MERGED)
+    assert len(expected) >= 2 * 30
+    command = [sys.executable, "-m", "tests.support.saved_adapters", *expected]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    for (name, wanted), found in zip(expected.items(), json.loads(printed), strict=True):
+        assert found == pytest.approx(wanted, rel=0, abs=1e-5), name
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn of what is tested here
+def test_tied_weights_that_are_trained_apart_are_saved_untied(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    tiny_model(tie_word_embeddings=True).save_pretrained(tmp_path / "base")
+    character_tokenizer().save_pretrained(tmp_path / "base")
+    linear = {"r": 4, "task_type": "CAUSAL_LM"}
+    for targets, whole in ((["q_proj"], ["lm_head"]), (["q_proj"], ["lm_head", "embed_tokens"]), (["lm_head"], None)):
+        model, tokenizer = load_model(tmp_path / "base")
+        model = peft.get_peft_model(model, LoraConfig(**linear, target_modules=targets, modules_to_save=whole))
+        disturb(model)
+        for merge in (False, True):
+            with subtests.test(targets=targets, whole=whole, merge=merge):
+                saved = tmp_path / f"{targets}-{whole}-{merge}"
+                save_model(model, tokenizer, saved, merge=merge)
+                torch.testing.assert_close(logits(load_model(saved)[0]), logits(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn of what is tested here
+def test_what_peft_leaves_out_of_an_adapter_is_saved_merged_only(
+    folder: Path, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    """Norms that were made trainable beside the adapter are in no folder of an adapter."""
+    for integrated in (False, True):
+        with subtests.test(integrated=integrated):
+            model, tokenizer = load_model(folder)
+            config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+            if integrated:
+                model.add_adapter(config)
+            else:
+                model = peft.get_peft_model(model, config)
+            for name, parameter in model.named_parameters():
+                if name.endswith("norm.weight"):
+                    parameter.requires_grad_(True)
+            disturb(model)
+            with pytest.raises(ConfigError, match=r"PEFT leaves out \d+ parameters .*norm.* merge=True"):
+                save_model(model, tokenizer, tmp_path / f"adapter-{integrated}")
+            save_model(model, tokenizer, tmp_path / f"merged-{integrated}", merge=True)
+            found = logits(load_model(tmp_path / f"merged-{integrated}")[0])
+            torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-5)
 
 
 def test_a_merged_model_of_quantised_weights_is_a_plain_model(
