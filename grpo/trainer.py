@@ -22,6 +22,7 @@ from ._running.samples import samples_of
 from ._running.schedule import set_learning_rate
 from ._running.state import HasSnapshot, RunState
 from ._running.state_source import StateSource, iterations_of
+from ._running.waits import sleep_and_tell
 from ._updating.requirements import settings_of_a_run
 from ._updating.update_rows import UpdateRows
 from .checkpoint import CheckpointFolder, require_encodable, write_checkpoint
@@ -51,6 +52,7 @@ class GRPOTrainer(Learner):
         self.advisor = Advisor(self.config.to_dict())
         self.interrupts = Interrupts()
         self.progress = RunProgress()
+        self.collector.ask_for_rewards.sleep = sleep_and_tell
         self.in_progress = IterationInProgress(self.updates.context, self.meter)
         self.ahead = Ahead(self.config, self.collector, self.sampler, self.engine, self.interrupts, self.counters)
         self.parts.add(progress=self.progress, in_progress=self.in_progress, ahead=self.ahead)

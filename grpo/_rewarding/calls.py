@@ -1,6 +1,5 @@
 """Call a reward model, and handle its failures: retry, drop rows, and raise errors that name the function and its rows."""
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -26,9 +25,6 @@ from .answers import AskedRows, CheckedCall, is_failed_call, kind_of, spread
 from .missing import Kept, with_each, without_missing
 from .retries import Retries
 
-LOGGER = logging.getLogger("grpo")
-LOG_SECONDS = 30.0
-"""How often a wait is logged."""
 MISTAKES = (TypeError, NameError, AttributeError, KeyError, ImportError)
 """Errors of the program. If the first calls raise nothing else, waiting does not help."""
 NUM_TRIALS = 3
@@ -90,10 +86,7 @@ class RewardCalls:
         self.config = config
         self._name = reward_name(self.reward_model)
         self._call = CheckedCall(
-            self.reward_model,
-            timeout=config.timeout,
-            max_concurrent=config.max_concurrent,
-            in_process=in_process,
+            self.reward_model, timeout=config.timeout, max_concurrent=config.max_concurrent, in_process=in_process
         )
         self._clock, self.sleep = clock, sleep
         self._waiting = waiting or OneProcess().waiting
@@ -242,10 +235,6 @@ class RewardCalls:
 
     def _pause(self, seconds: float, reason: str) -> None:
         with self._waiting(seconds, reason):
-            while seconds > LOG_SECONDS:
-                self.sleep(LOG_SECONDS)
-                seconds -= LOG_SECONDS
-                LOGGER.warning("%s. Training waits for another %.1f s.", reason, seconds)
             self.sleep(seconds)
 
     def _raise_for(self, error: Exception, num_rows: int, num_calls: int) -> NoReturn:

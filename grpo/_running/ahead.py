@@ -44,6 +44,7 @@ from .background import Background, Task
 from .interrupts import Interrupts
 from .pending import CollectedRewards, Pending, asked
 from .state import Snapshot
+from .waits import sleep_and_tell
 
 LOGGER = logging.getLogger("grpo")
 
@@ -110,6 +111,7 @@ class Ahead:
         self._calls = RewardCalls(
             self._collector.reward_model, self._config.reward, in_process=call_in_process, waiting=self._waiting
         )
+        self._calls.sleep = sleep_and_tell
         self._first_thread, is_complete = threading.get_ident(), False
         Process.only_thread = self._first_thread
         try:

@@ -33,13 +33,7 @@ class OptimizerStep:
     """
 
     def __init__(
-        self,
-        config: GRPOConfig,
-        policy: Any,
-        optimizer: Any,
-        lr_scheduler: Any,
-        engine: Engine,
-        meter: Meter,
+        self, config: GRPOConfig, policy: Any, optimizer: Any, lr_scheduler: Any, engine: Engine, meter: Meter
     ) -> None:
         self.policy_name = type(policy).__name__
         self.parameters = {name: value for name, value in policy.get_parameters().items() if value.requires_grad}
