@@ -416,8 +416,7 @@ def _from_dict(name: str, values: Mapping[str, Any], choices: Mapping[str, type[
     kind = str(values.get("kind"))
     if kind == "custom":
         raise ConfigError(
-            f"ObjectiveConfig.{name} was a custom callable, {values.get('name')!r}, which no file can hold: "
-            f"set {name} in code."
+            f"ObjectiveConfig.{name} was a custom callable, {values.get('name')!r}, which no file can hold: set {name} in code."
         )
     if kind not in choices:
         raise ConfigError(f"ObjectiveConfig.{name}: kind must be one of {', '.join(map(repr, choices))}; got {kind!r}.")

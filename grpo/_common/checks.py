@@ -70,14 +70,14 @@ def is_one_letter_off(name: str, right: str) -> bool:
 
 
 def require_count(name: str, value: Any) -> int:
-    """Return an integer of at least 1.
+    """Return an integer of at least 1 that fits into 64 bits.
 
     Raises:
         ConfigError: `value` is anything else.
     """
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 1 <= value < 2**63:
         shown = value if isinstance(value, int | float) else describe(value)
-        raise ConfigError(f"{name} must be >= 1; got {shown}. Pass an integer.")
+        raise ConfigError(f"{name} must be >= 1; got {shown}. Pass an integer below 2**63.")
     return int(value)
 
 

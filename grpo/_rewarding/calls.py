@@ -228,8 +228,7 @@ class RewardCalls:
 
     def _limited(self, num_rows: int) -> AbstractContextManager[object]:
         """A block for a call that ends by its deadline. At worst, the rows are awaited one after another."""
-        timeout = self.config.timeout
-        if timeout is None:
+        if (timeout := self.config.timeout) is None:
             return nullcontext()
         return self._waiting(timeout * num_rows, f"{self._name} answers within reward.timeout={timeout:g} s per call")
 

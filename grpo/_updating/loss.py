@@ -49,8 +49,7 @@ class MeteredObjective:
         output = own(inputs)
         if not isinstance(output, ObjectiveOutput):
             raise ContractError(
-                f"objective must return ObjectiveOutput(loss=..., metrics=...); got {describe(output)}. "
-                "metrics may be empty."
+                f"objective must return ObjectiveOutput(loss=..., metrics=...); got {describe(output)}. metrics may be empty."
             )
         self._meter.add(output.metrics)
         if "total_loss" not in output.metrics:

@@ -171,9 +171,7 @@ class OptimizerStep:
         if math.isfinite(sum_of_scores):
             return
         if self.scaler.is_enabled():
-            self.scaler.update(
-                self.scaler.get_scale()
-            )  # reset the scaler's state for this update; the loss scale stays
+            self.scaler.update(self.scaler.get_scale())  # reset its state for this update; the loss scale stays
         self.clear()
         raise ContractError(
             f"{self.policy_name}: log-probabilities of sampled steps must be finite, and so must exact entropy, KL and values; "
@@ -206,6 +204,12 @@ class OptimizerStep:
 
     def _require_parameters_in_optimizer(self) -> None:
         moved = {id(tensor) for tensor in self._moved()}
+        scheduled = getattr(self.lr_scheduler, "optimizer", None)
+        if scheduled is not None and scheduled.param_groups is not getattr(self.optimizer, "param_groups", None):
+            raise ConfigError(
+                "lr_scheduler was built from another optimizer, so the learning rate would never change. Build it from the "
+                "optimizer that you pass as optimizer=..., or pass a function of the optimizer that builds it."
+            )
         left_out = [name for name, tensor in self.parameters.items() if id(tensor) not in moved]
         if self.parameters and len(left_out) == len(self.parameters):
             raise ConfigError(

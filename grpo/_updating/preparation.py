@@ -8,6 +8,7 @@ import torch
 from grpo._common.global_state import seed_everything
 from grpo.config import GRPOConfig
 from grpo.engine import Engine
+from grpo.errors import ConfigError
 
 from .requirements import require_reference
 
@@ -20,7 +21,7 @@ def prepare(config: GRPOConfig, engine: Engine, policy: Any, reward_model: Any, 
         The seed for the order of rows and states. It is equal on all ranks.
 
     Raises:
-        ConfigError: The reference is not sound, or the ranks start from different weights.
+        ConfigError: The reference is not sound, there is no such device, or the ranks start from different weights.
     """
     require_reference(config, policy, reference_policy)
     policies = [policy] if reference_policy is None else [policy, reference_policy]
@@ -29,6 +30,10 @@ def prepare(config: GRPOConfig, engine: Engine, policy: Any, reward_model: Any, 
     if config.seed is not None or engine.num_ranks > 1:
         # ranks with the same random numbers would sample the same actions
         seed_everything((seed + engine.rank) % 2**64)
+    try:
+        torch.empty(0, device=config.device)
+    except (AssertionError, RuntimeError) as error:  # what torch raises for a device that this build or computer lacks
+        raise ConfigError(f"config.device must be a device of this computer; got {config.device!r}: {error}") from error
     for model in (*policies, reward_model):
         if config.device is not None:
             model.to(config.device)

@@ -28,13 +28,7 @@ TERMS = (
 )
 """Metrics that are 0 if `grpo_objective` has no such term. An objective of the user's reports them, or they are absent."""
 
-ABSENT = {
-    "train/total_loss": 0.0,
-    "train/grad_norm": 0.0,
-    "time/sample": 0.0,
-    "time/reward": 0.0,
-    "time/score": 0.0,
-}
+ABSENT = {"train/total_loss": 0.0, "train/grad_norm": 0.0, "time/sample": 0.0, "time/reward": 0.0, "time/score": 0.0}
 """The value of each metric in an iteration that did not measure it. Other metrics, such as the ratio and the entropy, are then
 absent."""
 

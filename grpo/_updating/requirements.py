@@ -159,6 +159,11 @@ def require_trainable(policy: Any) -> None:
             "nothing. Unfreeze the parameters to train (load a PEFT adapter with is_trainable=True), and return the tensors "
             "themselves: dict(self.named_parameters()), not copies and not state_dict(). Without parameters, return {}."
         )
+    if computed := [name for name, value in parameters.items() if value.requires_grad and not value.is_leaf]:
+        raise ConfigError(
+            f"{type(policy).__name__}.get_parameters() must hold the parameters themselves; {', '.join(computed[:3])} is "
+            "computed from other tensors, so no optimizer can change it. Return dict(self.named_parameters())."
+        )
 
 
 def required_scores(config: GRPOConfig, *, has_own_loss: bool) -> set[str]:
@@ -226,8 +231,7 @@ def first_kl_coef(config: GRPOConfig, policy: Any, reference_policy: Any, *, has
     if kl_coef > 0 and estimator == "k1" and not has_own_loss:
         warn_user(
             "objective.kl_estimator='k1' as a loss has a gradient of zero in expectation: it adds noise and does not keep the "
-            "policy near the reference. "
-            "Use 'k2' or 'k3_weighted' for KL(pi || ref), or 'k3' for KL(ref || pi)."
+            "policy near the reference. Use 'k2' or 'k3_weighted' for KL(pi || ref), or 'k3' for KL(ref || pi)."
         )
     return kl_coef
 

@@ -119,8 +119,8 @@ def measure_policy(
     """
     bounds = {"num_actions_per_state": (num_actions_per_state, 1), "batch_size": (batch_size, 1), "seed": (seed, 0)}
     for name, (value, bound) in bounds.items():
-        if value < bound:
-            raise ConfigError(f"measure_policy: {name} must be >= {bound}; got {value}.")
+        if not bound <= value < 2**63:
+            raise ConfigError(f"measure_policy: {name} must be >= {bound}; got {value}. Pass an integer below 2**63.")
     collector = ExperienceCollector(
         policy=policy, reward_model=reward_model, group_size=num_actions_per_state, reward=reward
     )

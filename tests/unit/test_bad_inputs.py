@@ -7,12 +7,14 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
 
 from grpo import (
     AdvantageConfig,
@@ -33,6 +35,7 @@ from grpo import (
 )
 from grpo.advantage_estimator import decoupled_advantages, generalized_advantages
 from grpo.arguments import as_rewards
+from grpo.evaluation import measure_policy
 from tests.support.bad_input_places import (
     Plain,
     Scoring,
@@ -45,6 +48,7 @@ from tests.support.bad_input_places import (
 )
 from tests.support.bad_inputs import KINDS, Frame, Series, counted, table
 from tests.support.objective_inputs import as_users_run_it
+from tests.support.policies import TablePolicy
 
 NAN, INF = math.nan, math.inf
 
@@ -96,6 +100,34 @@ def test_falsy_and_wrong_arguments_of_the_trainer_are_refused(name: str, value: 
     given = {"config": GRPOConfig(), "policy": Plain(), "reward_model": rewards_of, name: value}
     with pytest.raises(error, match=rf"^{name} must "):
         GRPOTrainer(**given)
+
+
+@pytest.mark.parametrize("device", ["mps", "x", "cuda:99", "cpu:x"])
+def test_a_device_that_this_computer_lacks_is_refused_by_the_name_of_its_field(device: str) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.device must be a device of this computer; got '{device}'"):
+        GRPOTrainer(config=GRPOConfig(device=device), policy=Plain(), reward_model=rewards_of)
+
+
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    policy = TablePolicy()
+    optimizer, other = (torch.optim.SGD([policy.logits], lr=0.1) for _ in range(2))
+    given: dict[str, Any] = {"config": GRPOConfig(), "policy": policy, "reward_model": rewards_of}
+    for mine in (optimizer, None):
+        with pytest.raises(ConfigError, match="lr_scheduler was built from another optimizer"):
+            GRPOTrainer(**given, optimizer=mine, lr_scheduler=StepLR(other, 1))
+    GRPOTrainer(**given, optimizer=optimizer, lr_scheduler=StepLR(optimizer, 1))
+    GRPOTrainer(**given, lr_scheduler=partial(StepLR, step_size=1))
+
+
+def test_a_number_of_actions_beyond_64_bits_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"num_actions_per_state must be >= 1; got 1180591620717411303424\. Pass an int"
+    ):
+        GRPOTrainer(config=GRPOConfig(), policy=TablePolicy(), reward_model=rewards_of).evaluate(
+            ["a"], num_actions_per_state=2**70
+        )
+    with pytest.raises(ConfigError, match="num_actions_per_state must be >= 1; got 1180591620717411303424"):
+        measure_policy(TablePolicy(), ["a"], rewards_of, num_actions_per_state=2**70)
 
 
 @pytest.mark.parametrize(

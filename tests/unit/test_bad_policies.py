@@ -152,6 +152,7 @@ def test_get_parameters_that_returns_copies_is_refused(subtests: pytest.Subtests
 
     cases: dict[str, Any] = {
         "leaf copies": lambda policy: {"logits": policy.logits.detach().clone().requires_grad_()},
+        "computed": lambda policy: {"logits": policy.logits * 1.0},
         "detached": lambda policy: {"logits": policy.logits.detach()},
         "state_dict": lambda policy: policy.state_dict(),
         "nothing": lambda policy: {},
