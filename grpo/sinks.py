@@ -272,10 +272,20 @@ def continue_lines(path: Path, iteration: int) -> None:
         path.rename(next(other for other in numbers if not other.exists()))
         return
     new = path.with_name(f"{path.name}.new")
-    with path.open(encoding="utf-8") as old, new.open("w", encoding="utf-8") as kept:
+    new.unlink(missing_ok=True)  # "x" follows no link, which another user may have put there
+    with path.open(encoding="utf-8") as old, new.open("x", encoding="utf-8") as kept:
         kept.writelines(line for line in old if _iteration_of(line) < iteration)
         kept.flush()
         os.fsync(kept.fileno())
+    new.replace(path)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file completely or not at all. A link at `path`, or at the name of the unfinished file, is not followed."""
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
+    with new.open("x", encoding="utf-8") as file:
+        file.write(text)
     new.replace(path)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo.arguments import require_count
 from grpo.errors import ConfigError
-from grpo.sinks import JSONLSink, Samples, continue_lines
+from grpo.sinks import JSONLSink, Samples, continue_lines, replace_text
 
 METRICS, SAMPLES, SETTINGS = "metrics.jsonl", "samples.jsonl", "settings.json"
 """The files that a `RunFolder` writes."""
@@ -62,9 +62,8 @@ class RunFolder:
         path = self.folder / SETTINGS
         earlier = [one for place, one in enumerate(_starts(path)) if place == 0 or one["iteration"] < iteration]
         starts = [*earlier, {"iteration": iteration, "settings": _strict(settings)}]
-        new = path.with_name(f"{SETTINGS}.new")
-        new.write_text(json.dumps({"starts": starts}, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        new.replace(path)  # a process that is killed here leaves the old file or the new one, never half a file
+        # a process that is killed here leaves the old file or the new one, never half a file
+        replace_text(path, json.dumps({"starts": starts}, indent=2, allow_nan=False) + "\n")
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Append the metrics of an iteration."""

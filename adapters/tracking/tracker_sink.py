@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 from grpo import Samples
 from grpo.arguments import require_count
 from grpo.errors import ConfigError
+from grpo.sinks import replace_text
 
 
 class TrackerSink(ABC):
@@ -117,9 +118,7 @@ class TrackerSink(ABC):
 
     def _save_run(self, **values: Any) -> None:
         """Write the id of the tracker's run, and what else a resume needs, to the folder: completely or not at all."""
-        new = self._run_file.with_suffix(".json.new")
-        new.write_text(json.dumps(values), "utf-8")
-        new.replace(self._run_file)
+        replace_text(self._run_file, json.dumps(values))
 
     @abstractmethod
     def _open(self, run: Mapping[str, Any], iteration: int) -> None:

@@ -1,5 +1,6 @@
 """The folder of a run's checkpoints: which are kept, who may write, and saving in a second thread."""
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -237,6 +238,8 @@ class CheckpointFolder:
             for entry in self.folder.iterdir():
                 if re.fullmatch(rf"\.{NAME}\.[0-9a-f]{{32}}\.tmp", entry.name):
                     remove_tree(entry)
+                    if os.path.lexists(entry):
+                        raise CheckpointError(f"{entry} could be renamed, and cannot be removed")
         except (OSError, CheckpointError) as error:
             if not self._has_warned:
                 self._has_warned = True

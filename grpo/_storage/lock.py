@@ -89,7 +89,7 @@ class FolderLock:
     def _taken(self) -> int:
         """Return a descriptor of the locked file."""
         while True:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | FLAGS, 0o644)
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | FLAGS, 0o600)
             try:
                 self._lock(descriptor)
                 if _is_same_file(descriptor, self._path):

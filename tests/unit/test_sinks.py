@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo import ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, JSONLSink, Samples
-from grpo.sinks import LONGEST_TEXT, GuardedSinks, as_text, continue_lines
+from grpo.sinks import LONGEST_TEXT, GuardedSinks, as_text, continue_lines, replace_text
 from tests.support.policies import TablePolicy
 from tests.support.trainers import by_hand
 
@@ -259,3 +259,16 @@ def test_a_long_text_is_cut_in_the_middle() -> None:
     assert text.endswith(" more ...] " + "z" * (LONGEST_TEXT // 2))
     assert str(LONGEST_TEXT + 6) in text
     assert as_text("a" * LONGEST_TEXT) == "a" * LONGEST_TEXT
+
+
+def test_unfinished_files_follow_no_link(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "metrics.jsonl"
+    for write in (lambda: replace_text(path, "new"), lambda: continue_lines(path, 2)):
+        victim.write_text("mine")
+        path.write_text('{"iteration": 1}\n')
+        path.with_name("metrics.jsonl.new").symlink_to(victim)
+        write()
+        assert victim.read_text() == "mine"
+        assert not path.is_symlink()
+        assert path.read_text() in ("new", '{"iteration": 1}\n')
+        assert {entry.name for entry in tmp_path.iterdir()} == {"victim", "metrics.jsonl"}

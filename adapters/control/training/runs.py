@@ -16,7 +16,7 @@ from grpo import GRPOTrainer
 from grpo.arguments import require_integers
 from grpo.callbacks import Callbacks
 from grpo.errors import ConfigError
-from grpo.sinks import GuardedSinks, MetricSink, Samples, run_settings
+from grpo.sinks import GuardedSinks, MetricSink, Samples, replace_text, run_settings
 
 from .evaluation import EVALUATION_SEED, Evaluation, evaluate_policy
 
@@ -159,8 +159,6 @@ class _Run:
         self.curve.seconds.append(self.seconds)
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            unfinished = self.folder / "curve.json.new"
-            unfinished.write_text(json.dumps({**asdict(self.curve), "settings": self.settings}))
-            unfinished.replace(self.folder / "curve.json")
+            replace_text(self.folder / "curve.json", json.dumps({**asdict(self.curve), "settings": self.settings}))
             for name in ("best", "last") if is_best else ("last",):
                 self.trainer.save_checkpoint(self.folder / name)

@@ -9,6 +9,7 @@ from adapters.plots import INSTALL, is_installed
 from adapters.tracking.run_folder import REPORT
 from grpo.errors import ConfigError
 from grpo.evaluation import ComparisonReport
+from grpo.sinks import replace_text
 
 from .comparison import comparison_section
 from .diagnosis import diagnose, reward_change
@@ -93,9 +94,7 @@ def _written(path: Path, title: str, body: Html) -> Path:
     if path.is_dir():
         raise ConfigError(f"A report is a file; {path} is a folder. Pass the path of an HTML file, or no path.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(page, encoding="utf-8")
-    new.replace(path)  # a reader never sees half a page
+    replace_text(path, page)  # a reader never sees half a page
     return path
 
 

@@ -162,7 +162,7 @@ def _read_metrics(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray], int]:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
+    return type(value) is int and 1 <= value < 2**53
 
 
 def _is_number(value: Any) -> bool:
@@ -190,7 +190,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
     """The JSON object of a line. None: the line is damaged, unfinished, or another JSON value; the caller counts it."""
     try:
         value = json.loads(line)
-    except ValueError:  # recovery: the caller counts the line
+    except (ValueError, RecursionError):  # recovery: the caller counts the line
         return None
     return value if isinstance(value, dict) else None
 
@@ -240,7 +240,7 @@ def _read_starts(path: Path) -> tuple[Start, ...]:
     try:
         starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
         return tuple(Start(iteration=int(one["iteration"]), settings=dict(one["settings"])) for one in starts)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"A report needs {SETTINGS} as RunFolder writes it; {path} cannot be read ({type(error).__name__}: {error}). "
             "Delete this file to get the report without settings."
@@ -252,7 +252,7 @@ def _read_comparison(path: Path) -> ComparisonReport | None:
         return None
     try:
         return ComparisonReport.from_json(path.read_text(encoding="utf-8"))
-    except (ConfigError, UnicodeDecodeError) as error:
+    except (ConfigError, UnicodeDecodeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"A report needs {COMPARISON} as ComparisonReport.to_json writes it; {path} cannot be read. {error} Write the file "
             "again, or delete it to get the report without the comparison."

@@ -138,6 +138,20 @@ def test_a_failure_to_prune_warns_once_and_does_not_end_the_run(
             assert names_in(run) == [name_of(5)]
 
 
+def test_old_checkpoints_that_can_be_renamed_and_not_removed_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointFolder(tmp_path, 1) as folder, monkeypatch.context() as patch:
+        folder.save(small(1), iteration=1, score=None)
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        with pytest.warns(GRPOWarning, match=r"Old checkpoints .* could not be deleted: .*\.tmp could be renamed"):
+            folder.save(small(2), iteration=2, score=None)
+        folder.save(small(3), iteration=3, score=None)  # a second warning would be an error
+        patch.undo()
+        folder.save(small(4), iteration=4, score=None)
+    assert names_in(tmp_path) == [name_of(4)]
+
+
 def test_what_a_killed_pruning_left_is_removed(tmp_path: Path) -> None:
     fill(tmp_path, {1: None})
     for name in [f".{name_of(7)}.{'0' * 32}.tmp", f".{name_of(7)}-update-0001.{'0' * 32}.tmp"]:

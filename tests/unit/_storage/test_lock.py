@@ -81,6 +81,11 @@ def test_a_lock_without_a_name_is_respected(tmp_path: Path) -> None:
         assert process.poll() is None
 
 
+def test_only_the_owner_may_open_the_lock_file(tmp_path: Path) -> None:
+    with FolderLock(tmp_path / ".lock", tmp_path):
+        assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
+
+
 def test_the_lock_file_names_its_holder(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("a longer text than the holder's name " * 9)
     with FolderLock(tmp_path / ".lock", tmp_path):

@@ -102,10 +102,21 @@ def test_a_folder_without_a_run_says_what_to_do(tmp_path: Path, subtests: pytest
             read_run(tmp_path / name)
 
 
+def test_nested_lines_and_absurd_iterations_are_skipped(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [{"iteration": 1}])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("[" * 100_000 + "\n" + '{"iteration": 1' + "0" * 400 + "}\n")
+    run = read_run(folder)
+    assert (run.iterations.tolist(), run.num_bad_lines) == ([1], 2)
+
+
 def test_a_damaged_file_beside_the_metrics_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
     cases = [
         ("settings.json", "{", "settings.json cannot be read .* Delete this file to get the report without settings"),
         ("settings.json", json.dumps({"starts": [{"iteration": 1}]}), "cannot be read .KeyError"),
+        ("settings.json", '{"starts": [{"iteration": Infinity, "settings": {}}]}', "cannot be read .OverflowError"),
+        ("settings.json", "[" * 100_000, "cannot be read .RecursionError"),
+        ("comparison.json", "[" * 100_000, "comparison.json cannot be read"),
         ("comparison.json", "[]", "comparison.json cannot be read. .* or delete it"),
     ]
     for number, (name, text, message) in enumerate(cases):
