@@ -53,6 +53,11 @@ RIGHT: dict[str, tuple[str, Any, Any]] = {
         {"prompt": [USER], "chat_template_kwargs": {"mode": "short"}},
         "assistant\nshort",
     ),
+    "options that Arrow filled": (
+        CHATML.replace("assistant\n", "assistant\n{{ mode }}"),
+        {"prompt": [USER], "chat_template_kwargs": {"mode": None}},
+        [USER],
+    ),
     "padding on the left": (CHATML, [0, 0, 5, 6], [5, 6]),
     "padding on the right": (CHATML, [5, 6, 0], [5, 6]),
     "parts, where the template needs text": (
