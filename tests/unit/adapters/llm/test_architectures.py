@@ -1,17 +1,13 @@
 """Which classes of transformers can be trained: tiny models of real classes, with random weights."""
 
 import pytest
-import torch
 
-from adapters.llm import HFPolicy, SamplingConfig
+from adapters.llm import HFPolicy
 from grpo.errors import ConfigError, ContractError, GRPOError
 from tests.support.llm_models import (
     character_tokenizer,
-    encoded,
-    gradients,
-    relative_difference,
-    row_log_probs,
 )
+from tests.support.scored_architectures import assert_scores_as_alone
 from tests.support.tiny_architectures import model_types, tiny_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # old classes warn of much when they are built
@@ -46,33 +42,6 @@ def test_old_classes_and_encoders_are_refused_in_words(subtests: pytest.Subtests
     ]:
         with subtests.test(model_type=model_type), pytest.raises(ContractError, match=message):
             HFPolicy(tiny_of(model_type), TOKENIZER)
-
-
-def assert_scores_as_alone(model_type: str) -> bool:
-    """Sampling and scoring beside longer and shorter prompts give the log-probs and gradients of each row alone.
-
-    Returns whether the three prompts were computed once for their completions.
-    """
-    model = tiny_of(model_type)
-    policy = HFPolicy(model, TOKENIZER, sampling=SamplingConfig(max_new_tokens=6))
-    states = ["12+34=46+abc", "1", "2+2+a"]
-    torch.manual_seed(0)
-    groups = policy.generate_actions(states, 2)
-    num_rows: list[int] = []
-    hook = model.get_input_embeddings().register_forward_hook(lambda module, args, output: num_rows.append(len(output)))
-    scores = policy.score_groups(states, groups).log_probs
-    hook.remove()
-    shares = num_rows[0] == len(states)
-    rows = [(state, action) for state, group in zip(states, groups, strict=True) for action in group]
-    alone = [row_log_probs(model, encoded(state), action.token_ids) for state, action in rows]
-    for scored, (_, action), expected in zip(scores, rows, alone, strict=True):
-        torch.testing.assert_close(scored[: len(action)], expected, atol=2e-3, rtol=0)
-        torch.testing.assert_close(torch.tensor(action.behaviour_log_probs), expected, atol=2e-3, rtol=0)
-    weights = torch.arange(scores.numel()).sin().view(scores.shape)
-    found = gradients(model, (scores * weights).sum())
-    slopes = gradients(model, sum((row * weight[: len(row)]).sum() for row, weight in zip(alone, weights, strict=True)))
-    assert relative_difference(found, slopes) < 1e-3
-    return shares
 
 
 def test_windows_states_and_others_are_sampled_and_scored_as_alone(subtests: pytest.Subtests) -> None:
