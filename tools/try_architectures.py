@@ -1,7 +1,8 @@
 """Try a tiny model of every class of `AutoModelForCausalLM`, and print the tables of docs/llm.md.
 
-`python tools/try_architectures.py [MODEL_TYPE ...]` takes minutes for all types. Each class is sampled and scored beside longer and
-shorter prompts, and compared with each row alone. The last line names classes that were accepted and are wrong; then it exits 1.
+`python tools/try_architectures.py [MODEL_TYPE ...]` takes minutes for all types. Each class is sampled and scored beside longer
+and shorter prompts, and compared with each row alone. If a class is accepted and wrong, the last line names it and the exit
+status is 1.
 """
 
 import sys
