@@ -11,7 +11,7 @@ from grpo.errors import ConfigError, warn_user
 
 from .samplers import SamplerError
 
-START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --enable-scale-out"
+START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs --enable-scale-out"
 """Command that starts a server that accepts weights, and reports with every token its weights' version and its log-prob."""
 
 NUM_RETRIES = 4

@@ -37,7 +37,7 @@ class VLLMServerSampler:
 
     Start each server with the model that is trained::
 
-        VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B --logprobs-mode processed_logprobs --enable-scale-out
+        VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B --host 127.0.0.1 --logprobs-mode processed_logprobs --enable-scale-out
 
     The weights of each `sync` have a version. A server changes its weights while no request runs on it. It reports the version
     with every completion, and a completion with another version is sampled again. All completions of a prompt are requested

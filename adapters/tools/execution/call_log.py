@@ -17,10 +17,16 @@ from grpo.errors import ConfigError, GRPOWarning
 
 SECRET_NAMES = (
     "password", "passwd", "passphrase", "token", "api_key", "secret", "authorization", "credential", "cookie",
+    "private_key", "access_key", "account_key", "pwd", "auth", "bearer", "jwt", "dsn", "connection_string", "conn_str",
 )  # fmt: skip
-"""Names of arguments whose values are not logged. Every name that contains one of these names is meant."""
+"""Names of arguments whose values are not logged. Every name that contains one of these names is meant, except for authors.
+
+In the text of other arguments, the user information of URLs, what follows "bearer", and the values of `name=value` with such
+names, as in queries and connection strings, are not logged either."""
 
 _REDACTED = "[redacted]"
+_USER_INFORMATION = re.compile(r"(\w://)[^\s/?#@]+@")
+_BEARER = re.compile(r"(?i)\b(bearer\s+)\S+")
 _MAX_ARGUMENTS = 2_000
 _MAX_MESSAGE = 1_000
 
@@ -38,6 +44,9 @@ class CallLog:
     def __init__(self, path: Path | str, redact: Redact = SECRET_NAMES) -> None:
         self._redact = redact
         self._names = [] if callable(redact) else [_plain(name) for name in redact]
+        # letters of a name may have "_" and "-" between them
+        names = "|".join("[_-]?".join(map(re.escape, name)) for name in self._names)
+        self._assignment = re.compile(rf"(?i)([\w.-]*(?:{names})[\w.-]*\s*=\s*)[^;&#\s]+") if names else None
         self._failed = self._is_partial = False
         try:
             self._file = FileIO(path, "a", opener=_opened)
@@ -96,6 +105,9 @@ class CallLog:
         if isinstance(value, dict):
             hidden = {name for name in value if any(secret in _plain(name) for secret in self._names)}
             return {name: _REDACTED if name in hidden else self._without_secrets(v) for name, v in value.items()}
+        if isinstance(value, str) and self._assignment is not None:
+            value = self._assignment.sub(rf"\1{_REDACTED}", value)
+            value = _BEARER.sub(rf"\1{_REDACTED}", _USER_INFORMATION.sub(rf"\1{_REDACTED}@", value))
         return [self._without_secrets(item) for item in value] if isinstance(value, list) else value
 
 
@@ -108,5 +120,5 @@ def _opened(path: str, flags: int) -> int:
 
 
 def _plain(name: str) -> str:
-    """A name without case, "_" and "-"."""
-    return re.sub("[_-]", "", name).lower()
+    """A name without case, "_" and "-", and without authors, who are no authorization."""
+    return re.sub("author(?!i[sz])", "", re.sub("[_-]", "", name).lower())

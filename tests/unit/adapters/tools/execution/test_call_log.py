@@ -22,6 +22,44 @@ from tests.support.tool_executors import CATALOGUE, LONG, call, on_linux
 
 
 @on_linux
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("postgres://me:hunter2@db/x?sslmode=on", "postgres://[redacted]@db/x?sslmode=on"),
+        ("https://ghp_abc@host/repo", "https://[redacted]@host/repo"),
+        ("https://host/x?a=1&access_token=abc&b=2#c", "https://host/x?a=1&access_token=[redacted]&b=2#c"),
+        ("https://host/x?X-Api-Key=abc", "https://host/x?X-Api-Key=[redacted]"),
+        ("Server=db;User Id=me;Password=hunter2;Port=1", "Server=db;User Id=me;Password=[redacted];Port=1"),
+        ("host=db pwd=hunter2 port=1", "host=db pwd=[redacted] port=1"),
+        ("AccountName=me;AccountKey=abc==;Suffix=x", "AccountName=me;AccountKey=[redacted];Suffix=x"),
+        ("Use Bearer eyJhbGci.x.y now", "Use Bearer [redacted] now"),
+        ("mail me@host or see https://host/@me?page=2", "mail me@host or see https://host/@me?page=2"),
+    ],
+)
+def test_secrets_in_the_text_of_an_argument_are_not_logged(tmp_path: Path, text: str, shown: str) -> None:
+    (line,) = logged(tmp_path / "log", SECRET_NAMES, call("fetch", inner=[{"text": text}]))
+    assert line["arguments"] == {"inner": [{"text": shown}]}
+
+
+def test_more_names_of_secrets_are_not_logged_and_authors_are(tmp_path: Path) -> None:
+    names = [
+        "private_key",
+        "access-key",
+        "pwd",
+        "auth",
+        "basicAuth",
+        "bearer",
+        "jwt",
+        "dsn",
+        "connectionString",
+        "conn_str",
+        "Authorization",
+    ]
+    given = dict.fromkeys([*names, "author", "authors"], "x")
+    (line,) = logged(tmp_path / "log", SECRET_NAMES, call("fetch", **given))
+    assert line["arguments"] == {**dict.fromkeys(names, "[redacted]"), "author": "x", "authors": "x"}
+
+
 def test_each_call_is_one_line_of_the_log(tmp_path: Path) -> None:
     log = tmp_path / "calls.jsonl"
     log.write_text('{"before": true}\n')
