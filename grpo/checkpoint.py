@@ -26,7 +26,7 @@ from ._storage.lock import FolderLock
 from ._storage.manifest import read_manifest, without_files
 from ._storage.opening import Checkpoint, checkpoints_in, open_checkpoint
 from .engine import Engine, OneProcess
-from .errors import CheckpointError, DamagedCheckpointError
+from .errors import CheckpointError, DamagedCheckpointError, warn_user
 from .policy_base import HasState
 
 __all__ = [
@@ -93,6 +93,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             message names the file.
     """
     checkpoint = open_checkpoint(path, None)
+    _tell_skipped(checkpoint)
     state: dict[str, Any] = checkpoint.load(checkpoint.state)
     return state
 
@@ -131,6 +132,7 @@ def load_weights(path: str | Path, policy: Any) -> None:
     require_methods(policy, ("get_parameters",), "policy", "PolicyModel")
     owner, parameters = type(policy).__name__, parameters_of(policy)
     checkpoint = open_checkpoint(path, None, lambda found: _require_weights(found, owner, policy, parameters))
+    _tell_skipped(checkpoint)
     parts = checkpoint.state.get("parts", {})
     saved = checkpoint.load([checkpoint.state["parameters"], parts.get("policy")])
     weights, own_state = saved
@@ -147,6 +149,14 @@ def load_weights(path: str | Path, policy: Any) -> None:
     with torch.no_grad():
         for name, value in parameters.items():
             copy_into(value, weights[name])
+
+
+def _tell_skipped(checkpoint: Checkpoint) -> None:
+    """Say which newer checkpoints were left out, and why."""
+    if checkpoint.skipped:
+        warn_user(
+            f"{checkpoint.path} was loaded, because newer checkpoints are damaged: {' '.join(checkpoint.skipped)}"
+        )
 
 
 def _require_weights(found: Checkpoint, owner: str, policy: Any, parameters: Mapping[str, Tensor]) -> None:

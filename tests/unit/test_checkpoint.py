@@ -299,6 +299,7 @@ def test_a_file_at_the_checkpoints_path_is_an_error(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["file"]
 
 
+@pytest.mark.filterwarnings("ignore:.*was loaded, because newer checkpoints are damaged:grpo.GRPOWarning")
 def test_reading_a_folder_gives_its_newest_whole_checkpoint(tmp_path: Path) -> None:
     for n in (9, 10, 11):
         write_checkpoint(tmp_path / f"iteration-{n:08d}", small(n), iteration=n)
@@ -314,6 +315,7 @@ def test_reading_a_folder_gives_its_newest_whole_checkpoint(tmp_path: Path) -> N
         assert part in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:.*was loaded, because newer checkpoints are damaged:grpo.GRPOWarning")
 def test_foreign_files_and_folders_are_ignored(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "iteration-00000001", small(1), iteration=1)
     (tmp_path / "notes.txt").write_text("mine")

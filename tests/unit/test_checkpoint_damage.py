@@ -177,6 +177,7 @@ def test_correctly_hashed_files_that_are_no_checkpoint_are_refused(
                 read_checkpoint(damaged)
 
 
+@pytest.mark.filterwarnings("ignore:.*was loaded, because newer checkpoints are damaged:grpo.GRPOWarning")
 def test_files_nested_too_deeply_are_refused_and_an_older_checkpoint_is_read(
     subtests: pytest.Subtests, whole: Path, tmp_path: Path
 ) -> None:

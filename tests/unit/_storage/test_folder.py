@@ -152,6 +152,14 @@ def test_old_checkpoints_that_can_be_renamed_and_not_removed_are_told_once(
     assert names_in(tmp_path) == [name_of(4)]
 
 
+def test_an_older_checkpoint_is_read_with_a_warning_that_names_the_newer_one(tmp_path: Path) -> None:
+    fill(tmp_path, {1: None, 2: None})
+    (tmp_path / name_of(2) / "rank-0" / "state.json").write_bytes(b"{")
+    message = rf"{name_of(1)} was loaded, because newer checkpoints are damaged: .*{name_of(2)}"
+    with pytest.warns(GRPOWarning, match=message):
+        assert read_checkpoint(tmp_path)["n"] == 1
+
+
 def test_what_a_killed_pruning_left_is_removed(tmp_path: Path) -> None:
     fill(tmp_path, {1: None})
     for name in [f".{name_of(7)}.{'0' * 32}.tmp", f".{name_of(7)}-update-0001.{'0' * 32}.tmp"]:
