@@ -12,7 +12,6 @@ from ._running.ahead import Ahead
 from ._running.first_iteration import check_first_iteration
 from ._running.in_progress import IterationInProgress
 from ._running.interrupts import Interrupts
-from ._running.probabilities import refuse_probabilities
 from ._running.progress import RunProgress
 from ._running.ranks import run_on_all_ranks
 from ._running.restoring import load_into
@@ -99,10 +98,7 @@ class GRPOTrainer(Learner):
         """Compute advantages, and add rows of earlier iterations. An iteration that was stopped is given up."""
         self.in_progress.give_up(is_loaded=self.progress.is_loaded)
         self.progress.unrecorded = None
-        rows = super().prepared(batch)
-        if batch.behaviour_log_probs is not None:
-            refuse_probabilities("update: the batch", batch.behaviour_log_probs[batch.mask], batch.actions)
-        return rows
+        return super().prepared(batch)
 
     @on_all_ranks
     def improve(self, rows: UpdateRows) -> dict[str, float]:

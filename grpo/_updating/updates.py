@@ -8,6 +8,7 @@ from torch import Tensor
 from grpo._collecting.update_plan import num_updates_per_epoch
 from grpo.types import ExperienceBatch
 
+from .probabilities import refuse_probabilities
 from .requirements import require_batch
 from .training_rows import ReplayBuffer, with_advantages
 from .update_context import UpdateContext
@@ -37,6 +38,8 @@ class Updates:
     def prepared(self, batch: ExperienceBatch) -> UpdateRows:
         """Compute advantages, and add rows of earlier iterations. With `split_steps`, each step becomes a row."""
         require_batch(batch)
+        if batch.behaviour_log_probs is not None:
+            refuse_probabilities(batch.behaviour_log_probs[batch.mask], batch.actions)
         batch, self._completed = self.completed(batch), None
         rows, all_ranks = with_advantages(batch, self._advantages, self.context.engine)
         is_fresh = self.context.collector.scores_itself and self._num_updates(batch) == 1

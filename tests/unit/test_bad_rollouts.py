@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import ActionScores, ContractError, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo import ActionScores, ContractError, ExperienceBatch, GRPOConfig, GRPOTrainer, Learner, ObjectiveConfig
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import RowScoring, SequencePolicy, TablePolicy
 from tests.support.trainers import ROLLOUTS, state_of, trainer_of
@@ -214,13 +214,16 @@ DENSITIES = torch.tensor([0.5, 0.25, 0.25, 0.5])
 
 
 def updated(*rows: Any, **options: Any) -> None:
-    """Train once on rows of labels of any kind, which the policy does not look at."""
+    """Train once, without a run, on rows of labels of any kind, which the policy does not look at."""
 
     class Blind(TablePolicy):
         def get_log_probabilities(self, states: Any, actions: Any) -> Tensor:
             return self.logits.log_softmax(1)[[0] * len(actions), [place % 2 for place in range(len(actions))]]
 
-    trainer_of(Blind()).update(ExperienceBatch.from_rows(*rows, **options))
+    learner = Learner(
+        config=GRPOConfig(group_size=2), policy=Blind(), reward_model=lambda states, actions: [0.0] * len(actions)
+    )
+    learner.update(ExperienceBatch.from_rows(*rows, **options))
 
 
 def test_probabilities_are_refused_as_log_probs(subtests: pytest.Subtests) -> None:

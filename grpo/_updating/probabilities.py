@@ -9,7 +9,7 @@ from torch import Tensor
 from grpo.errors import ContractError
 
 
-def refuse_probabilities(owner: str, behaviour: Float[Tensor, " S"], actions: Any) -> None:
+def refuse_probabilities(behaviour: Float[Tensor, " S"], actions: Any) -> None:
     """Raise a `ContractError` if the log-probs of all sampled steps are from 0 to 1, as probabilities are.
 
     Densities of real numbers may exceed 1, so the log-probs of real-valued actions may be from 0 to 1.
@@ -20,7 +20,7 @@ def refuse_probabilities(owner: str, behaviour: Float[Tensor, " S"], actions: An
     least, largest = known.aminmax()
     if 1e-5 < largest <= 1 and least >= 0:
         raise ContractError(
-            f"{owner}: behaviour_log_probs of actions that have probabilities must be at most 0; got {least:.3g} to "
+            f"update: the batch: behaviour_log_probs of actions that have probabilities must be at most 0; got {least:.3g} to "
             f"{largest:.3g}. Pass log-probabilities: probabilities.log()."
         )
 
