@@ -17,6 +17,8 @@ the exact entropy, and forward at most `TOKENS_PER_PASS` tokens at once in updat
 - "sample", "score", "update": seconds of the parts. "score" has the rewards too. TRL's log-probs before the update are those of
   the update, so it has no part of its own for them.
 - "first": seconds of the first iteration, which compiles, records and allocates. It is in no other figure.
+- "divergence": `train/sampler_divergence`, the mean of log-probs at sampling minus log-probs in the update. Half precision
+  rounds them differently. TRL's is not read.
 - "peak GB": largest allocated memory, weights included, on a GPU.
 """
 
@@ -46,14 +48,14 @@ from benchmarks.llm_vs_trl import Case, make_prompts, make_tokenizer, share_of_e
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError
 
-OURS = ("decoding", "recorded", "continuous", "generate")
+OURS = ("recorded", "decoding", "continuous", "generate")
 """Names of samplers of `HFPolicy(sampler=...)`. A name that the installed version does not have is skipped."""
 RUNS = [
     f"{side}:{sampler}"
     for side, sampler in (
         ("ours", OURS[0]),
-        ("TRL", "continuous batching"),
         ("TRL", "generate"),
+        ("TRL", "continuous batching"),
         *(("ours", sampler) for sampler in OURS[1:]),
         ("TRL", "vLLM"),
     )
@@ -74,6 +76,7 @@ COLUMNS = (
     "score",
     "update",
     "first",
+    "divergence",
     "peak GB",
 )
 QWEN3 = {
@@ -136,6 +139,8 @@ class Times:
     whole: list[float] = field(default_factory=list)
     sample: list[float] = field(default_factory=list)
     score: list[float] = field(default_factory=list)
+    divergence: str = "-"
+    """Of the last iteration."""
 
     def add(self, seconds: float) -> bool:
         """Add an iteration. Returns whether it was the last."""
@@ -144,10 +149,10 @@ class Times:
         return is_late or len(self.whole) > self.repeats
 
     def cells(self, num_tokens: int) -> list[str]:
-        """The cells from "ms/token" to "first"."""
+        """The cells from "ms/token" to "divergence"."""
         whole, sample, score = (statistics.median(part[1:]) for part in (self.whole, self.sample, self.score))
         parts = (1e3 * sample / num_tokens, whole, sample, score, whole - sample - score, self.whole[0])
-        return [f"{part:.2f}" for part in parts]
+        return [*(f"{part:.2f}" for part in parts), self.divergence]
 
 
 def make_model(setup: Setup) -> Any:
@@ -203,6 +208,7 @@ def run_ours(setup: Setup, sampler: Any, times: Times) -> None:
         seconds = time.perf_counter() - begin
         times.sample.append(metrics["time/sample"])
         times.score.append(metrics["time/score"] + metrics["time/reward"])
+        times.divergence = f"{metrics['train/sampler_divergence']:.5f}"
         is_last = times.add(seconds)
 
 
