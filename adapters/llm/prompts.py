@@ -100,6 +100,7 @@ class PromptEncoder:
         self._ends = ends
         self._control: ControlTokens | None = None
         self._beginning: str | None = None
+        self._knows_parts: bool | None = None
         self._said: set[str] = set()
         self._known_characters: set[str] = set()
 
@@ -215,9 +216,10 @@ class PromptEncoder:
 
     def _reads_parts(self) -> bool:
         """Whether the template writes the text of a content that is a list of parts. Others write the list as Python does."""
-        parts = [{"role": "user", "content": [{"type": "text", "text": "question"}]}]
-        text = self._plain(parts)
-        return bool(text) and "type" not in text.partition("question")[0][-40:]
+        if self._knows_parts is None:
+            text = self._plain([{"role": "user", "content": [{"type": "text", "text": "question"}]}])
+            self._knows_parts = bool(text) and not re.search(r"""['"]type['"]""", text)
+        return self._knows_parts
 
     def _begin_of_chats(self) -> str | None:
         """The special token with which the template begins a chat."""

@@ -60,6 +60,10 @@ class Retries:
         LOGGER.warning(
             "%s failed %d times in a row. Training waits %.1f s (reward.breaker_seconds=%g) before the next trial. "
             "It raised last: %s",
-            *(self._name, self.num_failed, seconds, self._config.breaker_seconds, self._raised),
+            self._name,
+            self.num_failed,
+            seconds,
+            self._config.breaker_seconds,
+            self._raised,
         )
         self._sleep(seconds)

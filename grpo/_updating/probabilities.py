@@ -20,7 +20,7 @@ def refuse_probabilities(behaviour: Float[Tensor, " S"], actions: Any) -> None:
     least, largest = known.aminmax()
     if 1e-5 < largest <= 1 and least >= 0:
         raise ContractError(
-            f"update: the batch: behaviour_log_probs of actions that have probabilities must be at most 0; got {least:.3g} to "
+            f"update: behaviour_log_probs of actions that have probabilities must be at most 0; got {least:.3g} to "
             f"{largest:.3g}. Pass log-probabilities: probabilities.log()."
         )
 

@@ -117,12 +117,12 @@ def _rms_constant(layer: nn.Module) -> float | None:
     constants = [value for value in vars(layer).values() if isinstance(value, float)]
     shapes = {name: weight.shape for name, weight in layer.named_parameters()}
     is_norm = "Norm" in type(layer).__name__ and shapes.keys() == {"weight"} and len(shapes["weight"]) == 1
-    has_gate = len(signature(layer.forward).parameters) > 1
-    if not is_norm or has_gate or len(constants) != 1 or is_intercepted(layer):
+    if not is_norm or len(constants) != 1 or is_intercepted(layer) or len(signature(layer.forward).parameters) > 1:
         return None
-    random = torch.Generator().manual_seed(0)
-    weight = torch.rand(shapes["weight"], generator=random)
-    hidden = torch.randn(2, 3, *weight.shape, generator=random) * torch.tensor([1e-3, 1.0])[:, None, None]
+    random = torch.Generator().manual_seed(0)  # on the CPU, whatever the default device is
+    weight = torch.rand(shapes["weight"], generator=random, device="cpu")
+    hidden = torch.randn(2, 3, *weight.shape, generator=random, device="cpu")
+    hidden *= torch.tensor([1e-3, 1.0], device="cpu")[:, None, None]
     try:
         found = torch.func.functional_call(layer, {"weight": weight}, (hidden,))
     except (AttributeError, RuntimeError, TypeError, ValueError):

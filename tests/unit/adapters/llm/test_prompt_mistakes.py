@@ -70,6 +70,17 @@ RIGHT: dict[str, tuple[str, Any, Any]] = {
         [{**USER, "content": [{"type": "text", "text": "sum"}, {"type": "text", "text": "it"}]}],
         "user\nsum;it;<|im_end|>",
     ),
+    "parts, where the template speaks of types": (
+        "{# #}Answer in any type.\n"
+        + CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }};{% endfor %}"),
+        [{**USER, "content": [{"type": "text", "text": "sum it"}]}],
+        "user\nsum it;<|im_end|>",
+    ),
+    "parts, where the template writes nothing before them": (
+        "{% for m in messages %}{% for p in m.content %}{{ p.text }};{% endfor %}{% endfor %}",
+        [{**USER, "content": [{"type": "text", "text": "sum it"}]}],
+        "sum it;",
+    ),
     "two parts, where the template needs text": (
         CHATML,
         [{**USER, "content": [{"type": "text", "text": "sum"}, {"type": "text", "text": "it"}]}],
@@ -86,6 +97,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "a template that fails": ("{{ messages[0].content + 1 }}", [USER], "must fit the tokenizer's chat template"),
     "a mask of another length": (CHATML, {"prompt": [5, 6], "attention_mask": [1]}, "one value per token"),
     "a message without content": (CHATML, [{"role": "user", "text": "sum it"}], r"must have a content; .*'text'"),
+    "a picture": (CHATML, [{**USER, "content": [{"type": "image", "url": "x"}]}], "text"),
     "a content that Arrow filled": (CHATML, [{"role": "system", "content": None}, USER], "must have a content"),
     "labels as token ids": (CHATML, [5, -100], "at least 0; got -100"),
     "a mask that pandas filled": (
