@@ -201,6 +201,14 @@ def test_a_fused_norm_has_the_type_and_values_of_the_norm(of_weight: torch.dtype
         torch.testing.assert_close(found, expected, rtol=2**-7 if is_half else 1e-6, atol=0)
 
 
+def test_norms_are_fused_whatever_the_default_device_is() -> None:
+    lm = CausalLM(tiny_model())
+    with torch.device("meta"):
+        norms = FusedNorms(lm)
+    with norms.applied():
+        assert "forward" in vars(lm.plain.model.norm)
+
+
 def test_a_norm_with_a_hook_is_not_replaced() -> None:
     lm = CausalLM(tiny_model())
     lm.plain.model.norm.register_forward_hook(lambda module, arguments, output: output)
