@@ -76,7 +76,9 @@ def walked(
         it loads from other hosts. `found`: for each search the links of its results.
     """
     script = WALK.replace("PAGES", json.dumps(list(pages))).replace("SEARCHES", json.dumps(list(searches)))
-    with served(folder, script) as (address, answer), tempfile.TemporaryDirectory() as profile:
+    # Chromium's children may still write into the profile after their parent has ended.
+    profiles = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with served(folder, script) as (address, answer), profiles as profile:
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1400,1000", "--no-first-run"]
         offline = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
         command = [browser(), *options, offline, f"--user-data-dir={profile}", f"{address}/walk"]

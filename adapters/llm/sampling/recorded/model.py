@@ -91,13 +91,15 @@ class FusedNorms:
 
     def __init__(self, lm: CausalLM) -> None:
         constants = ((layer, _rms_constant(layer)) for layer in lm.plain.modules())
-        self._norms = [(layer, constant) for layer, constant in constants if constant is not None]
+        self._norms = [
+            (layer, partial(_fused_norm, layer, constant)) for layer, constant in constants if constant is not None
+        ]
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Context in which the norms are fused."""
-        for layer, constant in self._norms:
-            layer.forward = partial(_fused_norm, layer, constant)
+        for layer, fused in self._norms:
+            layer.forward = fused
         try:
             yield
         finally:

@@ -141,7 +141,7 @@ def test_sampled_log_probs_are_scored_log_probs_with_any_template(name: str, mon
     agent = AgentPolicy(policy, Echo)
     if agent.template.shows_tools:
         agent = AgentPolicy(policy, CallsOnly)
-        monkeypatch.setattr(chat, "read_turn", lambda *args, number: (as_call(number), False))
+        monkeypatch.setattr(chat, "read_turn", lambda *args, number, **_: (as_call(number), False))
     turns: list[tuple[int, ...]] = []
     real = policy.sample_tokens
 

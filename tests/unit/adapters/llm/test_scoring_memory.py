@@ -78,6 +78,7 @@ def test_a_larger_vocabulary_adds_at_most_the_gradient_of_its_weights(
     for trained, with_entropy in CASES:
         with subtests.test(trained=trained, with_entropy=with_entropy):
             monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK_BYTES)
+            monkeypatch.setattr(module, "KEPT_BYTES", BLOCK_BYTES)
             small, large = 4_000, 20_000
             found = [peak_of_scoring(size, trained, with_entropy=with_entropy) for size in (small, large)]
             weights = 4 * VOCABULARY_FLOATS[trained] * (large - small)
