@@ -104,10 +104,10 @@ def try_in_a_new_environment(wheel: Path, folder: Path) -> None:
 
 
 def try_the_cure(python: Path, wheel: Path) -> None:
-    """Install the two projects with the same import names, and then run the commands that the README recommends.
+    """Install the two projects with the same import names, and then run the commands that grpo/README.md recommends.
 
     Raises:
-        SystemExit: There is nothing to cure any more, so that the README says too much.
+        SystemExit: There is nothing to cure any more, so that the page says too much.
     """
     pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     code = "from adapters.bandits import SoftmaxPolicy; from grpo import GRPOTrainer"
@@ -115,11 +115,13 @@ def try_the_cure(python: Path, wheel: Path) -> None:
     for other in ("grpo", "adapters"):
         subprocess.run([*pip, "install", "--no-deps", other], check=True)
         if subprocess.run(imports, check=False, capture_output=True).returncode == 0:
-            sys.exit(f"{other!r} on PyPI overwrites nothing any more. Correct the README's section on installing.")
+            sys.exit(
+                f"{other!r} on PyPI overwrites nothing any more. Correct the section on packages in grpo/README.md."
+            )
         subprocess.run([*pip, "uninstall", "--yes", "grpo", "adapters"], check=True)
         subprocess.run([*pip, "install", "--force-reinstall", "--no-deps", wheel], check=True)
         subprocess.run(imports, check=True)
-    print("The README's commands repair an environment with PyPI's grpo or adapters.")
+    print("The page's commands repair an environment with PyPI's grpo or adapters.")
 
 
 def main() -> None:
@@ -131,10 +133,8 @@ def main() -> None:
     print(f"{sdist.name} has all files, and builds the same wheel as the checkout: {wheel.name}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         try_in_a_new_environment(wheel, Path(folder))
-    if "example.org" in repository_url():
-        print(
-            "Do not upload these files: pyproject.toml has no real address of the project. See docs/project/release.md."
-        )
+    if repository_url() is None:
+        print("Do not upload these files: pyproject.toml has no address of the project. See docs/project/release.md.")
 
 
 if __name__ == "__main__":

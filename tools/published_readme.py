@@ -1,4 +1,7 @@
-"""README.md as PyPI shows it. PyPI has no relative links or pictures, so they become addresses in the repository."""
+"""README.md as PyPI shows it. PyPI has no relative links or pictures, so they become addresses in the repository.
+
+As long as the repository has no public address, pictures are left out, and links become plain text.
+"""
 
 import re
 import tomllib
@@ -13,10 +16,10 @@ NOT_RELATIVE = re.compile(r"[a-z][a-z0-9+.-]*:|#|/")
 """The beginning of a URL, or of a link to a place on the same page."""
 
 
-def repository_url() -> str:
-    """The address of the repository. It stands in one place, in pyproject.toml."""
+def repository_url() -> str | None:
+    """The address of the repository, if it has one. It stands in one place, in pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return project["urls"]["Repository"].rstrip("/")
+    return project.get("urls", {}).get("Repository", "").rstrip("/") or None
 
 
 def package_version() -> str:
@@ -28,16 +31,23 @@ def package_version() -> str:
     return found[1]
 
 
-def with_absolute_links(text: str, repository: str, version: str) -> str:
-    """Replace relative links and pictures of a page in Markdown by addresses at the tag of a release. Code stays as it is."""
+def with_absolute_links(text: str, repository: str | None, version: str) -> str:
+    """Replace relative links and pictures of a page in Markdown by addresses at the tag of a release. Code stays as it is.
+
+    Without a `repository`, relative links become their text, and relative pictures go.
+    """
 
     def address(target: str, kind: str) -> str:
         return target if NOT_RELATIVE.match(target) else f"{repository}/{kind}/v{version}/{target}"
 
     def picture(found: re.Match[str]) -> str:
+        if repository is None and not NOT_RELATIVE.match(found["target"]):
+            return ""
         return f"![{found['text']}]({address(found['target'], 'raw')})"
 
     def link(found: re.Match[str]) -> str:
+        if repository is None and not NOT_RELATIVE.match(found["target"]):
+            return found["text"]
         return f"[{found['text']}]({address(found['target'], 'tree' if found['target'].endswith('/') else 'blob')})"
 
     parts = FENCE.split(text)  # every second part is a block of code

@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("Training with tuned settings: learning rate .05, advantages not divided, a penalty for leaving arms out ...")
     tuned = train_tuned(args.seed, progress=True)
     print_table([naive, tuned], play_classics(args.seed))
-    plot_dynamic_runs([naive, tuned], args.plot, dynamic_regimes(NUM_STEPS), dynamic_testbed().means[0])
+    plot_dynamic_runs([naive, tuned], args.plot, dynamic_testbed().means[0])
     print(f"\nPlot: {args.plot}")
 
 

@@ -1,6 +1,7 @@
-"""Plots of runs on the dynamic bandit. Requires matplotlib (`pip install "model-agnostic-grpo[tracking]"`).
+"""Plots of runs on bandits whose best arm changes. Requires matplotlib (the extra `tracking`).
 
-One colour has one meaning: each arm has its own, and so has each of two settings that are compared.
+One colour has one meaning: each arm has its own, and so has each of two settings that are compared. What a picture says about
+the best arm is read from the expected rewards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +12,14 @@ import numpy as np
 
 from adapters.plots import label_ends, pyplot, saved
 
-from .metrics import best_arm_probability, segment_starts
+from .metrics import best_arm_probability
 
 ARM_COLOURS = ("#1f6fb4", "#c8a93a", "#6aa272", "#d1495b", "#9184c2")
-"""One colour per arm."""
+"""One colour per arm, if there are at most five. `arm_colours` has them for any number."""
 RUN_COLOURS = ("#a0a0a0", "#202020")
 """One colour per run: the first run is the weaker one."""
-REGIME_NAMES = {0: "all alike", 1: "arm 3 best", 2: "all alike", 3: "arm 0 best"}
+SHORTEST_NAMED = 0.08
+"""The shortest regime with room for its name, as a fraction of all steps."""
 STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -53,15 +55,12 @@ class PlottedRun(Protocol):
         ...
 
 
-def plot_dynamic_runs(
-    runs: Sequence[PlottedRun], path: str | Path | None, regimes: np.ndarray, means: np.ndarray
-) -> Any:
+def plot_dynamic_runs(runs: Sequence[PlottedRun], path: str | Path | None, means: np.ndarray) -> Any:
     """Plot the arm probabilities of two runs, and below them their rewards, probabilities of the best arm, and losses.
 
     Args:
         runs: Two runs, the weaker one first.
         path: PNG file to write; its folder is created. None only returns the figure.
-        regimes: [S], the regime of each step.
         means: [S, K], expected rewards.
 
     Returns:
@@ -72,9 +71,9 @@ def plot_dynamic_runs(
         figure = plt.figure(figsize=(12, 6.6), layout="constrained")
         above, below = figure.subfigures(2, 1, height_ratios=(1.15, 1), hspace=0.06)
         for axis, run in zip(above.subplots(1, 2, sharey=True), runs, strict=True):
-            plot_arm_probabilities(axis, run.probabilities[:-1], regimes, title=f"{run.name}: probability of each arm")
+            plot_arm_probabilities(axis, run.probabilities[:-1], means, title=f"{run.name}: probability of each arm")
         by_reward, by_best, by_loss = below.subplots(1, 3)
-        structured = np.isin(regimes, (1, 3))
+        structured = ~_is_best(means).all(axis=1)
         by_reward.plot(means.max(1), color="#d1495b", linewidth=1.3, linestyle=":", drawstyle="steps-post")
         best = [best_arm_probability(run.probabilities[:-1], means) for run in runs]
         _plot_lines(by_reward, {run.name: run.rewards for run in runs}, "Reward (dotted: what the best arm pays)")
@@ -90,54 +89,76 @@ def plot_dynamic_runs(
         )
         by_best.set_ylim(0, 1.02)
         for axis in (by_reward, by_best, by_loss):
-            mark_regimes(axis, regimes, named=False)
+            mark_regimes(axis, means, named=False)
             axis.set_xlabel("step")
     return saved(figure, path)
 
 
-def plot_arm_probabilities(axis: Any, probabilities: np.ndarray, regimes: np.ndarray, *, title: str) -> None:
+def plot_arm_probabilities(
+    axis: Any, probabilities: np.ndarray, means: np.ndarray, *, title: str, arm_names: Sequence[str] | None = None
+) -> None:
     """Plot one line per arm: the probabilities with which the policy pulled in each step.
 
     Args:
         axis: Where to plot.
         probabilities: [S, K] of one run, or [R, S, K] of several: their median, with a band from 10 % to 90 %.
-        regimes: [S], the regime of each step.
+        means: [S, K], expected rewards.
         title: The title.
+        arm_names: K names of the arms. None: "arm 0", "arm 1", ...
     """
+    names = _names(arm_names, means)
     runs = probabilities if probabilities.ndim == 3 else probabilities[None]
     low, middle, high = np.quantile(runs, (0.1, 0.5, 0.9), axis=0)
-    for arm in range(runs.shape[-1]):
-        colour = ARM_COLOURS[arm % len(ARM_COLOURS)]
+    colours = arm_colours(runs.shape[-1])
+    for arm, colour in enumerate(colours):
         axis.plot(middle[:, arm], color=colour, linewidth=2)
         if len(runs) > 1:
             axis.fill_between(np.arange(len(middle)), low[:, arm], high[:, arm], color=colour, alpha=0.18, linewidth=0)
     axis.set_ylim(0, 1.02)
     axis.set_title(title)
     axis.set_xlabel("step")
-    ends = {f"arm {arm}": (middle[-1, arm], ARM_COLOURS[arm % len(ARM_COLOURS)]) for arm in range(runs.shape[-1])}
-    label_ends(axis, ends, len(middle))
-    mark_regimes(axis, regimes)
+    label_ends(axis, dict(zip(names, zip(middle[-1], colours, strict=True), strict=True)), len(middle))
+    mark_regimes(axis, means, arm_names=arm_names)
 
 
-def mark_regimes(axis: Any, regimes: np.ndarray, *, named: bool = True) -> None:
-    """Mark the borders of the regimes. Regimes with a best arm are shaded.
+def arm_colours(num_arms: int) -> list[Any]:
+    """A colour for each arm: those of `ARM_COLOURS`, or as many others where five are not enough."""
+    if num_arms <= len(ARM_COLOURS):
+        return list(ARM_COLOURS[:num_arms])
+    return list(pyplot().get_cmap("turbo")(np.linspace(0.05, 0.95, num_arms)))
+
+
+def mark_regimes(axis: Any, means: np.ndarray, *, named: bool = True, arm_names: Sequence[str] | None = None) -> None:
+    """Mark the steps in which other arms become the best. Regimes in which some arms are better than others are shaded.
 
     Args:
         axis: Where to plot. Its x axis counts steps.
-        regimes: [S], the regime of each step.
-        named: Whether to write the regimes' names above.
+        means: [S, K], expected rewards.
+        named: Whether to write above which arm is the best. Regimes that are too short for a name have none.
+        arm_names: K names of the arms. None: "arm 0", "arm 1", ...
     """
-    starts = segment_starts(regimes)
-    for start, stop in zip(starts, [*starts[1:], len(regimes)], strict=True):
+    names, best = _names(arm_names, means), _is_best(means)
+    starts = np.flatnonzero(np.concatenate(([True], (best[1:] != best[:-1]).any(axis=1))))
+    for start, stop in zip(starts, [*starts[1:], len(means)], strict=True):
         if start:
             axis.axvline(start, color="#999999", linewidth=0.7, linestyle=(0, (4, 3)), zorder=0.5)
-        if regimes[start] in (1, 3):
+        if not best[start].all():
             axis.axvspan(start, stop, color="#f1ede2", zorder=0)
-        if named:
-            middle, name = (start + stop) / 2, REGIME_NAMES[int(regimes[start])]
+        if named and stop - start >= SHORTEST_NAMED * len(means):
+            middle = (start + stop) / 2
+            which = "all alike" if best[start].all() else f"{', '.join(np.array(names)[best[start]])} best"
             height = axis.get_xaxis_transform()
-            axis.text(middle, 1.02, name, transform=height, ha="center", fontsize=9, color="#555555")
-    axis.set_xlim(0, len(regimes))
+            axis.text(middle, 1.02, which, transform=height, ha="center", fontsize=9, color="#555555")
+    axis.set_xlim(0, len(means))
+
+
+def _names(arm_names: Sequence[str] | None, means: np.ndarray) -> Sequence[str]:
+    return arm_names or [f"arm {arm}" for arm in range(means.shape[1])]
+
+
+def _is_best(means: np.ndarray) -> np.ndarray:
+    """[S, K]: whether no arm has a larger expected reward."""
+    return means == means.max(axis=1, keepdims=True)
 
 
 def _plot_lines(axis: Any, lines: Mapping[str, np.ndarray], title: str) -> None:

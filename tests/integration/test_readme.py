@@ -59,10 +59,10 @@ def python_blocks(document: str) -> list[Block]:
 
 
 def minimal_example() -> str:
-    """The first Python block after the heading that says "Minimal example"."""
-    document = README.read_text(encoding="utf-8")
+    """The first Python block of the core's README after the heading that says "Minimal example"."""
+    document = (ROOT / "grpo" / "README.md").read_text(encoding="utf-8")
     heading = re.search(r"^#+ .*minimal example.*$", document, re.MULTILINE | re.IGNORECASE)
-    assert heading, "README.md has no heading with 'Minimal example'"
+    assert heading, "grpo/README.md has no heading with 'Minimal example'"
     blocks = python_blocks(document[heading.end() :])
     assert blocks, "no Python block follows the heading"
     return blocks[0].code

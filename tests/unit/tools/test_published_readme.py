@@ -3,8 +3,11 @@
 import re
 from pathlib import Path
 
+import pytest
+
 import grpo
-from tools.published_readme import NOT_RELATIVE, package_version, published_readme, repository_url, with_absolute_links
+from tools import published_readme as module
+from tools.published_readme import NOT_RELATIVE, package_version, published_readme, with_absolute_links
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE = "https://example.org/p"
@@ -36,13 +39,22 @@ def test_urls_places_on_the_page_and_code_stay() -> None:
         assert published(text) == text
 
 
-def test_no_link_of_the_published_readme_is_relative_and_each_file_exists() -> None:
+def test_without_an_address_links_are_text_and_pictures_go() -> None:
+    text = "![a](a.png)\n[`a`](a.md#part), [![a](a.png)](b.md), [c](https://c.org), [d](#d)\n```\n[e](e)\n```\n"
+    assert with_absolute_links(text, None, "1.2") == "\n`a`, , [c](https://c.org), [d](#d)\n```\n[e](e)\n```\n"
+
+
+@pytest.mark.parametrize("address", [None, BASE])
+def test_no_link_of_the_published_readme_is_relative_and_each_file_exists(
+    address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "repository_url", lambda: address)
     prose = re.sub(r"^```.*?^```", "", published_readme(), flags=re.MULTILINE | re.DOTALL)
     targets = re.findall(r"\]\(([^()\s]+)\)", prose)
-    prefix = re.compile(rf"{re.escape(repository_url())}/(?:blob|tree|raw)/v{re.escape(package_version())}/([^#]+)")
+    prefix = re.compile(rf"{re.escape(BASE)}/(?:blob|tree|raw)/v{re.escape(package_version())}/([^#]+)")
     files = [found[1] for target in targets if (found := prefix.match(target))]
     assert all(NOT_RELATIVE.match(target) for target in targets)
-    assert len(files) > 10
+    assert len(files) > 10 or address is None
     assert not re.search(r"(?:src|href)=\"(?!https?:|#)", prose), "HTML with a relative address is not rewritten"
     assert [name for name in files if not (ROOT / name).exists()] == []
 
