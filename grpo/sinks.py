@@ -85,10 +85,20 @@ class Samples:
 
 
 def as_text(value: Any) -> str:
-    """A state or an action as text: `str`, with the values of a tensor as a list. Long texts are cut in the middle."""
-    text = str(value.tolist() if hasattr(value, "tolist") else value)
+    """A state or an action as text: `str`, tensors as lists, floats with three digits. Long texts are cut in the middle."""
+    text = str(_shortened(value))
     half = LONGEST_TEXT // 2
     return text if len(text) <= LONGEST_TEXT else f"{text[:half]} [... {len(text) - 2 * half} more ...] {text[-half:]}"
+
+
+def _shortened(value: Any) -> Any:
+    """A value of plain types, with lists in place of tensors and arrays, and floats rounded to three digits, or to integers."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if type(value) is float and math.isfinite(value) and value:
+        return round(value, max(2 - math.floor(math.log10(abs(value))), 0))
+    if type(value) in (list, tuple):
+        return type(value)(map(_shortened, value))
+    return {name: _shortened(part) for name, part in value.items()} if type(value) is dict else value
 
 
 def _number(values: Tensor | None, row: int) -> float | None:

@@ -108,7 +108,7 @@ def measure_policy(
         seed: Seed of all random numbers.
         reward: What to do when the reward model raises or returns NaN. None: the defaults of `RewardConfig`.
         label: Maps a state to its name in reports. None: a string is its own name; for anything else, the first 200
-            characters of its `repr`.
+            characters of its `str`, with three digits of a float.
         progress: Show a progress bar.
 
     Raises:
@@ -265,7 +265,7 @@ def _as_list(states: Rows) -> Sequence[Any]:
 
 
 def _label(state: Any) -> str:
-    return state if isinstance(state, str) else repr(state)[:200]
+    return state if isinstance(state, str) else as_text(state)[:200]
 
 
 def fingerprints_of(states: Rows) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -259,6 +260,16 @@ def test_a_long_text_is_cut_in_the_middle() -> None:
     assert text.endswith(" more ...] " + "z" * (LONGEST_TEXT // 2))
     assert str(LONGEST_TEXT + 6) in text
     assert as_text("a" * LONGEST_TEXT) == "a" * LONGEST_TEXT
+
+
+def test_floats_have_three_digits_wherever_they_are() -> None:
+    state = {
+        "a": torch.tensor([0.123456, 12345.678]),
+        "b": (-1 / 3, 1e-7 / 3, [float("inf"), 0.0]),
+        "c": np.float32(2.71828),
+    }
+    assert as_text(state) == "{'a': [0.123, 12346.0], 'b': (-0.333, 3.33e-08, [inf, 0.0]), 'c': 2.72}"
+    assert as_text([1, True, None, "0.123456"]) == "[1, True, None, '0.123456']"
 
 
 def test_unfinished_files_follow_no_link(tmp_path: Path) -> None:

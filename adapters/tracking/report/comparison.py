@@ -28,7 +28,7 @@ def comparison_section(report: ComparisonReport) -> Html:
     return joined(
         element("p", *comparison_words(report), class_="lead"),
         _parts_of(report),
-        element("figure", before_after(shown), element("figcaption", *_legend(len(left_out))))
+        element("figure", before_after(shown), element("figcaption", *_legend(shown, len(left_out))))
         if is_installed()
         else "",
         element("h3", "Answers side by side"),
@@ -45,9 +45,11 @@ def _both_ends(states: Sequence[StateComparison], count: int) -> tuple[list[Stat
     return [*states[:half], *states[-half:]], [*states[half:-half]]
 
 
-def _legend(num_left_out: int) -> list[str]:
-    half = MAX_STATES // 2
-    cut = f"The {half} largest gains and the {half} largest losses; {num_left_out:,} states are not shown. "
+def _legend(shown: Sequence[StateComparison], num_left_out: int) -> list[str]:
+    half = len(shown) // 2
+    most = "gained most" if shown[half - 1].difference >= 0 else "lost least"
+    least = "lost most" if shown[-half].difference < 0 else "gained least"
+    cut = f"The {half} states that {most} and the {half} that {least}; {num_left_out:,} states are not shown. "
     dots = [element("i", class_=f"dot {name}") for name in ("before", "after")]
     words = "after training: mean reward of the sampled actions in each state."
     return [cut if num_left_out else "", dots[0], "before ", dots[1], words]

@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo.evaluation.advice import PATIENCE, advice_on
 
-from .run_data import RunData
+from .run_data import RunData, phase_times
 from .series import Change, change_of, longest_streak, share_of
 from .words import counted, number, percent
 
@@ -213,17 +213,16 @@ IN_SMALL_PARTS = " A forward pass has {size} rows: if memory allows, use a large
 
 
 def slow_part(run: RunData) -> Finding | None:
-    total = share_of(run.of("time/iteration"))
-    parts = {name: share_of(run.of(f"time/{name}")) for name in ADVICE_ON_TIME}
-    largest = max(parts, key=lambda name: np.nan_to_num(parts[name]))
-    if not total > SLOW or not parts[largest] > total / 2:
+    times = phase_times(run)
+    largest, total = max(times, key=lambda name: times[name], default="other"), sum(times.values())
+    if not share_of(run.of("time/iteration")) > SLOW or largest == "other" or not times[largest] > total / 2:
         return None
     size = config_of(run).get("micro_batch_size")  # None: all rows of an update are one forward pass already
     is_in_small_parts = largest in ("score", "update") and size is not None
     return Finding(
         kind="note",
         title=f"Most of the time goes into {PHASE[largest]}",
-        text=f"It takes {percent(parts[largest] / total)} of an iteration. {ADVICE_ON_TIME[largest]}"
+        text=f"It takes {percent(times[largest] / total)} of an iteration. {ADVICE_ON_TIME[largest]}"
         f"{IN_SMALL_PARTS.format(size=size) if is_in_small_parts else ''}",
     )
 

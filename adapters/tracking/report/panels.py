@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -9,15 +10,18 @@ from adapters.plots import is_installed
 
 from .charts import Chart, Line, line_chart
 from .markup import Html, element, joined
-from .run_data import RunData
+from .run_data import RunData, phase_times
 from .tables import row_of, table_of
 from .words import duration, percent
 
 MAX_PARTS = 6
 """Number of parts of the reward in a chart."""
 
-MAX_LABEL = 12
+MAX_LABEL = 30
 """Number of characters of a part's name that fit beside a chart."""
+
+NEAR_ZERO = 0.05
+"""Part of the largest value below which the smallest one counts as 0."""
 
 FEW_VALUES = 0.9
 """Fraction of the iterations whose quartiles are extremes, above which quartiles are not drawn."""
@@ -31,8 +35,8 @@ INTERVAL_NOTE = (
 )
 """What the interval of an evaluation means. The rows of one state are alike, so that for fixed states it is rather too wide."""
 
-PHASES = {"sample": "sampling", "reward": "reward", "score": "scoring", "update": "update"}
-"""Maps the name of a phase in `time/NAME` to its name in the page."""
+PHASES = {"sample": "sampling", "reward": "reward", "score": "scoring", "update": "update", "other": "other"}
+"""Maps the name of a phase to its name in the page."""
 
 SINGLE: dict[str, tuple[str, str, str, str]] = {
     "train/kl_mean": (
@@ -75,6 +79,9 @@ def reward_charts(run: RunData) -> list[Html]:
     if not is_installed():
         return []
     found = [chart for chart in (_rewards(run), _evaluation(run), _parts(run)) if chart is not None]
+    values = [line.y[np.isfinite(line.y)] for chart in found for line in chart.lines]
+    if values and 0 <= min(one.min() for one in values) <= NEAR_ZERO * max(one.max() for one in values):
+        found = [replace(chart, from_zero=True) for chart in found]  # neighbours can be compared
     return [line_chart(chart, is_wide=len(found) == 1) for chart in found]
 
 
@@ -99,11 +106,7 @@ def always_zero(run: RunData) -> list[str]:
 
 def time_table(run: RunData) -> Html | None:
     """The mean time of each phase of an iteration. None: no time was measured."""
-    means = {name: _mean(run.of(f"time/{key}")) for key, name in PHASES.items()}
-    measured = {name: value for name, value in means.items() if value > 0}
-    rest = _mean(run.of("time/iteration")) - sum(measured.values())
-    if measured and rest > 0.02 * sum(measured.values()):
-        measured["other"] = rest
+    measured = {PHASES[name]: value for name, value in phase_times(run).items()}
     if not measured:
         return None
     largest = max(measured, key=lambda name: measured[name])
@@ -181,9 +184,7 @@ def _parts(run: RunData) -> Chart | None:
     if len(names) < 2:
         return None
     lines = [
-        Line(
-            label=name.removeprefix("rewards/").removesuffix("/mean")[:MAX_LABEL], y=run.of(name), colour=f"part{place}"
-        )
+        Line(label=_cut(name.removeprefix("rewards/").removesuffix("/mean")), y=run.of(name), colour=f"part{place}")
         for place, name in enumerate(names[:MAX_PARTS])
     ]
     left_out = f" {len(names) - MAX_PARTS} further parts are not drawn." if len(names) > MAX_PARTS else ""
@@ -218,13 +219,12 @@ def _single(run: RunData, name: str) -> Chart | None:
     return Chart(title=title, note=note, y_label=y_label, x=run.iterations, lines=[line], from_zero=True)
 
 
+def _cut(label: str) -> str:
+    return label if len(label) <= MAX_LABEL else f"{label[: MAX_LABEL - 3]}..."
+
+
 def _is_ever_nonzero(run: RunData, *names: str) -> bool:
     return any(bool((np.nan_to_num(run.of(name), posinf=0.0, neginf=0.0) != 0).any()) for name in names)
-
-
-def _mean(values: np.ndarray) -> float:
-    measured = values[np.isfinite(values)]
-    return float(measured.mean()) if len(measured) else 0.0
 
 
 def grid(figures: Sequence[Html]) -> Html:

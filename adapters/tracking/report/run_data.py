@@ -15,6 +15,8 @@ from adapters.tracking.run_folder import COMPARISON, METRICS, SAMPLES, SETTINGS
 from grpo.errors import ConfigError
 from grpo.evaluation import ComparisonReport
 
+from .series import share_of
+
 TABLES_PER_KIND = 3
 """Number of sample tables to show of training and of evaluations, each."""
 
@@ -23,6 +25,12 @@ EVALUATIONS = ("eval/avg_reward", "eval/return")
 
 LARGEST = 1e100
 """Size above which a number counts as infinite, so that sums and squares stay finite."""
+
+PHASES = ("sample", "reward", "score", "update")
+"""The phases of an iteration whose times are measured, as in `time/NAME`."""
+
+SMALL_REST = 0.02
+"""Part of an iteration below which the time that no phase has is left out."""
 
 HOW = "Pass sinks=[RunFolder(folder)] to trainer.train, and give its folder to the report."
 
@@ -90,6 +98,14 @@ class RunData:
     def settings(self) -> Mapping[str, Any]:
         """The settings of the first start."""
         return self.starts[0].settings if self.starts else {}
+
+
+def phase_times(run: RunData) -> dict[str, float]:
+    """The mean seconds of each phase of an iteration, and of what no phase has as `other`. Empty: no time was measured."""
+    means = {name: share_of(run.of(f"time/{name}")) for name in PHASES}
+    measured = {name: value for name, value in means.items() if value > 0}
+    rest = share_of(run.of("time/iteration")) - sum(measured.values())
+    return {**measured, "other": rest} if measured and rest > SMALL_REST * sum(measured.values()) else measured
 
 
 def read_run(folder: str | Path, comparison: ComparisonReport | None = None) -> RunData:

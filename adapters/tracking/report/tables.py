@@ -115,4 +115,6 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return number(value)
     return shortened(value if isinstance(value, str) else repr(value))

@@ -78,6 +78,14 @@ def test_of_many_states_the_largest_gains_and_losses_are_shown() -> None:
     ]
     assert len(re.findall('<div class="answer">gains', folded)) == MAX_STATES - MAX_OPEN
     assert "The answers in 20 further states" in folded
-    assert "The 15 largest gains and the 15 largest losses; 2 states are not shown." in page
+    assert "The 15 states that gained most and the 15 that gained least; 2 states are not shown." in page
     assert "not shown" not in comparison_section(of_many(30))
     assert "<details>" not in comparison_section(of_many(10))
+
+
+def test_states_that_are_left_out_are_described_by_what_happened() -> None:
+    """The states' differences are 0 to 31, minus `lost`."""
+    for lost, words in ((16, "gained most and the 15 that lost most"), (40, "lost least and the 15 that lost most")):
+        report = of_many(32)
+        states = tuple(dataclasses.replace(state, difference=state.difference - lost) for state in report.states)
+        assert f"The 15 states that {words}; 2 states" in comparison_section(dataclasses.replace(report, states=states))

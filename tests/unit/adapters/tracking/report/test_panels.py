@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from adapters.tracking.report.diagnosis import diagnose
 from adapters.tracking.report.panels import (
     always_zero,
     evaluation_interval,
@@ -146,6 +147,35 @@ def test_the_time_table_shows_each_phase_and_what_is_left() -> None:
     ):
         assert words in figure
     assert "other" not in (time_table(healthy()) or "")
+
+
+def test_the_diagnosis_and_the_table_give_a_phase_the_same_share() -> None:
+    """11.8 of 20 seconds are 59 %, and 60 % of the 19.65 seconds that the phases have together."""
+    times = {"iteration": 20.0, "sample": 11.8, "reward": 5.0, "score": 1.0, "update": 1.85}
+    run = run_of({f"time/{name}": seconds for name, seconds in times.items()})
+    (finding,) = [found for found in diagnose(run) if "sampling" in found.title]
+    (share,) = re.findall(r"It takes (\d+ %)", finding.text)
+    table = time_table(run)
+    assert table is not None
+    assert f">{share}<" in table.partition("sampling")[2].partition("</tr>")[0]
+
+
+def test_neighbours_start_at_0_together() -> None:
+    """A reward of 0.4 to 0.9 beside an evaluation that begins near 0; with an evaluation from 0.3 each has its own axis."""
+    for first, starts_at_0 in ((0.02, True), (0.3, False)):
+        charts = reward_charts(run_of({"rewards/mean": ramp(0.4, 0.9), "eval/avg_reward": ramp(first, 0.9)}))
+        assert [">0</text>" in chart or ">0<" in chart for chart in charts] == [starts_at_0] * 2
+
+
+def test_labels_are_whole_up_to_30_letters() -> None:
+    name = "has_a_name_of_thirty_letters_x"
+    parts = {f"rewards/{name}/mean": 0.5, f"rewards/{name}_more/mean": 0.2}
+    (chart,) = reward_charts(run_of(parts))
+    assert f">{name}<" in chart
+    assert f">{name[:27]}...<" in chart
+
+
+def test_nothing_is_timed_without_times() -> None:
     assert time_table(run_of({"rewards/mean": 1.0})) is None
 
 
