@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import get_json_schema
 
+from adapters.llm import special_tokens
 from grpo.arguments import describe
 from grpo.errors import ContractError
 
@@ -62,12 +63,12 @@ def read_turn(
     """
     whole: Message = {"role": "assistant", "content": text}
     raw = tokenizer.decode(list(turn), skip_special_tokens=False)  # marks are special tokens in some tokenizers
-    parser, special = getattr(tokenizer, "response_template", None), tokenizer.all_special_tokens
+    parser, special = getattr(tokenizer, "response_template", None), special_tokens(tokenizer)
     found, said = None, raw
     try:
         if tools and (parser is None or "tool_calls" not in parser["fields"]):
-            in_thought = _opens_thought(tokenizer, context)
-            found = find_calls(raw, tools, in_thought=in_thought, special_tokens=special)
+            in_thought = _opens_thought(tokenizer, context, special)
+            found = find_calls(raw, tools, in_thought=in_thought, special_tokens=[*special.values()])
             said = raw if found is None else raw[: found.begin]
         called: list[Any] = [] if found is None else [{"name": n, "arguments": given} for n, given in found.calls]
         if parser is not None:
@@ -79,18 +80,18 @@ def read_turn(
         elif "<|channel|>" in raw and "<|message|>" in raw:
             whole.update(_channels(said))
         elif found is not None:
-            whole["content"] = without(said, special if hidden is None else hidden).strip()
+            whole["content"] = without(said, [*special.values()] if hidden is None else hidden).strip()
         calls = [_call(call, number, i) for i, call in enumerate(called)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # what parsers raise for malformed text
         return {"role": "assistant", "content": text}, True
     return _message(whole, calls), False
 
 
-def _opens_thought(tokenizer: Any, context: Sequence[int]) -> bool:
+def _opens_thought(tokenizer: Any, context: Sequence[int], special: Mapping[int, str]) -> bool:
     """Whether the prompt ends inside a thought, as `<think>` in the template's generation prompt."""
-    special, tail = set(tokenizer.all_special_ids), []
+    tail: list[int] = []
     for token in reversed(context[-64:]):
-        if token in special and tokenizer.convert_ids_to_tokens(token) not in (*THOUGHTS, *THOUGHTS.values()):
+        if token in special and special[token] not in (*THOUGHTS, *THOUGHTS.values()):
             break
         tail.append(token)
     text = tokenizer.decode(tail[::-1], skip_special_tokens=False)

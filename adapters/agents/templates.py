@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from jinja2 import TemplateError
 
-from adapters.llm import ControlTokens
+from adapters.llm import ControlTokens, special_tokens
 from grpo.errors import ConfigError, ContractError
 
 from .messages import Message, tool_message, with_names_as_ids
@@ -90,7 +90,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         own = ("tokenize", "add_generation_prompt", "continue_final_message")
         self._options = {name: value for name, value in (options or {}).items() if name not in own}
-        self._special = set(tokenizer.all_special_ids)
+        self._special = special_tokens(tokenizer)
         self._control = ControlTokens(tokenizer, self._options)
         self._arguments_as_text, self._names_as_ids = False, False
         self._in_parts = self._needs_parts()
@@ -171,7 +171,7 @@ class ChatTemplate:
         content = said.get("content", "")
         with_text = bool(content.strip()) if role == "tool" else "</think>" in content
         probe = self._proven.get((role, bool(tools), with_text or "reasoning_content" in said))
-        if probe is None or not {*turn[:-1]} & self._special <= self._own:  # special tokens may mark thoughts
+        if probe is None or not {*turn[:-1]} & self._special.keys() <= self._own:  # special tokens may mark thoughts
             return None
         words = [ANSWER]
         if role == "tool":  # some templates look up the call that a result belongs to
@@ -309,7 +309,7 @@ class ChatTemplate:
 
     def _stop_strings(self, follows: Sequence[Follow]) -> tuple[str, ...]:
         """Marks such as `<tool_response>` or `\\nUser:`, which the template writes before the messages of others only."""
-        marks = sorted({self._tokenizer.convert_ids_to_tokens(token) for token in self._special}, key=len, reverse=True)
+        marks = sorted({*self._special.values()}, key=len, reverse=True)
         special = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
         own = "\n".join(self._tokenizer.decode(list(follow.own)) for follow in follows)
         headers = [special.sub("\0", header).split(NAME)[0] for header in self._headers]

@@ -24,7 +24,7 @@ except ImportError as error:
     raise ImportError('adapters.llm needs transformers: pip install "model-agnostic-grpo[llm]"') from error
 
 from .completions import Completion, FinishReason
-from .control_tokens import ControlTokens
+from .control_tokens import ControlTokens, special_tokens
 from .model.loading import add_lora, load_model
 from .model.merged_weights import merged_weights
 from .model.token_log_probs import token_log_probs
@@ -74,6 +74,7 @@ __all__ = [
     "load_model",
     "lora_start",
     "merged_weights",
+    "special_tokens",
     "tags_pattern",
     "token_log_probs",
 ]

@@ -17,6 +17,15 @@ SKELETON = [
 ]
 
 
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The special tokens by id. A tokenizer names some of them, such as its end token. Others are only marked as special where
+    they are added, as `<|start_header_id|>` of Llama 3."""
+    added = getattr(tokenizer, "added_tokens_decoder", None)
+    marked = added.items() if isinstance(added, Mapping) else ()
+    named = zip(getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ()), strict=True)
+    return {token_id: str(token) for token_id, token in marked if token.special} | dict(named)
+
+
 class ControlTokens:
     """Encodes what a chat template writes, so that the text of a message cannot become a control token.
 
@@ -38,7 +47,7 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
-        special = set(getattr(tokenizer, "all_special_tokens", ()))
+        special = set(special_tokens(tokenizer).values())
         added = set(tokenizer.get_added_vocab()) if hasattr(tokenizer, "get_added_vocab") else set()
         written = f"{tokenizer.chat_template}\n{self._skeleton(options or {})}"
         named = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token} & special

@@ -16,7 +16,7 @@ from .chat_messages import (
     with_contents_as_text,
     without_none,
 )
-from .control_tokens import CUT, SKELETON, ControlTokens
+from .control_tokens import CUT, SKELETON, ControlTokens, special_tokens
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
@@ -225,7 +225,7 @@ class PromptEncoder:
         """The special token with which the template begins a chat."""
         if self._beginning is None:
             text = "" if self._tokenizer.chat_template is None else self._plain(SKELETON[:1])
-            marks = getattr(self._tokenizer, "all_special_tokens", ())
+            marks = special_tokens(self._tokenizer).values()
             self._beginning = next((mark for mark in sorted(marks, key=len, reverse=True) if text.startswith(mark)), "")
         return self._beginning
 
@@ -251,7 +251,7 @@ class PromptEncoder:
                 "told to answer and may write somebody else's message. Use a template with a generation prompt."
             )
         ends = self._tokenizer(rest, add_special_tokens=False)["input_ids"][:1] if answer and rest else []
-        special = set(getattr(self._tokenizer, "all_special_ids", ()))
+        special = special_tokens(self._tokenizer)
         if self._ends is not None and ends and ends[0] in special and ends[0] not in self._ends[0]:
             mark = self._tokenizer.convert_ids_to_tokens(ends[0])
             if not any(mark in stop for stop in self._ends[1]):

@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo.errors import warn_user
 
-from .control_tokens import OWN
+from .control_tokens import OWN, special_tokens
 
 _OPENED = re.compile(
     r"(?:<(?!(?:assistant|bot|model|user|system|s|bos|pad|end)>)([A-Za-z_]\w*)>|\[(THINK)\])\s*(?:(?:</\1>|\[/\2\])\s*)?$"
@@ -40,8 +40,7 @@ class CompletionTexts:
         self._whose, self._text, self._opened = whose, text, opened
         marks = (getattr(tokenizer, f"{name}_token_id", None) for name in ("eos", "pad", "bos"))
         self._left_out = {*end_token_ids, *(mark for mark in marks if mark is not None)}
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        special = {token_id: str(token) for token_id, token in added.items() if token.special}
+        special = special_tokens(tokenizer)
         self.hidden = [text for token_id, text in special.items() if token_id in self._left_out or not self._keeps]
         """The special tokens that a text does not have."""
         # a start tag whose end tag is special, too, such as <think> and </think>; and marks such as <|channel|> of gpt-oss

@@ -52,6 +52,16 @@ def chat_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     return fast
 
 
+def marked_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
+    """Its special tokens are marked where they are added, and only three of them are named, as those of Llama 3."""
+    state = chat_tokenizer(template).backend_tokenizer.to_str()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(state), bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def original_template(name: str) -> str:
     """The text of one of `ORIGINALS`."""
     return (TEMPLATES / f"{name}.jinja").read_text()

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from adapters.llm.completions import FinishReason
+from adapters.llm.control_tokens import special_tokens
 from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.model.shared_prompts import Prefilled, prefill
 
@@ -43,7 +44,7 @@ class StopStrings:
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        marks = getattr(tokenizer, "all_special_tokens", ())
+        marks = special_tokens(tokenizer).values()
         self._special = tuple(string for string in strings if any(mark in string for mark in marks))
         self._plain = tuple(string for string in strings if string not in self._special)
         # a token has at least one byte, so a string has at most as many tokens as bytes; 4 more complete a character

@@ -17,6 +17,7 @@ from tests.support.agents import (
     Tools,
     chat_tokenizer,
     language_model,
+    marked_tokenizer,
 )
 
 ADD = {
@@ -260,6 +261,16 @@ def test_a_thought_that_the_prompt_opened_is_no_call() -> None:
     assert read(opened, f"should I <tool_call> it?</think>{CALL}<|im_end|>") == (1, False)
     assert read(opened + "\n</think>\n\n", CALL + "<|im_end|>") == (1, False)
     assert read("<|im_start|>user\nUse <think> tags.<|im_end|>\n<|im_start|>assistant\n", CALL) == (1, False)
+
+
+def test_special_tokens_that_the_tokenizer_does_not_name_end_a_call_and_a_thought_too() -> None:
+    """As `<|eom_id|>` of Llama 3.1, behind a call that is JSON alone."""
+    for tokenizer in (chat_tokenizer(), marked_tokenizer()):
+        turn = tokenizer('{"name": "add", "parameters": {"a": 1}}<|im_end|>')["input_ids"]
+        prompt = tokenizer("<think>is a tag.<|im_start|>assistant\n")["input_ids"]
+        text = tokenizer.decode(turn, skip_special_tokens=True)
+        message, is_malformed = read_turn(tokenizer, prompt, turn, text, [ADD], number=0)
+        assert (len(message["tool_calls"]), message["content"], is_malformed) == (1, "", False)
 
 
 def test_what_was_said_before_a_call_has_no_marks() -> None:

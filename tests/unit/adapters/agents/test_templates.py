@@ -10,7 +10,7 @@ from adapters.agents.call_check import require_readable_calls
 from adapters.agents.messages import tool_message
 from adapters.agents.templates import ANSWERED, ASKED, CALLED, RESULT, RETURNED, TOOL
 from grpo.errors import ConfigError, ContractError
-from tests.support.agents import CHATML, ENDS, FORGETFUL, ORIGINALS, chat_tokenizer, original_template
+from tests.support.agents import CHATML, ENDS, FORGETFUL, ORIGINALS, chat_tokenizer, marked_tokenizer, original_template
 
 REWRITES_AT_USER = {
     "deepseek_r1_distill", "deepseekv3", "diffusion_gemma", "glm4moe", "gptoss", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl",
@@ -40,6 +40,16 @@ def test_a_bridge_is_what_the_template_writes_after_the_turn() -> None:
     assert tokenizer.decode(answer) == (
         "\n<|im_start|>user\n<tool_response>\nsunshine<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_special_tokens_that_the_tokenizer_does_not_name_separate_messages_too() -> None:
+    named, marked = (ChatTemplate(tokenizer) for tokenizer in (chat_tokenizer(), marked_tokenizer()))
+    tokenizer = chat_tokenizer()
+    assert marked.end_token_ids == named.end_token_ids == (tokenizer.eos_token_id,)
+    assert (marked.opening_token_ids, marked.stop) == (named.opening_token_ids, named.stop)
+    turn = tokenizer("a<|im_start|>b<|im_end|>")["input_ids"]
+    for template in (named, marked):
+        assert template.bridge(turn, {"role": "assistant", "content": "ab"}, [ASKED]) is None
 
 
 def test_the_token_that_ends_a_turn_may_end_its_header_too() -> None:

@@ -3,9 +3,11 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
 
 from adapters.llm.prompts import PromptEncoder, prompt_of
 from grpo.errors import ContractError, GRPOWarning
+from tests.support.agents import CHATML, chat_tokenizer
 from tests.support.llm_models import CHARACTERS, END, VOCABULARY_SIZE, character_tokenizer
 
 CHAT = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
@@ -85,8 +87,6 @@ def test_chats_are_encoded_with_the_chat_template() -> None:
 
 
 def test_special_tokens_are_added_to_text_and_not_to_the_output_of_the_template() -> None:
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer = character_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", END)])
     tokenizer.chat_template = TEMPLATE
@@ -146,3 +146,32 @@ def test_a_prompt_that_ends_in_the_end_token_is_warned_of_once() -> None:
         assert encode(["1+1", "1<eos>", "2<eos>"])[1] == [*ids("1"), END]
     assert len(caught) == 1
     assert encoder()(["<eos>", "<eos>1"]) == [[END], [END, *ids("1")]]  # GPT-2 begins texts with its end token
+
+
+def test_a_rendered_chat_has_one_bos_and_a_plain_text_gets_one() -> None:
+    """The tokenizer puts a BOS before each text, as that of Llama does."""
+    with_bos = "{{ bos_token }}" + CHATML
+    for template in (with_bos, CHATML):
+        tokenizer = chat_tokenizer(template)
+        bos = tokenizer.bos_token_id
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+        rendered = tokenizer.apply_chat_template([CHAT[1]], tokenize=False, add_generation_prompt=True)
+        from_text, from_chat, plain = PromptEncoder(tokenizer, len(tokenizer), "prompt", {})(
+            [rendered, [CHAT[1]], "sum"]
+        )
+        assert from_text == from_chat
+        assert from_text.count(bos) == (template == with_bos)
+        assert (plain[0], plain.count(bos)) == (bos, 1)
+
+
+def test_a_padding_token_that_is_the_end_token_is_kept() -> None:
+    """As in many tokenizers: `pad_token = eos_token`. Nobody knows which of the two a token at the end is, so it is said."""
+    tokenizer = chat_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    end = tokenizer.eos_token_id
+    encoder = PromptEncoder(tokenizer, len(tokenizer), "prompt", {})
+    with pytest.warns(UserWarning, match="ends in the end-of-sequence token"):
+        assert encoder([[5, 6, end]]) == [[5, 6, end]]
+    assert encoder([[end, 5, 6]]) == [[end, 5, 6]]
+    with pytest.warns(UserWarning, match="have padding tokens"):
+        encoder([[end, end, 5]])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken
 from transformers import GenerationConfig
 
 from adapters.llm import HFOptions, HFPolicy, SampledTokens, SamplingConfig
@@ -422,6 +423,34 @@ def test_a_stop_string_can_span_several_tokens() -> None:
     assert StopStrings(TOKENIZER, ["+1z"]).found(tokens) == [True, False]
     assert StopStrings(TOKENIZER, ["b+1z", "bz"]).found(tokens) == [True, True]
     assert StopStrings(TOKENIZER, []).found(tokens) == [False, False]
+
+
+def test_a_stop_string_may_be_a_special_token(subtests: pytest.Subtests) -> None:
+    """The text of a completion leaves the token out. It is named by the tokenizer, or only marked as special."""
+    rows = torch.tensor([TOKENIZER(text)["input_ids"] for text in ("ab<eos>", "<eos>ab", "abc")])
+    for stop, found in [
+        ("<eos>", [True, True, False]),
+        ("b<eos>", [True, False, False]),
+        ("<pad>", [False, False, False]),
+        ("ab", [True, True, True]),
+    ]:
+        assert StopStrings(TOKENIZER, [stop]).found(rows) == found
+    assert StopStrings(TOKENIZER, ["<eos>", "c"]).found(rows) == [True, True, True]
+    marked = character_tokenizer()
+    marked.add_tokens([AddedToken("<|eot|>", special=True)])
+    model, eot = tiny_model(vocab_size=len(marked)), len(marked) - 1
+    for stop, token in [("<eos>", END), ("<|eot|>", eot)]:
+        with torch.no_grad():
+            model.get_output_embeddings().weight[token] *= 6.0  # it is drawn more often
+        for loop in ("own", "generate"):
+            with subtests.test(stop=stop, loop=loop):
+                sampler = DecodingSampler(CausalLM(model), marked, loop=loop)
+                config = SamplingConfig(max_new_tokens=20, stop=(stop,))
+                sampled = sampler.sample(PROMPTS, 6, config, end_token_ids=[], seeds=range(18))
+                drew = [token in row for row in sampled.token_ids]
+                assert any(drew)
+                assert [reason == "stop" for reason in sampled.finish_reasons] == drew
+                assert not any(token in row[:-1] for row in sampled.token_ids)
 
 
 def test_special_tokens_are_not_part_of_the_text_that_is_searched_for_stop_strings() -> None:
