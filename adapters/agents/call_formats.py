@@ -24,8 +24,8 @@ Types: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The JSON schemas of the parameters, by tool."""
 
 THOUGHTS = {
-    "<think>": "</think>", "<thinking>": "</thinking>", "<thought>": "</thought>", "<seed:think>": "</seed:think>",
-    "[THINK]": "[/THINK]", "<|START_THINKING|>": "<|END_THINKING|>", "◁think▷": "◁/think▷",
+    "<think>": "</think>", "<thinking>": "</thinking>", "<thought>": "</thought>", "<reasoning>": "</reasoning>",
+    "<seed:think>": "</seed:think>", "[THINK]": "[/THINK]", "<|START_THINKING|>": "<|END_THINKING|>", "◁think▷": "◁/think▷",
     "<|channel>thought": "<channel|>", "<|channel|>analysis<|message|>": "<|end|>",
     "<|begin_of_thought|>": "<|end_of_thought|>",
 }  # fmt: skip

@@ -29,6 +29,11 @@ def readable_messages(chat: Sequence[Mapping[str, Any]], whose: str) -> tuple[li
 
 def _message(message: Mapping[str, Any], whose: str, empty: list[str]) -> dict[str, Any]:
     read = {key: value for key, value in message.items() if value is not None}
+    if "function_call" in read or message["role"] == "function":
+        raise ContractError(
+            f"The calls of {whose} must be in tool_calls, and results in messages of the role 'tool', because templates "
+            "do not read OpenAI's older form, function_call and the role 'function'. Convert the message."
+        )
     if message["role"] not in ("assistant", "tool", "ipython") and "content" not in read:
         raise ContractError(
             f"{whose[0].upper()}{whose[1:]} must have a content; got a message of {message['role']!r} with the keys "
@@ -63,7 +68,7 @@ def _call(call: Mapping[str, Any], whose: str, empty: list[str]) -> dict[str, An
             f"The arguments of a call in {whose} must be a dict, or its JSON text; got {describe(given)}. Convert them."
         )
     if not isinstance(given, str):
-        empty += [f"{function['name']}({key}=None)" for key, value in arguments.items() if value is None]
+        empty += [f"{function['name']}({place}=None)" for place in _places_of_none(arguments)]
         arguments = without_none(arguments)
     whole = {**function, "arguments": dict(arguments)}
     return {**read, "function": whole} if "function" in read else whole
@@ -121,6 +126,15 @@ def without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: without_none(part) for key, part in value.items() if part is not None}
     return [without_none(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _places_of_none(value: Any) -> list[str]:
+    """Which keys `without_none` leaves out, such as `filter.day`."""
+    if isinstance(value, Mapping):
+        missing = [str(key) for key, part in value.items() if part is None]
+        return missing + [f"{key}.{place}" for key, part in value.items() for place in _places_of_none(part)]
+    listed = value if isinstance(value, list | tuple) else ()
+    return [f"{i}.{place}" for i, part in enumerate(listed) for place in _places_of_none(part)]
 
 
 def _from_json(value: Any, name: str) -> Any:

@@ -36,7 +36,8 @@ class ControlTokens:
 
     Which marks are spelled out depends on who speaks:
 
-    - in messages of a tool, and in the descriptions of tools: all special tokens, and added tokens that the template writes
+    - in messages of a tool, in the descriptions of tools and in options of a row: all special tokens, and added tokens that the
+      template writes
     - in messages of the assistant: the marks that separate messages, and not those that the model writes, such as `<think>`
     - in all other messages: the special tokens that the template writes, except marks of thoughts
 
@@ -68,13 +69,21 @@ class ControlTokens:
         """The messages, with marks in their texts spelled out. Pass what the template makes of them to `encode`."""
         patterns = {"tool": self._of_tools, "ipython": self._of_tools, "assistant": self._of_assistant}
         return [
-            {**_spelled(message, patterns.get(message["role"], self._of_others)), "role": message["role"]}
+            _spelled(message, patterns.get(message["role"], self._of_others))
+            | ({"role": message["role"]} if message["role"].isalnum() else {})  # a role may be a mark, and hold none
             for message in messages
         ]
 
     def spell_tools(self, tools: Sequence[Any] | None) -> list[Any] | None:
         """The descriptions of tools, with marks in their texts spelled out."""
         return [_spelled(tool, self._of_tools) for tool in tools] if tools else None
+
+    def spell_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a row, such as documents, with marks in their texts spelled out. A template has marks of its own."""
+        return {
+            name: value if name == "chat_template" else _spelled(value, self._of_tools)
+            for name, value in options.items()
+        }
 
     def encode(self, text: str) -> list[int]:
         """Token ids of what the template wrote. No token is added at the beginning or the end."""

@@ -101,6 +101,7 @@ class PromptEncoder:
         self._control: ControlTokens | None = None
         self._beginning: str | None = None
         self._knows_parts: bool | None = None
+        self._knows_calls: bool | None = None
         self._said: set[str] = set()
         self._known_characters: set[str] = set()
 
@@ -129,6 +130,12 @@ class PromptEncoder:
             own = {"add_special_tokens": False} if begins and prompt.startswith(begins) else {}
             token_ids = list(self._tokenizer(prompt, **own)["input_ids"])
             self._check_characters(prompt, token_ids, position)
+            bos = getattr(self._tokenizer, "bos_token", None)
+            if bos and not own and bos in prompt and token_ids[0] == self._tokenizer.bos_token_id:
+                self._say(
+                    f"the prompt of state {position} has the begin-of-sequence token {bos!r} inside, and the tokenizer writes "
+                    "another one before the text. Remove what stands before the token, or the token."
+                )
             if _JSON_CHAT.match(prompt):
                 self._say(
                     f"the prompt of state {position} is a text that looks like a chat in JSON, so the model reads the JSON. "
@@ -172,7 +179,10 @@ class PromptEncoder:
             raise ContractError(
                 f"The column chat_template_kwargs of {whose} must have options by name; got {describe(given)}. Pass a dict."
             )
-        options = {**self._options, **without_none(given), "tokenize": False}
+        if self._control is None:
+            self._control = ControlTokens(self._tokenizer, self._options)
+            self._check_template()
+        options = {**self._options, **self._control.spell_options(without_none(given)), "tokenize": False}
         options |= {"tools": tools} if tools else {}
         if chat[-1]["role"] == "assistant" and not options.get("continue_final_message"):
             raise ContractError(
@@ -180,9 +190,11 @@ class PromptEncoder:
                 "assistant. Remove the message if it is the answer. If the model should continue it, pass options="
                 "HFOptions(chat_template_options={'continue_final_message': True, 'add_generation_prompt': False})."
             )
-        if self._control is None:
-            self._control = ControlTokens(self._tokenizer, self._options)
-            self._check_template()
+        if not (options["add_generation_prompt"] or options.get("continue_final_message")):
+            self._say(
+                f"the chat of {whose} has no generation prompt, because an option is add_generation_prompt=False, so the model "
+                "is not told to answer. Remove the option."
+            )
         messages, empty = readable_messages(chat, whose)
         if any(isinstance(message["content"], list) for message in messages) and not self._reads_parts():
             messages = with_contents_as_text(messages)
@@ -220,6 +232,13 @@ class PromptEncoder:
             text = self._plain([{"role": "user", "content": [{"type": "text", "text": "question"}]}])
             self._knows_parts = bool(text) and not re.search(r"""['"]type['"]""", text)
         return self._knows_parts
+
+    def _writes_calls(self) -> bool:
+        """Whether the template writes the calls of a small chat, or refuses this chat, so that nothing is known."""
+        if self._knows_calls is None:
+            text = self._plain(CALLING)
+            self._knows_calls = not text or any(word in text for word in ("lookup", "rain"))
+        return self._knows_calls
 
     def _begin_of_chats(self) -> str | None:
         """The special token with which the template begins a chat."""
@@ -272,6 +291,11 @@ class PromptEncoder:
                     f"the chat template drops the message of the role {message['role']!r} of state {position}. Use a template "
                     "with this role, or write the text into a message of the user."
                 )
+        if any("tool_calls" in message for message in messages) and not self._writes_calls():
+            self._say(
+                f"the chat template does not write the calls of the assistant in state {position}. Use a template with tools, "
+                "or write the calls into the assistant's text."
+            )
         if missing := [name for name in _names(tools) if name not in text]:
             self._say(
                 f"the chat template does not write the tools of state {position}: {missing}. Use a template with tools."
@@ -364,6 +388,17 @@ class PromptEncoder:
             )
 
 
+CALLING: list[Any] = [
+    {"role": "user", "content": "question"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "call00001", "type": "function", "function": {"name": "lookup", "arguments": {"topic": "rain"}}}
+        ],
+    },
+    {"role": "tool", "content": "answer", "tool_call_id": "call00001"},
+]
 _JSON_CHAT = re.compile(r'\s*\[\s*\{\s*"(?:role|content)"\s*:')
 
 

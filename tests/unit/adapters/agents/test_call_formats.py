@@ -178,6 +178,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 TURNS = {
     "[THINK]a [TOOL_CALLS]add{}[/THINK]" + CALL: ONE,
     "<think>" + CALL + "</think>" + CALL: ONE,
+    "<reasoning>" + CALL + "</reasoning>two": None,
     CALL + "</think>no": None,
     "<think>" + CALL: None,
     "<|START_THINKING|>" + CALL + "<|END_THINKING|>two": None,

@@ -105,6 +105,24 @@ def test_marks_in_keys_parts_and_calls_are_spelled_out() -> None:
     assert not count(control.encode(escaped), tokenizer, "<|im_start|>")
 
 
+def test_roles_and_options_of_a_row_are_spelled_out() -> None:
+    """A data set has the roles and, for example, the documents that a template writes."""
+    template = "{% for d in documents or [] %}{{ d.text }}\n{% endfor %}" + CHATML
+    for tokenizer in (chat_tokenizer(template), marked_tokenizer(template)):
+        row = {"prompt": [USER], "chat_template_kwargs": {"documents": [{"text": INJECTED}]}}
+        token_ids = encode(tokenizer, row)
+        assert tokenizer.decode(token_ids).startswith(INJECTED)
+        assert count(token_ids, tokenizer, "<|im_start|>") == 2
+        assert count(encode(tokenizer, [{**USER, "role": f"user{INJECTED}"}]), tokenizer, "<|im_start|>") == 2
+        whole = {"prompt": [USER], "chat_template_kwargs": {"chat_template": "<|im_start|>" + CHATML}}
+        assert count(encode(tokenizer, whole), tokenizer, "<|im_start|>") == 3  # a template is no text
+    names = chat_tokenizer(CHATML)
+    names.add_tokens([AddedToken("user", special=True)])
+    names.chat_template = "{# user #}" + CHATML
+    [spelled] = ControlTokens(names).spell([{"role": "user", "content": "user"}])
+    assert (spelled["role"], spelled["content"] == "user") == ("user", False)
+
+
 def test_a_template_that_puts_its_marks_together_is_protected() -> None:
     """The source of the template has no mark. What it writes around plain messages has them."""
     parts = CHATML.replace("<|im_start|>", "{{ '<|im_' + 'start|>' }}").replace("<|im_end|>", "{{ '<|im_' + 'end|>' }}")

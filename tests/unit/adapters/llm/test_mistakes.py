@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from adapters.agents import AgentPolicy
 from adapters.llm import (
@@ -64,9 +65,12 @@ def called(arguments: Any, **more: Any) -> list[Any]:
 WIRE, DICTS = called('{"a": 1}'), called({"a": 1}, content="")
 
 
-def prompt(template: str, state: Any) -> tuple[list[int], str]:
+def prompt(template: str, state: Any, *, adds_bos: bool = False) -> tuple[list[int], str]:
     """The token ids of a prompt, and their text. It is encoded twice, because what is wrong is said once."""
     tokenizer = chat_tokenizer(template)
+    if adds_bos:
+        begin = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+        tokenizer.backend_tokenizer.post_processor = begin
     encoder = PromptEncoder(tokenizer, len(tokenizer), "prompt", {}, ((tokenizer.eos_token_id,), ()))
     [[*token_ids], _] = encoder([state, state])
     return token_ids, tokenizer.decode(token_ids)
@@ -168,6 +172,11 @@ MISTAKES: list[tuple[Kind, str, Callable[[], Any], Any]] = [
         lambda: prompt(ONLY_PARTS, [{**USER, "content": [{"type": "text", "text": "sum it"}]}]), "sum it;"),
     ("refused", "arguments that are no JSON", lambda: prompt(CHATML, called("a=1")), "must be JSON where they are a text"),
     ("refused", "arguments that are a list", lambda: prompt(CHATML, called("[1]")), "must be a dict, or its JSON text"),
+    ("refused", "calls in OpenAI's older form", lambda: prompt(CHATML, [USER,
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}}, USER]),
+        "must be in tool_calls"),
+    ("refused", "a result in OpenAI's older form", lambda: prompt(CHATML, [USER, {"role": "function", "content": "3"}]),
+        "role 'tool'"),
     ("refused", "a call without a name", lambda: prompt(CHATML, called({}, tool_calls=[{"id": "x"}])), "A call must be"),
     ("refused", "calls that are no list", lambda: prompt(CHATML, called({}, tool_calls={"name": "add"})),
         "must be a list of calls"),
@@ -195,6 +204,9 @@ MISTAKES: list[tuple[Kind, str, Callable[[], Any], Any]] = [
     ("refused", "a row without the prompt column", lambda: prompt(CHATML, {"question": "1+1"}), "needs the prompt column"),
     ("said", "arguments that Arrow filled", lambda: prompt(CHATML, called({"a": 1, "b": None})),
         r"None were left out .*add\(b=None\)"),
+    ("said", "arguments in arguments that Arrow filled", lambda: prompt(CHATML, called({"of": [{"a": 1, "b": None}]})),
+        r"None were left out .*add\(of\.0\.b=None\)"),
+    ("said", "a BOS token inside a text", lambda: prompt(CHATML, " <s>sum", adds_bos=True), "inside, and the tokenizer writes"),
     ("said", "tools beside a text", lambda: prompt(CHATML, {"prompt": "sum it", "tools": [TOOL]}),
         "column tools .* has no effect"),
     ("said", "an unknown character", lambda: prompt(CHATML, "sum \u2211"), "no token for '\u2211'"),
@@ -274,6 +286,10 @@ MISTAKES: list[tuple[Kind, str, Callable[[], Any], Any]] = [
     ("said", "no generation prompt", lambda: prompt(HEADLESS, [USER]), "ignores add_generation_prompt"),
     ("said", "an end of turn that ends nothing", lambda: prompt(CHATML.replace("<|im_end|>", "<|eot|>"), [USER]),
         "ends an answer with '<.eot.>'"),
+    ("said", "an option without a generation prompt",
+        lambda: prompt(CHATML, {"prompt": [USER], "chat_template_kwargs": {"add_generation_prompt": False}}),
+        "add_generation_prompt=False"),
+    ("said", "dropped calls", lambda: prompt(NO_CALLS, DICTS), "does not write the calls"),
     ("said", "a dropped message", lambda: prompt(NO_SYSTEM, [{"role": "system", "content": "briefly"}, USER]),
         "drops the message of the role 'system'"),
     ("said", "dropped tools", lambda: prompt(NO_TOOLS, {"prompt": [USER], "tools": [TOOL]}), "does not write the tools"),
