@@ -1,5 +1,7 @@
 """Whether a tiny model of a class samples and scores rows beside others as it scores each row alone."""
 
+from typing import Any
+
 import torch
 
 from adapters.llm import HFPolicy, SamplingConfig
@@ -15,12 +17,12 @@ from tests.support.tiny_architectures import tiny_of
 TOKENIZER = character_tokenizer()
 
 
-def assert_scores_as_alone(model_type: str) -> bool:
+def assert_scores_as_alone(model_type: str, **changes: Any) -> bool:
     """Sampling and scoring beside longer and shorter prompts give the log-probs and gradients of each row alone.
 
-    Returns whether the three prompts were computed once for their completions.
+    `changes` are arguments of `tiny_of`. Returns whether the three prompts were computed once for their completions.
     """
-    model = tiny_of(model_type)
+    model = tiny_of(model_type, **changes)
     policy = HFPolicy(model, TOKENIZER, sampling=SamplingConfig(max_new_tokens=6))
     states = ["12+34=46+abc", "1", "2+2+a"]
     torch.manual_seed(0)

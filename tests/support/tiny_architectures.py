@@ -61,7 +61,7 @@ OWN: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
     "roc_bert": {"pronunciation_vocab_size": 10, "shape_vocab_size": 10},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "attention_hidden_size": 64, "attention_head_dim": 16},
     "zaya": {"num_experts_per_tok": 1},
 }
 """Settings that a class needs besides, or that bring out what is special about it."""

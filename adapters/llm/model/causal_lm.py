@@ -19,6 +19,7 @@ from transformers.cache_utils import (
 
 from grpo.errors import ContractError, GRPOError
 
+from .time_steps import keep_time_step_limits
 from .value_head import ValueHead
 
 try:  # a layer without keys of its own, from transformers 5.18 on
@@ -86,6 +87,7 @@ class CausalLM:
             plain.model if plain.base_model is plain and hasattr(plain, "model") else plain.base_model
         )
         """The part from token ids to hidden states: all layers except the output head."""
+        keep_time_step_limits(self.decoder)
         self.value_head: ValueHead | None = None
         """The part from hidden states to values, if there is one. It is no part of the Hugging Face model."""
         kinds = {type(layer) for layer in DynamicCache(config=self.config).layers}

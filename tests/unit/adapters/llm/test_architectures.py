@@ -1,12 +1,12 @@
 """Which classes of transformers can be trained: tiny models of real classes, with random weights."""
 
+import peft
 import pytest
+import torch
 
 from adapters.llm import HFPolicy
 from grpo.errors import ConfigError, ContractError, GRPOError
-from tests.support.llm_models import (
-    character_tokenizer,
-)
+from tests.support.llm_models import character_tokenizer
 from tests.support.scored_architectures import assert_scores_as_alone
 from tests.support.tiny_architectures import model_types, tiny_of
 
@@ -18,12 +18,12 @@ DIFFERENT = ["bart", "mbart", "marian", "pegasus", "blenderbot", "mvp", "trocr",
 
 
 def test_models_that_are_wrong_beside_longer_prompts_or_in_decoding_are_refused(subtests: pytest.Subtests) -> None:
-    for model_type, scale in [*((name, 5.0) for name in DIFFERENT), ("nemotron_h", 50.0)]:
+    for model_type in DIFFERENT:
         with (
             subtests.test(model_type=model_type),
             pytest.raises(ConfigError, match=r"must use the same distribution; with "),
         ):
-            HFPolicy(tiny_of(model_type, scale=scale), TOKENIZER)
+            HFPolicy(tiny_of(model_type), TOKENIZER)
 
 
 def test_a_reference_that_scores_wrong_beside_longer_prompts_is_refused() -> None:
@@ -49,6 +49,32 @@ def test_windows_states_and_others_are_sampled_and_scored_as_alone(subtests: pyt
     for model_type in ["llama4_text", "bloom", "opt", "gpt_neox", "phi3", "deepseek_v3", "qwen3_5_text", "falcon_h1"]:
         with subtests.test(model_type=model_type):
             assert assert_scores_as_alone(model_type)
+
+
+def test_limits_of_time_steps_hold_in_decoding_too(subtests: pytest.Subtests) -> None:
+    """Transformers keeps them where a pass reads several tokens only. Nemotron-H and Zamba 2 always have a lower limit."""
+    for model_type in ["nemotron_h", "zamba2"]:
+        with subtests.test(model_type=model_type):
+            assert assert_scores_as_alone(model_type, scale=30.0, time_step_min=0.1)
+    for model_type in ["falcon_h1", "granitemoehybrid", "mamba2"]:
+        with subtests.test(model_type=model_type):
+            shares = assert_scores_as_alone(model_type, scale=30.0, time_step_limit=(0.1, 0.5))
+            assert shares == (model_type != "mamba2")
+
+
+def test_an_adapter_around_a_layer_with_limits_is_added_before_they_apply() -> None:
+    """A policy of the plain model puts the limits on the layer that PEFT then wraps."""
+    model = tiny_of("nemotron_h", scale=30.0, time_step_min=0.1)
+    HFPolicy(model, TOKENIZER)
+    config = peft.LoraConfig(target_modules=["in_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    row = torch.arange(8)[None]
+    with torch.no_grad():
+        HFPolicy(adapted, TOKENIZER)
+        limited = adapted(row).logits
+        for module in model.modules():
+            module._forward_hooks.clear()
+        torch.testing.assert_close(limited, adapted(row).logits, rtol=0, atol=1e-4)
 
 
 ROW_BY_ROW = {"axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"}  # indexed attention
