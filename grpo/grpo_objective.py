@@ -31,12 +31,12 @@ Objective = Callable[[ObjectiveInputs], ObjectiveOutput]
 def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> ObjectiveOutput:
     """The GRPO loss of one micro-batch.
 
-    L = sum_{n,t} w[n,t] (m[n,t] u[n,t] l[n,t] + kl_coef d[n,t] + value_coef e[n,t]) - entropy_coef sum_{n,t} w_H[n,t] H[n,t]
+    L = sum_{n,t} w[n,t] (m u l + kl_coef d + value_coef e + a)[n,t] - entropy_coef sum_{n,t} w_H[n,t] H[n,t]
 
     l is the surrogate on rho = exp(log_probs - old_log_probs). m is 1 for the steps that the surrogate counts, and 0 for other
     steps (see `top_entropy_fraction` and `off_policy_threshold`). u is the sampler correction, d the estimate of KL(pi || ref),
-    e the squared error of a critic, and H the entropy. Without `old_log_probs`, rho is exactly 1 and has the gradient of
-    log_probs.
+    e the squared error of a critic, a the policy's own loss, and H the entropy. Without `old_log_probs`, rho is exactly 1 and
+    has the gradient of log_probs.
 
     Args:
         inputs: The rows of the micro-batch. Half precision is converted to float32.
@@ -44,8 +44,8 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
             contain them.
 
     Returns:
-        The loss, differentiable in `log_probs`, `entropy`, `kl` and `values`; and its metrics: the terms (total = policy + kl -
-        entropy + value) and the metrics per step, which `step_moments` lists.
+        The loss, differentiable in `log_probs`, `entropy`, `kl`, `values` and `auxiliary_loss`; and its metrics: the terms
+        (total = policy + kl - entropy + value + auxiliary) and the metrics per step, which `step_moments` lists.
 
     Raises:
         ConfigError: The inputs have no reference log-probs, entropy or behaviour log-probs, but a term needs them.
@@ -84,6 +84,8 @@ def unchecked_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Mea
         terms["entropy_bonus"] = -entropy_coef * entropy_weights * entropy
     if inputs.returns is not None and inputs.values is not None:
         terms["value_loss"] = config.value_coef * weights * value_error(inputs, config.value_clip)
+    if inputs.auxiliary_loss is not None:
+        terms["auxiliary_loss"] = weights * zero_outside(as_float32(inputs.auxiliary_loss), steps.mask)
     sums = {name: term.sum() for name, term in terms.items()}
     loss = reduce(torch.add, sums.values()).to(steps.log_probs.dtype)
 

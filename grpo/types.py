@@ -47,13 +47,11 @@ def select_rows(rows: Rows, index: RowIndex) -> Rows:
     """The rows at `index`. Tensors and arrays keep their type; anything else becomes a list."""
     if isinstance(index, slice):
         has_slices = isinstance(rows, list | tuple | Tensor | np.ndarray)
-        chosen: Rows = rows[index] if has_slices else [rows[i] for i in range(len(rows))[index]]
-        return chosen
+        return rows[index] if has_slices else [rows[i] for i in range(len(rows))[index]]
     if isinstance(rows, Tensor):
         return rows[index.to(rows.device)]
     if isinstance(rows, np.ndarray):
-        picked: Rows = rows[index.numpy()]
-        return picked
+        return rows[index.numpy()]  # type: ignore[no-any-return]
     return [rows[i] for i in index.tolist()]
 
 
@@ -93,8 +91,9 @@ class ActionScores(TensorFields):
     final_values: Float[Tensor, " N"] | None = None
     """The critic's value after a row's last step: 0 if the row terminated, V(next state) if it was truncated. None: all 0."""
     kl: Float[Tensor, "N T"] | None = None
-    """Exact KL of each step's distribution to the policy's own reference, with gradient. None: the policy does not compute
-    it."""
+    """Exact KL of each step's distribution to the policy's own reference, with gradient. None: not computed."""
+    auxiliary_loss: Float[Tensor, "N T"] | None = None
+    """A loss of the policy's own, such as a regulariser, with gradient and coefficient. It is weighted as the step is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +129,7 @@ class ExperienceBatch(TensorFields):
     mask: Bool[Tensor, "N T"]
     """True at steps that the policy decided."""
     old_log_probs: Float[Tensor, "N T"] | None = None
-    """Log-probs before this iteration's updates. None: not scored, or the policy has not changed, so its current log-probs
-    are the old ones."""
+    """Log-probs before this iteration's updates. None: not scored, or the policy has not changed since."""
     behaviour_log_probs: Float[Tensor, "N T"] | None = None
     """Log-probs under the distribution that sampled each step. None: the policy itself sampled."""
     ref_log_probs: Float[Tensor, "N T"] | None = None
@@ -240,13 +238,13 @@ class ObjectiveInputs(TensorFields):
     ref_log_probs: Float[Tensor, "N T"] | None = None
     """Log-probs of the same steps under the reference policy. None: there is no reference."""
     behaviour_log_probs: Float[Tensor, "N T"] | None = None
-    """Log-probs under the distribution that sampled the steps. NaN: not scored, so the ratio is 1. None: the policy itself
-    sampled."""
+    """Log-probs under the distribution that sampled. NaN: not scored, so the ratio is 1. None: the policy itself sampled."""
     kl: Float[Tensor, "N T"] | None = None
     """Exact KL to the policy's own reference, with gradient. None: the policy does not compute it."""
+    auxiliary_loss: Float[Tensor, "N T"] | None = None
+    """The policy's own loss per step, with gradient. None: there is none."""
     keep: Bool[Tensor, "N T"] | None = None
-    """Steps that the surrogate counts, chosen over the whole update. Other terms count all steps. None: `grpo_objective`
-    chooses among these rows."""
+    """Steps that the surrogate counts, chosen over the update; other terms count all. None: chosen among these rows."""
     selected: Bool[Tensor, "N T"] | None = None
     """Steps that the surrogate's own `select` chose over the whole update. None: `grpo_objective` chooses among these rows."""
     kl_coef: float | None = None

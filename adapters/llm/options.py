@@ -26,6 +26,9 @@ class HFOptions(Settings):
     config."""
     exact_entropy: bool = False
     """Whether scores include the entropy of every step. It costs one more pass over the logits."""
+    router_aux_loss_coef: float = setting(0.0, at_least=0)
+    """Coefficient of a mixture of experts' load-balancing loss, over the tokens of each row that count. A larger value keeps
+    the experts more equally busy, and moves the policy more. 0: there is no such loss. TRL's default is the model's."""
     mask_truncated: bool = False
     """Whether completions that reached `max_new_tokens` are excluded from the loss (DAPO, arXiv:2503.14476)."""
     keep_special_tokens: bool = False

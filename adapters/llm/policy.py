@@ -22,6 +22,7 @@ from .model.causal_lm import CausalLM, is_adapted
 from .model.loading import keep_differentiable, load_model, save_model
 from .model.packed_groups import can_pack, pack_of_rows
 from .model.references import OwnReference
+from .model.router_balance import RouterBalance
 from .model.value_head import VALUE_HEAD_FILE, ValueHead
 from .options import HFOptions
 from .policy_arguments import (
@@ -164,6 +165,8 @@ class HFPolicy:
                 )
         self._samples_beside = isinstance(self._sampler, SamplesBeside) and self._sampler.samples_beside
         check_scores(self._lm, self._sampler if self.samples_itself else None)
+        self._balance = RouterBalance(self._lm, options.router_aux_loss_coef) if options.router_aux_loss_coef else None
+        self._lm.balances_experts = self._balance is not None
         self._base_model = base_on_hub(self._lm.plain)  # now, because a folder can be gone when the model is saved
         self._can_pack: bool | None = None
 
@@ -594,6 +597,7 @@ class HFPolicy:
             "temperature": self.sampling.scoring_temperature,
             "with_entropy": self.options.exact_entropy and not log_probs_only,
             "value_head": None if log_probs_only else lm.value_head,
+            "balance": self._balance if torch.is_grad_enabled() and not log_probs_only else None,
             "is_cut": torch.tensor([action.is_truncated for action in actions], dtype=torch.bool),
         }
         shares_prompts = self._shares_prompts if lm is self._lm else lm.shares_prompts

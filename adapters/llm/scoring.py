@@ -1,6 +1,7 @@
 """Log-probs and values of completions. Prompts are computed once for all their completions if the model supports it."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from grpo.errors import ConfigError, ContractError
 
 from .model.causal_lm import CausalLM
 from .model.packed_groups import hidden_of_packs
+from .model.router_balance import RouterBalance
 from .model.shared_prompts import hidden_of_whole_rows, hidden_with_shared_prompts
 from .model.token_log_probs import token_log_probs
 from .model.token_trees import Edges, hidden_of_trees
@@ -38,6 +40,7 @@ def score_tokens(
     is_cut: Bool[Tensor, " N"] | None = None,
     shares_prompts: bool,
     edges: Edges | None = None,
+    balance: RouterBalance | None = None,
 ) -> ActionScores:
     """Log-probs, and entropies and values on request, where the mask is True, and 0 elsewhere.
 
@@ -54,6 +57,7 @@ def score_tokens(
             state after this token. None: no row would have gone on.
         shares_prompts: Whether to compute each prompt once for all its rows. With gradient checkpointing, once per pack.
         edges: The edges that the rows are, if they are edges of trees. Each is computed once for all that continue it.
+        balance: Computes the auxiliary loss of a mixture of experts. None: there is none.
     """
     ends = mask.flip(1).cumsum(1).gt(0).sum(1)
     if is_cut is None or value_head is None or not value_head.bootstrap_truncated:
@@ -61,14 +65,19 @@ def score_tokens(
     cut = (is_cut & (ends > 0)).nonzero().squeeze(1)
     if len(cut):
         tokens = nn.functional.pad(tokens, (0, 1))  # a place for the state after the last token
-    if edges is not None:
-        hidden = hidden_of_trees(lm, prompts, prompt_of_row, edges.parent, tokens, edges.lengths)
-    elif shares_prompts and lm.checkpoints_gradients:
-        hidden = hidden_of_packs(lm, prompts, prompt_of_row, tokens)
-    elif shares_prompts:
-        hidden = hidden_with_shared_prompts(lm, prompts, prompt_of_row, tokens)
-    else:
-        hidden = hidden_of_whole_rows(lm, prompts, prompt_of_row, tokens, ends)
+    with nullcontext() if balance is None else balance.recording():
+        if edges is not None:
+            hidden = hidden_of_trees(lm, prompts, prompt_of_row, edges.parent, tokens, edges.lengths)
+        elif shares_prompts and lm.checkpoints_gradients:
+            hidden = hidden_of_packs(lm, prompts, prompt_of_row, tokens)
+        elif shares_prompts:
+            hidden = hidden_with_shared_prompts(lm, prompts, prompt_of_row, tokens)
+        else:
+            hidden = hidden_of_whole_rows(lm, prompts, prompt_of_row, tokens, ends)
+    auxiliary_loss = None
+    if balance is not None:
+        hidden, auxiliary_loss = balance.split(hidden, nn.functional.pad(mask, (0, hidden.shape[1] - mask.shape[1])))
+        auxiliary_loss = auxiliary_loss[:, : mask.shape[1]]
     rows, columns = mask.nonzero(as_tuple=True)
     positions = (rows * mask.shape[1] + columns).to(hidden.device)
 
@@ -94,6 +103,7 @@ def score_tokens(
         entropy=None if entropy is None else on_steps(entropy),
         values=values,
         final_values=final_values,
+        auxiliary_loss=auxiliary_loss,
     )
 
 

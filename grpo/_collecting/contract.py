@@ -13,7 +13,7 @@ from grpo._common.conversion import are_rows, as_float32, describe, has_values, 
 from grpo.errors import ContractError
 from grpo.types import ActionScores, Rows, SampledActions
 
-SCORES = ("log_probs", "entropy", "values", "kl", "final_values")
+SCORES = ("log_probs", "entropy", "values", "kl", "auxiliary_loss", "final_values")
 """The tensors of `ActionScores` that hold numbers."""
 IMPOSSIBLE = (
     "A sampled action cannot have probability 0: mask logits with torch.finfo(dtype).min, not -inf, and score the action that "

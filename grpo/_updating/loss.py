@@ -13,7 +13,8 @@ from grpo.grpo_objective import Objective, unchecked_objective
 from grpo.metrics import Meter
 from grpo.types import ObjectiveInputs, ObjectiveOutput
 
-REPORTED_AS = {"kl_coef": "kl_penalty", "entropy_coef": "entropy_bonus", "value_coef": "value_loss"}
+REPORTED_AS = {"kl_coef": "kl_penalty", "entropy_coef": "entropy_bonus"}
+REPORTED_AS |= {"value_coef": "value_loss", "auxiliary_loss": "auxiliary_loss"}
 """Maps the coefficient of a term of the loss to the metric that shows the term."""
 
 
@@ -65,6 +66,7 @@ class MeteredObjective:
         self._has_named_dropped_terms = True
         asked = {"kl_coef": inputs.kl_coef, "entropy_coef": inputs.entropy_coef}
         asked["value_coef"] = None if inputs.returns is None else self._config.value_coef
+        asked["auxiliary_loss"] = None if inputs.auxiliary_loss is None else 1.0  # its coefficient is the policy's
         dropped = [f"{k}={v!r}" for k, v in asked.items() if v and REPORTED_AS[k] not in output.metrics]
         if dropped:
             warn_user(

@@ -144,6 +144,7 @@ class Update:
             ref_log_probs=beside(batch.ref_log_probs),
             behaviour_log_probs=beside(batch.behaviour_log_probs),
             kl=scores.kl,
+            auxiliary_loss=scores.auxiliary_loss,
             keep=beside(self.keep, micro),
             selected=beside(self.chosen, micro),
             kl_coef=self._context.coefficients.kl_coef,
@@ -170,11 +171,12 @@ class Update:
             scores.entropy,
             scores.kl if self._context.config.objective.kl_estimator == "exact" else None,
             scores.values if self._rows.returns is not None else None,
+            scores.auxiliary_loss,
         ]
         return [values for values in read if values is not None]
 
     def sum_of_scores(self) -> Float[Tensor, ""]:
-        """The sum of all scores (log-probs, exact entropy and KL, values). It is finite only if all of them are."""
+        """The sum of all scores that the loss or the metrics read. It is finite only if all of them are."""
         return reduce(torch.add, self._sums) if self._sums else torch.zeros((), dtype=torch.float64)
 
     def _check(self, scores: ActionScores, mask: Bool[Tensor, "n T"]) -> None:

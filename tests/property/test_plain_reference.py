@@ -71,6 +71,7 @@ def inputs_of(seed: int, *, per_step: bool, far: bool, with_old: bool = True) ->
         ref_log_probs=poisoned(ref, -math.inf),
         behaviour_log_probs=poisoned(behaviour),
         kl=poisoned(uniform(0.0, 0.5)).requires_grad_(),
+        auxiliary_loss=poisoned(uniform(0.0, 0.5)).requires_grad_(),
         keep=uniform(0.0, 1.0) < 0.8,
         selected=uniform(0.0, 1.0) < 0.5,
         values=poisoned(uniform(-1.0, 1.0)).requires_grad_(),
@@ -133,7 +134,7 @@ def row_loss(given: ObjectiveInputs, config: ObjectiveConfig, n: int, valid: Ten
     error = (v - r) ** 2
     if config.value_clip is not None:
         error = torch.maximum(error, (v_old + (v - v_old).clamp(-config.value_clip, config.value_clip) - r) ** 2)
-    return loss + config.value_coef * (w * error).sum()
+    return loss + config.value_coef * (w * error).sum() + (w * here(given.auxiliary_loss)).sum()
 
 
 def sampler_weights_of(config: ObjectiveConfig, difference: Tensor) -> Tensor | None:

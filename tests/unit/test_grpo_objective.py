@@ -53,6 +53,16 @@ def test_total_is_policy_plus_kl_minus_entropy():
     assert parts["total_loss"] == [0, pytest.approx(-2.179), 0]
 
 
+def test_a_loss_of_the_policy_is_weighted_as_the_steps_are():
+    # weights .5: .5 * 3 + .5 * 1
+    auxiliary_loss = double([[3, 1]]).requires_grad_()
+    output = grpo_objective(example(auxiliary_loss=auxiliary_loss), ObjectiveConfig(kl_coef=0.0))
+    assert output.metrics["auxiliary_loss"].tolist() == [0, pytest.approx(2.0), 0]
+    assert output.loss.item() == pytest.approx(-2.2 + 2.0)
+    output.loss.backward()
+    assert auxiliary_loss.grad.tolist() == [[0.5, 0.5]]
+
+
 def test_the_gradient_of_surrogate_and_kl_equals_hand_worked_values():
     # surrogate: step 0 is past its bound: 0; step 1: -w A rho = -1
     # k3: d/dlog pi = 1 - exp(-x) = .5, -1; weighted .25, -.5; times .1

@@ -101,6 +101,8 @@ class CausalLM:
             and self.config.model_type != "jamba"  # its scan of several tokens begins without a state
         )
         """Whether completions continue a copy of their prompt's cache. `check_scores` sets it to False if the scores differ."""
+        self.balances_experts = False
+        """Whether scores have the auxiliary loss of the routers."""
         self.has_equal_passes = False
         """Whether each scoring pass calls each layer equally often, whatever the rows are. Weights that are divided among ranks
         need it."""
@@ -163,8 +165,8 @@ class CausalLM:
     @property
     def shares_forks(self) -> bool:
         """Whether completions can also share what is behind their prompt. Padding between edges would move a sliding window,
-        and change a state."""
-        shares = self.shares_prompts and self.has_plain_cache
+        and change a state. The load of experts is that of whole rows."""
+        shares = self.shares_prompts and self.has_plain_cache and not self.balances_experts
         return shares and not self.has_equal_passes and not self.checkpoints_gradients
 
     @property

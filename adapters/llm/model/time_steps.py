@@ -19,10 +19,11 @@ def keep_time_step_limits(decoder: nn.Module) -> None:
     for mixer in decoder.modules():
         limits = getattr(mixer, "time_step_limit", None) or NO_LIMIT
         if tuple(limits) != NO_LIMIT:
-            for part in mixer.in_proj.modules():  # an adapter may have wrapped a layer that has a hook
+            projection: Any = mixer.in_proj
+            for part in projection.modules():  # an adapter may have wrapped a layer that has a hook
                 for key in [key for key, hook in part._forward_hooks.items() if isinstance(hook, _Limits)]:
                     del part._forward_hooks[key]
-            mixer.in_proj.register_forward_hook(_Limits(mixer, *limits))
+            projection.register_forward_hook(_Limits(mixer, *limits))
 
 
 class _Limits:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,15 @@ def test_each_configured_term_missing_from_a_user_objective_is_named(
             (message,) = warnings_of(settings, total, has_critic=has_critic)
             assert "objective=... replaces the whole loss, and does not report" in message
             assert re.search(rf"the terms of {pattern}\. Compute these terms", message), message
+
+
+def test_a_dropped_loss_of_the_policy_is_named(recwarn: pytest.WarningsRecorder) -> None:
+    config = ObjectiveConfig()
+    inputs = replace(inputs_for(config, has_critic=False), auxiliary_loss=torch.tensor([[1.0]]))
+    for own in (that_reports("auxiliary_loss"), total):
+        MeteredObjective(GRPOConfig(), own, Meter())(inputs)
+    (warning,) = recwarn
+    assert "the terms of auxiliary_loss=" in str(warning.message)
 
 
 def test_all_dropped_terms_are_named_in_one_warning() -> None:
