@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ._common.protocols import parameters_of, require_methods
 from ._sharding.tensors import copy_into
-from ._storage.commit import commit, require_finite, typed_errors
+from ._storage.commit import commit, require_equal, require_finite, typed_errors
 from ._storage.decoding import SavedRows, SavedTensor
 from ._storage.encoding import encode, require_encodable
 from ._storage.files import as_path, make_folder
@@ -75,6 +75,7 @@ def write_checkpoint(
     with ExitStack() as held:
         with engine.together(), typed_errors(target):
             require_finite(state)
+            require_equal(state, engine)
             if engine.rank == 0:
                 make_folder(real.parent)
                 held.enter_context(FolderLock(real.with_name(f".{real.name}.lock"), target))

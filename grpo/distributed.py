@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ._ranks.agreement import DOING, shared_by_all
+from ._ranks.description import digest_of
 from ._ranks.meetings import Meetings
 from ._ranks.messages import PrintedOnce
 from ._ranks.processes import SeveralProcesses
@@ -150,10 +151,11 @@ class Replicated(SeveralProcesses):
         """Send one object to all ranks, with what this rank is doing. Every operation begins with this."""
         doing = DOING.get()
         problem = None if error is None else problem_of(error)
-        message = operation, doing, problem, self._printed.said(), value
+        due, self.due = self.due, None
+        message = operation, doing, problem, self._printed.said(), digest_of(due), value
         everyone = self._meetings.exchange(_place(operation, doing), message)
         places, messages = zip(*everyone, strict=True)
-        operations, doings, problems, said, values = zip(*messages, strict=True)
+        operations, doings, problems, said, digests, values = zip(*messages, strict=True)
         self._printed.printed_by_first(said[0])
         shared = error_for_all(problems, error)
         if shared is not None:
@@ -166,6 +168,8 @@ class Replicated(SeveralProcesses):
                     "continue in the same way."
                 )
             )
+        if len(set(digests)) > 1:
+            self.require_none_differs(due or {})
         return list(values)
 
 

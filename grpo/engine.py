@@ -64,16 +64,22 @@ class Engine(Protocol):
         """
 
     def require_same(self, owner: str, values: Mapping[str, Any]) -> None:
-        """Raise a `ConfigError` that names each value that is not the same on all ranks. Values are compared by `repr`."""
+        """Raise a `ConfigError` that names values that are not the same on all ranks.
 
-    def require_same_arguments(self, owner: str, arguments: Mapping[str, Any]) -> None:
-        """Raise a `ConfigError` that names each argument of a learner's constructor that is not the same on all ranks.
-
-        Settings are compared by value, and other objects by their class.
+        Functions are compared by their code and the values in it, tensors bit by bit, and other values by `repr`.
         """
 
-    def require_equal_weights(self, parameters: Mapping[str, Tensor]) -> None:
-        """Raise a `ConfigError` if the ranks have different parameters, because training would never make them equal."""
+    def require_same_soon(self, values: Mapping[str, Any]) -> None:
+        """The same as `require_same`, but in the next exchange of the ranks, which then raises a `RankError`."""
+
+    def require_same_arguments(self, owner: str, arguments: Mapping[str, Any]) -> None:
+        """Raise a `ConfigError` that names arguments of a learner's constructor that are not the same on all ranks.
+
+        Settings and functions are compared as `require_same` does it, and other objects by their class and `settings()`.
+        """
+
+    def require_equal_weights(self, policy: Any, reference_policy: Any) -> None:
+        """Raise a `ConfigError` if the ranks have different weights, because training would never make them equal."""
 
     # Weights and gradients
 
@@ -115,6 +121,17 @@ class Engine(Protocol):
 
     def clip_gradients(self, tensors: Sequence[Tensor], max_norm: float, total_norm: Tensor) -> None:
         """Scale the gradients of these tensors, in place, so that their norm is at most `max_norm`."""
+
+
+@runtime_checkable
+class SharesStatistics(Protocol):
+    """A policy that collects statistics while it samples, such as the means of observations. Those of all ranks count."""
+
+    def collected_statistics(self) -> Any:
+        """Return what this rank has collected since the last call of `share_statistics`. It is pickled."""
+
+    def share_statistics(self, of_ranks: Sequence[Any]) -> None:
+        """Add the statistics of all ranks, in rank order, and forget those of this rank. Called when an iteration ends."""
 
 
 @runtime_checkable
@@ -164,10 +181,13 @@ class OneProcess:
     def require_same(self, owner: str, values: Mapping[str, Any]) -> None:
         """Do nothing: there is nothing to compare with."""
 
+    def require_same_soon(self, values: Mapping[str, Any]) -> None:
+        """Do nothing: there is nothing to compare with."""
+
     def require_same_arguments(self, owner: str, arguments: Mapping[str, Any]) -> None:
         """Do nothing: there is nothing to compare with."""
 
-    def require_equal_weights(self, parameters: Mapping[str, Tensor]) -> None:
+    def require_equal_weights(self, policy: Any, reference_policy: Any) -> None:
         """Do nothing: there is nothing to compare with."""
 
     def divide(self, policy: Any) -> None:

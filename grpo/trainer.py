@@ -221,6 +221,7 @@ class GRPOTrainer(Learner):
             )
             self.history, self.samples = run.history, run.samples
             run.start(self.policy, self.reward_model)
+            self.engine.require_same_soon(self.parts.weights())  # other code may have changed them on one rank
             # a signal or an error leaves a checkpoint of the last safe point
             with self.safe_points.kept_in(folder), self.ahead.running():
                 for position in run.positions():

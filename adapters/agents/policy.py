@@ -231,6 +231,10 @@ class AgentPolicy:
         """Refuse `grpo.distributed.Sharded`: the number of passes through the layers depends on the conversations."""
         raise ConfigError("AgentPolicy: weights cannot be divided among ranks; got the engine Sharded. Use Replicated.")
 
+    def settings(self) -> dict[str, Any]:
+        """How the language model samples."""
+        return self.policy.settings()
+
     def get_parameters(self) -> dict[str, Tensor]:
         """The trained parameters by name."""
         return self.policy.get_parameters()

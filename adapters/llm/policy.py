@@ -465,6 +465,16 @@ class HFPolicy:
         """Send the model's weights to the sampler, if the sampler has its own copy of them."""
         self._sampler.sync(self.model)
 
+    def settings(self) -> dict[str, Any]:
+        """What must be the same on all ranks beside the weights of the model: how it samples, and the reference model."""
+        reference = {} if self._reference is None else dict(self._reference.model.named_parameters())
+        return {
+            "sampling": self.sampling.to_dict(),
+            "sampler": type(self._sampler).__name__,
+            "end_token_ids": self.end_token_ids,
+            "reference_model": reference,
+        }
+
     def get_parameters(self) -> dict[str, Tensor]:
         """The trained parameters by name, with those of the value head. If every parameter of the model is frozen, all of
         them, because `GRPOTrainer` refuses such a policy."""

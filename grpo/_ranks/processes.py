@@ -8,35 +8,63 @@ import torch
 from torch import Tensor
 
 from grpo._sharding.tensors import is_sharded
-from grpo.engine import OneProcess
+from grpo.engine import OneProcess, SharesStatistics
 from grpo.errors import ConfigError, RankError
 
 from .agreement import same_error, shared_by_all
-from .equality import comparable_settings, differing_values, differing_weights, fingerprints, printed
+from .equality import comparable_settings, differing_values, differing_weights, printed, weights_of
 
 
 class SeveralProcesses(OneProcess):
     """Base of engines that implement `rank`, `num_ranks`, `sum`, `gather`, `gather_objects` and `agree`. Each rank holds all
     weights."""
 
+    due: dict[str, str] | None = None
+    """What the next exchange compares. None: nothing."""
+
     def together(self, doing: str = "") -> AbstractContextManager[None]:
         """If an error leaves the block on one rank, every rank raises the same error."""
         return same_error(self, doing)
 
     def require_same(self, owner: str, values: Mapping[str, Any]) -> None:
-        """Raise a `ConfigError` that names each value that is not the same on all ranks. Values are compared by `repr`."""
+        """Raise a `ConfigError` that names values that are not the same on all ranks."""
         differing = differing_values(self.gather_objects(printed(values)))
         if differing:
             error = f"{owner} needs the same arguments on all ranks; {differing}. Pass the same values."
+            if "reward_model is" in differing:
+                error += (
+                    " If a reward model may differ, give it settings(), a function that returns what must be equal."
+                )
             raise shared_by_all(ConfigError(error))
+
+    def require_same_soon(self, values: Mapping[str, Any]) -> None:
+        """Let the next exchange raise a `RankError` that names values that are not the same on all ranks."""
+        self.due = (self.due or {}) | printed(values)
+
+    def require_none_differs(self, due: Mapping[str, str]) -> None:
+        """Raise a `RankError` that names which of these values are not the same on all ranks."""
+        differing = differing_values(self.gather_objects(due))
+        if differing:
+            error = (
+                f"Ranks have become different; {differing}. Change weights and settings in the same way on every rank."
+            )
+            raise shared_by_all(RankError(error))
 
     def require_same_arguments(self, owner: str, arguments: Mapping[str, Any]) -> None:
         """Raise a `ConfigError` if the ranks build learners with different settings or kinds of arguments."""
         self.require_same(owner, comparable_settings(arguments))
 
-    def require_equal_weights(self, parameters: Mapping[str, Tensor]) -> None:
-        """Raise a `ConfigError` if the ranks have different parameters, because training would never make them equal."""
-        differing = differing_weights(self.gather_objects(fingerprints(parameters)))
+    def require_equal_weights(self, policy: Any, reference_policy: Any) -> None:
+        """Raise a `ConfigError` if the ranks have different weights or persistent buffers, because training would never make
+        them equal. Statistics that only some ranks have collected are shared first."""
+        models = {"": policy} if reference_policy is None else {"": policy, "reference: ": reference_policy}
+        for model in models.values():
+            if isinstance(model, SharesStatistics):
+                model.share_statistics(self.gather_objects(model.collected_statistics()))
+        found = {
+            f"{prefix}{name}": value for prefix, model in models.items() for name, value in weights_of(model).items()
+        }
+        differing = differing_weights(self.gather_objects(printed(found)))
         if differing:
             error = (
                 f"Ranks must start from the same weights; {differing}. Build the policy after torch.manual_seed(the same "

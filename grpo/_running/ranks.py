@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sized
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from grpo._ranks.equality import kind_of
+from grpo._ranks.description import kind_of
 from grpo.engine import HasEngine
 
 Args = ParamSpec("Args")

@@ -95,6 +95,16 @@ def require_finite(state: Mapping[str, Any]) -> None:
         )
 
 
+def require_equal(state: Mapping[str, Any], engine: Engine) -> None:
+    """Let the first exchange of a save refuse weights, and settings of the optimizer, that differ between the ranks."""
+    if engine.num_ranks > 1:
+        parts = state.get("parts")
+        optimizer = parts.get("optimizer") if isinstance(parts, Mapping) else None
+        groups = optimizer["param_groups"] if isinstance(optimizer, Mapping) else []
+        found = {f"optimizer.param_groups[{number}]": group for number, group in enumerate(groups)}
+        engine.require_same_soon({name: state[name] for name in ("parameters", "reference") if name in state} | found)
+
+
 def _is_finite(value: Tensor) -> bool:
     if not value.requires_grad or not value.is_floating_point():
         return True

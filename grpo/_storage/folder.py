@@ -17,7 +17,7 @@ from grpo._common.conversion import describe
 from grpo.engine import Engine, OneProcess
 from grpo.errors import CheckpointError, ConfigError, DamagedCheckpointError, warn_user
 
-from .commit import Encode, commit, require_finite, temporary_name, typed_errors
+from .commit import Encode, commit, require_equal, require_finite, temporary_name, typed_errors
 from .encoding import encode
 from .files import as_path, make_folder, remove_tree
 from .lock import FolderLock
@@ -112,6 +112,7 @@ class CheckpointFolder:
                 held.enter_context(self)
             with self._engine.together():
                 require_finite(state)
+                require_equal(state, self._engine)
             path = self._path(iteration, update)
             if self._asynchronous:
                 self._start(path, _snapshot(state), manifest)

@@ -57,6 +57,7 @@ class OptimizerStep:
         self.optimizer: torch.optim.Optimizer | None = optimizer
         self.lr_scheduler = lr_scheduler(optimizer) if is_function(lr_scheduler) else lr_scheduler
         self._require_parameters_in_optimizer()
+        engine.require_same(self.policy_name, {**self.settings(), "lr_scheduler": self.lr_scheduler})
         use_scaler = config.autocast_dtype == "float16"
         if use_scaler and engine.divides_weights:
             raise ConfigError(
@@ -81,9 +82,17 @@ class OptimizerStep:
         scaler = self.scaler if self.scaler.is_enabled() else None
         return {"optimizer": self.optimizer, "lr_scheduler": self.lr_scheduler, "scaler": scaler}
 
+    def settings(self) -> dict[str, Any]:
+        """The settings of the optimizer's groups by name, with the number of tensors of each group."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return {
+            f"optimizer.param_groups[{n}]": {**group, "params": len(group["params"])} for n, group in enumerate(groups)
+        }
+
     def begin(self) -> None:
         """Begin an iteration: drop gradients that other code left behind."""
         self.num_applied = 0
+        self._engine.require_same_soon(self.settings())
         self.clear()
 
     def backward(self, loss: Tensor) -> None:

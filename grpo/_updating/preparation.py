@@ -37,7 +37,7 @@ def prepare(config: GRPOConfig, engine: Engine, policy: Any, reward_model: Any, 
     for model in (*policies, reward_model):
         if config.device is not None:
             model.to(config.device)
-    engine.require_equal_weights(policy.get_parameters())
+    engine.require_equal_weights(policy, reference_policy)
     for model in policies:
         engine.divide(model)
     return seed

@@ -3,6 +3,7 @@
 import numpy as np
 
 from grpo._advantages.groups import group_statistics, mean_and_std
+from grpo.engine import SharesStatistics
 from grpo.metrics import Meter, reward_statistics
 from grpo.types import row_totals
 
@@ -39,13 +40,18 @@ class IterationReport:
     def __init__(self, context: UpdateContext, optimizer_step: OptimizerStep, meter: Meter) -> None:
         self._coefficients, self._engine, self._collector = context.coefficients, context.engine, context.collector
         self._optimizer_step, self._meter = optimizer_step, meter
+        policy = context.collector.policy
+        self._sharing = policy if isinstance(policy, SharesStatistics) and context.engine.num_ranks > 1 else None
         self._defaults = ABSENT if context.has_own_loss else {**dict.fromkeys(TERMS, 0.0), **ABSENT}
 
     def __call__(self, rows: UpdateRows) -> dict[str, float]:
         """The metrics of an iteration by name, after its updates."""
         num_applied = self._optimizer_step.num_applied
-        own = rows.num_skipped, rows.data.num_replayed, self._meter.totals(), self._collector.costs.of_this_rank()
-        num_skipped, num_replayed, totals, costs = zip(*self._engine.gather_objects(own), strict=True)
+        seen = None if self._sharing is None else self._sharing.collected_statistics()
+        own = rows.num_skipped, rows.data.num_replayed, self._meter.totals(), self._collector.costs.of_this_rank(), seen
+        num_skipped, num_replayed, totals, costs, seen_by = zip(*self._engine.gather_objects(own), strict=True)
+        if self._sharing is not None:
+            self._sharing.share_statistics(seen_by)
         measured = self._meter.report(rows.num_planned - rows.num_dead, totals)
         metrics = {**self._defaults, "train/learning_rate": self._optimizer_step.learning_rate}
         for name, (mean, std) in measured.items():

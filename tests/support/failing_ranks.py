@@ -73,7 +73,7 @@ class Failing:
     """Makes the culprit fail when it reaches the phase for the first time. Notes the time for the others."""
 
     def __init__(self, case: Case, rank: int, folder: Path) -> None:
-        self.case, self.folder, self.is_armed = case, folder, rank == case.culprit
+        self.case, self.rank, self.folder, self.is_armed = case, rank, folder, rank == case.culprit
         self.outage_ends = 0.0
 
     def reached(self, phase: str) -> None:
@@ -165,7 +165,7 @@ def run(case: Case, rank: int, folder: Path, engine: Engine | None = None) -> No
         if time.monotonic() < failing.outage_ends:
             raise ConnectionError("the judge is ill")
         warnings.warn("every rank says this", GRPOWarning, stacklevel=1)
-        if rank == 1:
+        if failing.rank == 1:
             warnings.warn("one rank says this", GRPOWarning, stacklevel=1)
         policy.is_evaluating = not policy.is_evaluating  # an evaluation follows every iteration
         return [float(action) for action in actions]

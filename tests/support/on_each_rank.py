@@ -185,9 +185,11 @@ def run(engine: Any, num_states: int = 5) -> dict[str, Any]:
 
 def dropped(engine: Replicated) -> dict[str, float]:
     """Four rewards on each rank; one on rank 1 is not a number."""
-    rewards = [[0.0, 1.0, 2.0, 3.0], [float("nan"), 1.0, 2.0, 1.5]][engine.rank]
-    config = replace(EVERY["dapo"], group_size=len(rewards), reward=RewardConfig(non_finite="drop"))
-    trainer, _ = make_trainer(config, make_policy(RowScoring), engine=engine, reward_model=lambda *_: rewards)
+    rewards = [[0.0, 1.0, 2.0, 3.0], [float("nan"), 1.0, 2.0, 1.5]]
+    config = replace(EVERY["dapo"], group_size=4, reward=RewardConfig(non_finite="drop"))
+    trainer, _ = make_trainer(
+        config, make_policy(RowScoring), engine=engine, reward_model=lambda *_: rewards[engine.rank]
+    )
     return trainer.step([engine.rank])
 
 

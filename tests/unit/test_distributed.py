@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo import ConfigError, ContractError
+from grpo._ranks.equality import weights_of
 from grpo._ranks.processes import SeveralProcesses
 from grpo._ranks.shared_errors import mark_as_shared
 from grpo.distributed import Replicated
@@ -450,12 +451,38 @@ def test_equal_values_are_accepted() -> None:
     assert same == [None, None]
 
 
+@pytest.mark.usefixtures("groups")
+def test_values_are_compared_in_the_next_exchange_without_a_meeting_of_their_own() -> None:
+    """Equal values need the one meeting of the exchange. Different ones are named, and the ranks can go on together."""
+
+    def body(engine: Replicated) -> Any:
+        engine.require_same_soon({"group": {"lr": 0.1}})
+        engine.require_same_soon({"weight": torch.ones(3)})
+        before = engine._meetings._meeting
+        engine.agree()
+        num_meetings = engine._meetings._meeting - before
+        engine.require_same_soon({"group": {"lr": 0.1 + engine.rank, "beta": 0.9}})
+        with pytest.raises(RankError) as raised:
+            engine.gather_objects(engine.rank)
+        return num_meetings, str(raised.value), engine.gather_objects(engine.rank)
+
+    said = "Ranks have become different; group.lr is 0.1 on rank 0, 1.1 on rank 1. Change weights and settings in the same "
+    assert on_ranks(2, body) == [(1, f"{said}way on every rank.", [0, 1])] * 2
+
+
+@pytest.mark.usefixtures("groups")
+def test_only_the_first_values_that_differ_are_named() -> None:
+    for error in on_ranks(2, lambda engine: engine.require_same("x", {str(n): engine.rank for n in range(9)})):
+        assert "4 is 0 on rank 0, 1 on rank 1; and 4 more. Pass" in str(error)
+
+
 def test_a_single_process_does_not_compare_values() -> None:
     class Deaf(OneProcess):
         def gather_objects(self, value: Any) -> list[Any]:
             raise AssertionError("there is no other rank")
 
     Deaf().require_same("x", {"a": 1})
+    Deaf().require_same_soon({"a": 1})
 
 
 @pytest.mark.usefixtures("groups")
@@ -488,7 +515,27 @@ def test_several_engines_of_one_group_do_not_mix_their_messages() -> None:
     assert on_threads(2, body) == [[0, 1, 0, -1]] * 2
 
 
+@pytest.mark.usefixtures("groups")
+def test_a_reward_model_that_differs_is_told_how_it_may() -> None:
+    def body(engine: Replicated) -> None:
+        engine.require_same_arguments("Trainer", {"reward_model": lambda states, actions, rank=engine.rank: rank})
+
+    for error in on_ranks(2, body):
+        assert "rank=0) on rank 0, " in str(error)
+        assert str(error).endswith("give it settings(), a function that returns what must be equal.")
+
+
 # Equal weights
+
+
+class Holding:
+    """A policy with these parameters, which does nothing."""
+
+    def __init__(self, parameters: dict[str, Tensor]) -> None:
+        self._parameters = parameters
+
+    def get_parameters(self) -> dict[str, Tensor]:
+        return self._parameters
 
 
 class Ranks(SeveralProcesses):
@@ -510,7 +557,7 @@ class Ranks(SeveralProcesses):
                 return [value]
 
         for parameters in self.others:
-            Listening().require_equal_weights(parameters)
+            Listening().require_equal_weights(Holding(parameters), None)
         return [value, *sent]
 
 
@@ -524,7 +571,7 @@ def parameters(*, scale: float = 1.0) -> dict[str, Tensor]:
 
 
 def test_a_rank_with_other_weights_is_refused_and_its_difference_named(subtests: pytest.Subtests) -> None:
-    Ranks(parameters(), parameters()).require_equal_weights(parameters())  # equal weights are accepted
+    Ranks(parameters(), parameters()).require_equal_weights(Holding(parameters()), None)  # equal weights are accepted
     swapped = parameters() | {"weight": torch.tensor([[2.0, 1.0], [3.0, 4.0]])}
     all_differ = {name: value.detach() + 1 for name, value in parameters().items()} | {"empty": torch.ones(1)}
     fewer = {name: value for name, value in parameters().items() if name != "gain"}
@@ -532,10 +579,39 @@ def test_a_rank_with_other_weights_is_refused_and_its_difference_named(subtests:
         ((parameters(scale=2.0), parameters()), r"rank 1 differs from rank 0 in bias\. Build"),
         ((parameters(), swapped), r"rank 2 differs from rank 0 in weight\. Build"),
         ((parameters(), all_differ), r"rank 2 differs from rank 0 in weight, bias, empty\. Build"),  # the first three
-        ((fewer, parameters()), r"rank 1 differs from rank 0 in their number\. Build"),
+        ((fewer, parameters()), r"rank 1 differs from rank 0 in gain\. Build"),
     ]:
         with subtests.test(message=message), pytest.raises(ConfigError, match=message):
-            Ranks(*others).require_equal_weights(parameters())
+            Ranks(*others).require_equal_weights(Holding(parameters()), None)
+
+
+class Layers(torch.nn.Module):
+    """Of its tensors, `get_parameters` returns one, under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.BatchNorm1d(2)
+        self.head = torch.nn.Linear(2, 1)
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def get_parameters(self) -> dict[str, Tensor]:
+        return {"trained": self.head.weight}
+
+
+class Owner:
+    """A policy that is no module and has one."""
+
+    def __init__(self) -> None:
+        self.model = Layers()
+
+    def get_parameters(self) -> dict[str, Tensor]:
+        return self.model.get_parameters()
+
+
+def test_frozen_weights_and_persistent_buffers_count_too() -> None:
+    of_body = [f"body.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")]
+    assert weights_of(Layers()).keys() == {"trained", "head.bias", *of_body}
+    assert weights_of(Owner()).keys() == {"trained", *(f"model.{name}" for name in ("head.bias", *of_body))}
 
 
 def test_a_single_process_does_not_compare_weights() -> None:
@@ -543,4 +619,4 @@ def test_a_single_process_does_not_compare_weights() -> None:
         def gather_objects(self, value: Any) -> list[Any]:
             raise AssertionError("there is no other rank")
 
-    Deaf().require_equal_weights(parameters())
+    Deaf().require_equal_weights(Holding(parameters()), None)

@@ -133,6 +133,16 @@ class EpisodePolicy(nn.Module):
                 "EpisodePolicy: a critic must map observations [n, *shape] to values [n, 1]; got "
                 f"[n, {outputs_of(self.critic)}]. Let its last layer have one output."
             )
+        self._settings = {
+            "environment": environment if isinstance(environment, str) else type(environment).__name__,
+            "num_members": self.pool.num_members,
+            "torso": None if torso is None else type(torso).__name__,
+            "distribution": distribution if isinstance(distribution, str) else type(distribution).__name__,
+            "critic": critic if isinstance(critic, bool) else type(critic).__name__,
+            "action_mask": action_mask,
+            "options": options.to_dict(),
+            "make": {name: value for name, value in make.items() if isinstance(value, str | int | float | None)},
+        }
         self._has_warned_of_strangers = self._has_looked_for_twins = False
         self.register_buffer("_sampled_with", torch.full_like(self._fingerprint(), torch.nan))
         if options.split_steps:
@@ -417,6 +427,25 @@ class EpisodePolicy(nn.Module):
             values=padded(steps.values),
             final_values=final_values,
         )
+
+    # Several ranks
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments of the policy, which are the same on all ranks: a name in place of an environment or a network."""
+        return self._settings
+
+    def collected_statistics(self) -> Tensor | None:
+        """Count, mean and summed squared deviations of this rank's new observations. None: nothing is normalised."""
+        if self.normalizer is None:
+            return None
+        count, mean, squares = self.normalizer.pending
+        return torch.stack([count.expand_as(mean), mean, squares]).cpu()
+
+    def share_statistics(self, of_ranks: Sequence[Tensor | None]) -> None:
+        """Normalise later iterations with the observations of all ranks."""
+        if self.normalizer is not None:
+            parts = [part.to(self.device) for part in of_ranks if part is not None]
+            self.normalizer.include([(count.flatten()[0], mean, squares) for count, mean, squares in parts])
 
     # Parts
 

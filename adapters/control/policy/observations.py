@@ -1,6 +1,6 @@
 """Observations of any Gymnasium space as tensors, and their running normalisation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -158,22 +158,30 @@ class RunningNormalizer(nn.Module):
         """Collect statistics of these observations. They take effect at the next `begin`."""
         values = observations.double()
         part = (values.new_tensor(len(values)), values.mean(0), values.var(0, correction=0) * len(values))
-        pending = (self.pending_count, self.pending_mean, self.pending_squares)
-        for own, merged in zip(pending, _merge(pending, part), strict=True):
+        for own, merged in zip(self.pending, _merge(self.pending, part), strict=True):
             own.copy_(merged)
 
     def begin(self) -> None:
-        """Include the statistics collected since the last call."""
-        if float(self.pending_count) == 0.0:
-            return
+        """Normalise with all statistics collected so far, those of this process included."""
+        self.include([self.pending])
+        if float(self.count) > 0.0:
+            self.shift.copy_(self.mean)
+            self.scale.copy_((self.squares / self.count + MIN_VARIANCE).rsqrt())
+
+    @property
+    def pending(self) -> "Moments":
+        """The statistics that this process has collected, and not included."""
+        return self.pending_count, self.pending_mean, self.pending_squares
+
+    def include(self, parts: Sequence["Moments"]) -> None:
+        """Include statistics, and forget those that this process has collected. They take effect at the next `begin`."""
         own = (self.count, self.mean, self.squares)
-        pending = (self.pending_count, self.pending_mean, self.pending_squares)
-        for value, merged in zip(own, _merge(own, pending), strict=True):
-            value.copy_(merged)
-        for value in pending:
+        for part in parts:
+            if float(part[0]) > 0.0:
+                for value, merged in zip(own, _merge(own, part), strict=True):
+                    value.copy_(merged)
+        for value in self.pending:
             value.zero_()
-        self.shift.copy_(self.mean)
-        self.scale.copy_((self.squares / self.count + MIN_VARIANCE).rsqrt())
 
 
 Moments = tuple[Tensor, Tensor, Tensor]

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from adapters.control import EnvironmentReward, EpisodeOptions, EpisodePolicy
 from adapters.control.environments.episodes import episode_starts
-from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, SampledActions
 from tests.support.control_policies import STARTS, trainer_of
+from tests.support.imitated_ranks import ImitatedRank, on_ranks
 from tests.support.out_of_memory import SmallMemory
 
 
@@ -130,3 +132,40 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         assert untimed(second.step(starts(iteration))) == history[iteration]
     for name, value in unbroken.policy.state_dict().items():
         assert torch.equal(second.policy.state_dict()[name], value), name
+
+
+def test_ranks_normalise_with_the_observations_of_all_ranks() -> None:
+    """An evaluation before the trainer is built, and one after each iteration, belong to them. No observation counts twice."""
+
+    policies = [normalizing_policy(), normalizing_policy()]
+    policies[1].load_state_dict(policies[0].state_dict())
+
+    def run(engine: ImitatedRank) -> tuple[EpisodePolicy, Tensor]:
+        policy, seen = policies[engine.rank], list[Tensor]()
+        sample = policy.sample_actions
+
+        def noting(states: Any, num_actions_per_state: int) -> SampledActions:
+            sampled = sample(states, num_actions_per_state)
+            seen.extend(episode.observations for group in sampled.actions for episode in group)
+            return sampled
+
+        policy.sample_actions = noting  # type: ignore[method-assign]
+        policy.sample_actions(STARTS[: 1 + engine.rank], 2)  # another number on each rank
+        config = GRPOConfig(group_size=3, seed=0)
+        trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward(), engine=engine)
+        for _ in range(3):
+            trainer.step(STARTS)
+            trainer.evaluate(STARTS)
+        trainer.step(STARTS)
+        assert policy.normalizer is not None
+        policy.normalizer.begin()
+        return policy, torch.cat(seen)
+
+    (first, one), (second, two) = on_ranks(2, run)
+    everything = torch.cat([one, two]).double()
+    assert first.normalizer is not None
+    assert float(first.normalizer.count) == len(everything)
+    torch.testing.assert_close(first.normalizer.mean, everything.mean(0), rtol=1e-9, atol=1e-9)
+    assert {
+        name for name, value in first.state_dict().items() if not torch.equal(value, second.state_dict()[name])
+    } == set()

@@ -1,0 +1,126 @@
+"""Values as text: equal where the values are equal, in whatever process, and different where they differ."""
+
+import enum
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
+
+from grpo._ranks.description import CHUNK, described
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclass
+class Judge:
+    url: str
+    lock: Any = field(default_factory=threading.Lock)
+
+    def __call__(self, states: Any) -> Any:
+        return states
+
+
+class Service:
+    def __init__(self, model: str, url: str) -> None:
+        self.model, self.url = model, url
+
+    def __call__(self) -> None: ...
+
+    def settings(self) -> dict[str, str]:
+        return {"model": self.model}
+
+
+def closing(*values: Any) -> Callable[..., Any]:
+    return lambda: values
+
+
+def scheduler(decay: float, steps: int) -> SequentialLR:
+    optimizer = SGD([torch.zeros(1)], lr=0.5)
+    return SequentialLR(optimizer, [LambdaLR(optimizer, lambda epoch: decay**epoch), StepLR(optimizer, steps)], [3])
+
+
+def values(one: bool) -> dict[str, Any]:
+    """Values of every kind, in two versions. Everything is made anew, so that addresses differ."""
+    number = 1 if one else 2
+    weights = torch.arange(3.0 * CHUNK + 5).reshape(-1, 1)[5:]
+    weights[-1] += number
+    signs = torch.tensor([1.0, -1.0 if one else 1.0, 1.0 if one else -1.0], dtype=torch.float64)
+    return {
+        "number": number,
+        "text": "a" * number,
+        "list": [0, [number]],
+        "long text in a dict": {"a": "x" * 500 + "y" * number},
+        "set of texts": {"a", "b", "c", "d" * number},
+        "enum": Colour(number),
+        "array": np.full(3, number),
+        "tensor": torch.ones(3) * number,
+        "number in a tensor": torch.tensor(number),
+        "large tensor": weights,
+        "signs that change places": signs,
+        "columns": torch.arange(6).view(2, 3) if one else torch.arange(6).view(3, 2).t(),
+        "bfloat16": torch.ones(3, dtype=torch.bfloat16) * number,
+        "complex": torch.ones(3, dtype=torch.complex64) * number,
+        "closure": closing(number),
+        "nested closure": closing(closing(number), object()),
+        "default": (lambda a=0, *, b=number: (a, b)),
+        "constant": (lambda: 1) if one else (lambda: 2),
+        "constants in a set": (lambda x: x in {"p", "q", "r"}) if one else (lambda x: x in {"p", "q", "s"}),
+        "partial": partial(SGD, lr=0.1 * number),
+        "argument of a partial": partial(print, number),
+        "method of a dataclass": Judge("u" * number).__call__,
+        "scheduler's function": scheduler(0.1 * number, 1),
+        "scheduler's number": scheduler(0.1, number),
+        "settings()": Service("m" * number, "http://a"),
+    }
+
+
+def test_equal_values_have_equal_texts_and_different_values_have_not(subtests: pytest.Subtests) -> None:
+    first, again, other = values(True), values(True), values(False)
+    for name in first:
+        with subtests.test(name=name):
+            assert described(first[name]) == described(again[name])
+            assert described(first[name]) != described(other[name])
+
+
+def test_what_differs_between_processes_does_not_count(subtests: pytest.Subtests) -> None:
+    """Addresses, locks, and what `settings()` leaves out. Beyond the depth that is read, classes count."""
+    deep: Any = [1]
+    for _ in range(10):
+        deep = [deep]
+    for name, (one, other, text) in {
+        "object": (object(), object(), "object"),
+        "closure over an object": (closing(object()), closing(object()), None),
+        "lock": (Judge("u", threading.Lock()), Judge("u", threading.Lock()), "Judge(url='u', lock=lock)"),
+        "module": (torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), "Linear"),
+        "class": (Judge, Judge, "Judge"),
+        "settings()": (Service("m", "http://a"), Service("m", "http://b"), "Service(model='m')"),
+        "deep": (deep, [deep], None),
+        "not a number": (torch.full((2,), torch.nan), torch.full((2,), torch.nan), None),
+    }.items():
+        with subtests.test(name=name):
+            assert described(one) == described(other)
+            assert text is None or described(one) == text
+
+
+def test_a_name_that_is_bound_later_is_no_error() -> None:
+    def made() -> Callable[[], int]:
+        def function() -> int:
+            return later
+
+        text.append(described(function))
+        later = 1
+        return function
+
+    text: list[str] = []
+    made()
+    assert "later='not bound'" in text[0]
