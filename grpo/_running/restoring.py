@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo._sharding.tensors import is_sharded
-from grpo.checkpoint import Checkpoint, SavedRows, SavedTensor, open_checkpoint
+from grpo.checkpoint import Checkpoint, SavedTensor, open_checkpoint
 from grpo.engine import Engine
 from grpo.errors import CheckpointError, DamagedCheckpointError
 
@@ -42,8 +41,7 @@ def load_into(run_state: RunState, path: str | Path, engine: Engine, policy: Any
             )
 
     checkpoint = open_checkpoint(path, engine, check)
-    state, parameters = for_other_ranks(checkpoint, engine), policy.get_parameters()
-    _require_divided(type(policy).__name__, parameters, state.get("parameters"))
+    state, parameters = run_state.with_rows(for_other_ranks(checkpoint, engine)), policy.get_parameters()
 
     def load_part(part: Any) -> Any:
         known = {saved.name: parameters[name] for name, saved in state["parameters"].items()}
@@ -83,16 +81,6 @@ def _wrong_numbers(parts: Any) -> Iterator[str]:
         for name, value in group.items() if isinstance(group, Mapping) else ():
             if isinstance(value, float) and not math.isfinite(value):
                 yield f"{name}={value!r}"
-
-
-def _require_divided(owner: str, parameters: Mapping[str, Tensor], saved: Any) -> None:
-    """Refuse a checkpoint that has tensors whole which the ranks have divided."""
-    for name, value in parameters.items() if isinstance(saved, Mapping) else ():
-        if is_sharded(value) and isinstance(saved.get(name), SavedTensor) and not isinstance(saved[name], SavedRows):
-            raise CheckpointError(
-                f"{owner}: {name} is divided among the ranks, and the checkpoint has it whole. Load the weights alone with "
-                "grpo.load_weights(path, policy), before the trainer is built."
-            )
 
 
 def _with_known(value: Any, known: Mapping[str, Tensor]) -> Any:

@@ -15,6 +15,8 @@ from grpo.config import GRPOConfig
 from grpo.engine import Engine
 from grpo.errors import CheckpointError, warn_user
 
+from .other_ranks import with_rows
+
 Load = Callable[[Any], Any]
 """Returns a part of a state with its tensors read from the disk."""
 
@@ -133,6 +135,10 @@ class RunState:
                 "saved."
             ) from error
         _warn_of_changes(state["config"], present["config"])
+
+    def with_rows(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A checkpoint's state with rows in place of whole tensors, where the ranks have divided the tensor."""
+        return with_rows(state, self._parts.weights(), self._parts.by_name.get("optimizer"))
 
     def put_back(self, passing: Mapping[str, Any]) -> None:
         """Restore what `passing_state` returned: everything that an optimizer step does not change."""

@@ -68,8 +68,8 @@ def open_checkpoint(path: str | Path, engine: Engine | None, check: Check | None
             other error is raised.
 
     Raises:
-        CheckpointError: A file is missing, truncated, altered, or written by another program, another version or another number
-            of ranks. The message names the file.
+        CheckpointError: A file is missing, truncated, altered, or written by another program or another version. The message
+            names the file.
     """
     folder = as_path(path)
     ranks: Engine = engine or OneProcess()
@@ -158,8 +158,6 @@ def _opened(folder: Path, engine: Engine | None, skipped: tuple[str, ...], check
         require_hash(folder, tensors_name, manifest.files[tensors_name])  # names in its header may be wrong
         raise
     is_divided = _is_divided(state)
-    if engine is not None and engine.num_ranks != manifest.num_ranks and not is_divided:
-        raise _other_ranks(folder, manifest, engine)
     read = [f"{name}/{TENSORS}" for name in folders] if is_divided else [tensors_name]
     for name in read:
         require_size(folder, name, manifest.files[name])
@@ -186,13 +184,6 @@ def _is_divided(state: dict[str, Any]) -> bool:
     """Whether each rank has written some rows of the weights."""
     parameters = state.get("parameters")
     return isinstance(parameters, dict) and any(isinstance(value, SavedRows) for value in parameters.values())
-
-
-def _other_ranks(folder: Path, manifest: Manifest, engine: Engine) -> CheckpointError:
-    return CheckpointError(
-        f"{folder} was written by {manifest.num_ranks} ranks, and {engine.num_ranks} load it. Start as many ranks, or use "
-        "grpo.load_weights(path, policy), which loads the weights alone."
-    )
 
 
 def _state(folder: Path, name: str, size: int, tensors: TensorFile) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from grpo.engine import OneProcess
+from grpo.errors import GRPOWarning
 from tests.support.launches import run_with_children
-from tests.support.sharded_ranks import CASES, KEPT
+from tests.support.sharded_ranks import CASES, KEPT, trained
 from tests.support.sharded_results import assert_right
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
@@ -73,6 +75,31 @@ def test_any_number_of_ranks_loads_the_weights_and_moments_of_two_ranks(
     if num_ranks == 4:
         (said,) = ranks[0][KEPT[0], "loaded"]["said"]
         assert "the ranks from 2 on have new random generators and no replayed rows" in said
+
+
+@pytest.mark.slow
+def test_a_run_goes_from_two_ranks_to_one_plain_process_and_to_four_ranks(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    """The plain process writes whole tensors, of which each of the four ranks reads its rows."""
+    two, one, four = (tmp_path / name for name in ("two", "one", "four"))
+    for folder in (two, one, four):
+        folder.mkdir()
+    written = launched(two, 2, KEPT)
+    for name in KEPT:
+        trainer, _ = trained(CASES[name], OneProcess(), 0)
+        with pytest.warns(GRPOWarning, match="was written by 2 ranks, and 1 load it"):
+            trainer.load_checkpoint(two / name)
+        trainer.save_checkpoint(one / name)
+    ranks = launched(four, 4, KEPT, str(one))
+    for name in KEPT:
+        with subtests.test(name=name):
+            for found in ranks:
+                assert found[name, "loaded"]["hashes"] == written[0][name, "saved"]
+                assert found[name, "loaded"]["num_distinct"] == 4
+                assert found[name, "loaded"]["norm"] == ranks[0][name, "loaded"]["norm"]
+            (said,) = ranks[0][name, "loaded"]["said"]
+            assert "was written by 1 ranks, and 4 load it" in said
 
 
 @pytest.mark.slow

@@ -29,12 +29,12 @@ def main(folder: Path, kill_at: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     engine = Sharded(timeout=20.0)
-    is_victim = engine.rank == engine.num_ranks - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     num_calls = 0
 
     def reward(states: Any, actions: Any) -> list[float]:
         nonlocal num_calls
         num_calls += 1
+        is_victim = engine.rank == engine.num_ranks - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
         if is_victim and num_calls == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         return [float(action == 2) + random.random() for action in actions]

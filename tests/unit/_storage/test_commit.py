@@ -65,13 +65,13 @@ def test_a_single_process_writes_the_same_layout(tmp_path: Path) -> None:
     assert names_in(tmp_path / "here" / "rank-0") == ["state.json", "tensors.safetensors"]
 
 
-def test_another_number_of_ranks_is_refused_in_words(tmp_path: Path) -> None:
+def test_any_number_of_ranks_reads_a_checkpoint(tmp_path: Path) -> None:
+    """A rank beyond those that wrote begins with the state of one of them, in turn."""
     written(tmp_path / "two", 1, 2)
     write_checkpoint(tmp_path / "one", small(1), iteration=1)
-    for path, wrote, loads in [("two", 2, 1), ("two", 2, 3), ("one", 1, 2)]:
-        for error in loaded(tmp_path / path, loads):
-            assert isinstance(error, CheckpointError)
-            assert re.search(rf"was written by {wrote} ranks, and {loads} load it.*load_weights", str(error)), error
+    numbers = {("two", 1): [10], ("two", 2): [10, 11], ("two", 3): [10, 11, 10], ("one", 2): [1, 1]}
+    for (path, loads), expected in numbers.items():
+        assert loaded(tmp_path / path, loads) == expected, (path, loads)
     assert read_checkpoint(tmp_path / "two")["n"] == 10  # of rank 0
 
 
