@@ -4,15 +4,14 @@
     python -m examples.gsm8k_qwen --model Qwen/Qwen3-0.6B --no-load-in-4bit --wandb my-project
     python -m examples.gsm8k_qwen --model FOLDER --data train.jsonl    # without a network
 
-Requires model-agnostic-grpo[llm], and [llm-4bit] for 4 bits. Use a GPU. A model is a folder or a name on the hub. Data is a
-JSONL file with "question" and "answer", or a name on the hub (requires `datasets`). Resume a stopped run with --resume. The
+Requires the extras llm, llm-4bit for 4 bits, and tracking for --wandb. Use a GPU. A model is a folder or a name on the hub.
+Data is a JSONL file with "question" and "answer", or a name on the hub (requires `datasets`). --resume continues a run. The
 script writes metrics.jsonl, config.json, checkpoints/, model/ (adapter and tokenizer) and comparison.json to runs/gsm8k_qwen/.
 """
 
 import argparse
 import json
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, assert_never
 
@@ -28,6 +27,7 @@ from adapters.llm import (
     hybrid_reward,
     load_gsm8k,
 )
+from adapters.tracking import WandbSink
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, JSONLSink, ObjectiveConfig, compare_policies, measure_policy
 
 
@@ -103,23 +103,6 @@ def make_reward(name: Literal["correctness_first", "hybrid"]) -> CompletionRewar
             assert_never(name)
 
 
-class WandbSink:
-    """A sink that logs metrics to Weights & Biases."""
-
-    def __init__(self, project: str, config: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise SystemExit("--wandb needs: pip install wandb") from error
-        self._run = wandb.init(project=project, config=dict(config))
-
-    def log(self, metrics: Mapping[str, float], iteration: int) -> None:
-        self._run.log(dict(metrics), step=iteration)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 def main() -> None:
     args = parse_arguments()
     problems, unseen = load_problems(args.data, args.samples, args.eval_samples)
@@ -163,7 +146,7 @@ def main() -> None:
     with ExitStack() as stack:
         sinks: list[Any] = [stack.enter_context(JSONLSink(args.folder / "metrics.jsonl"))]
         if args.wandb:
-            sinks.append(stack.enter_context(closing(WandbSink(args.wandb, settings))))
+            sinks.append(stack.enter_context(WandbSink(args.folder, project=args.wandb)))
         question = {"label": lambda row: row["question"]}
         before = measure_policy(policy, unseen, reward, num_actions_per_state=args.responses, **question)
         trainer.train(

@@ -18,6 +18,7 @@ from grpo.types import Rows
 
 from ._common.checks import require_count
 from ._common.conversion import describe
+from ._common.shown import show_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,6 +292,8 @@ class LogReport:
     """Mean of w where the policy chooses an action, about 1 if the logging policy gave every choice of the policy a fair
     chance. 0.7: about 30 % of the choices are not in the logs."""
 
+    _repr_pretty_ = show_text
+
     def __str__(self) -> str:
         names = {"logged": self.logged, "IPS": self.ips, "SNIPS": self.snips, "DR": self.dr}
         lines = [f"{name:8s}{one}" for name, one in names.items() if one is not None]
@@ -369,7 +372,7 @@ def evaluate_from_logs(
     return report
 
 
-MIN_WEIGHT, MIN_EFFECTIVE = 0.9, 10
+MIN_WEIGHT, MIN_EFFECTIVE = 0.9, 50
 """`evaluate_from_logs` warns if the mean weight, with three standard errors added, or the effective number is lower."""
 NUM_UNMATCHED = 1_000
 """Number of different actions without a logged one among them after which `LoggedRewards` warns."""

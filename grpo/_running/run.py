@@ -24,6 +24,7 @@ from grpo.errors import ConfigError, warn_user
 from grpo.sinks import GuardedSinks, MetricSink, Samples, run_settings
 from grpo.types import Rows, select_rows
 
+from .history import History
 from .progress import RunProgress
 from .silent_parts import SilentParts
 from .state_source import StateSource
@@ -63,7 +64,7 @@ class Run:
     """Iterations, or time, between checkpoints. None: ten checkpoints in the run."""
     shows_bar: bool
     """Show a progress bar, on the first rank."""
-    history: list[dict[str, float]] = field(default_factory=list)
+    history: History = field(default_factory=History)
     """The metrics of each iteration that this call has made."""
 
     def __post_init__(self) -> None:

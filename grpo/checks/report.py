@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from grpo._common.shown import show_text
 from grpo.errors import ConfigError, ContractError, GRPOError
 
 Status: TypeAlias = Literal["passed", "failed", "skipped", "absent", "note"]
@@ -92,6 +93,8 @@ class CheckReport:
 
     def __getitem__(self, name: str) -> CheckResult:
         return next(result for result in self.results if result.name == name)
+
+    _repr_pretty_ = show_text
 
     def __str__(self) -> str:
         statuses = [result.status for result in self.results]

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from grpo._common.shown import show_text
 from grpo.errors import ConfigError
 
 from .measurement import Answer
@@ -134,6 +135,8 @@ class ComparisonReport:
         if parts:
             lines += ["", _header("part of the reward"), *parts]
         return "\n".join([*lines, "", _header("state"), *rows])
+
+    _repr_pretty_ = show_text
 
     def __str__(self) -> str:
         return self.table()

@@ -262,10 +262,10 @@ def test_an_estimate_has_five_folds_by_default() -> None:
         fitted.append(len(rows))
         return constant(0.0)(rows)
 
-    logs = [row("x", ADD, 0.5, 1.0)] * 10
+    logs = [row("x", ADD, 0.5, 1.0)] * 50
     LoggedRewards(logs, fit=fit)
     evaluate_from_logs(chooses({"x": ADD}), logs, fit=fit)
-    assert fitted == [8] * 10, "five of each"
+    assert fitted == [40] * 10, "five of each"
 
 
 def test_an_estimate_is_asked_once_for_each_state_and_action() -> None:
@@ -383,8 +383,8 @@ def test_a_state_without_an_action_earns_nothing() -> None:
 
 
 def test_none_is_an_action_where_it_was_logged() -> None:
-    """Showing nothing was drawn in half of 20 decisions, and earns 1."""
-    logs = [row(state, action, 0.5, float(action is None)) for state in range(10) for action in (None, "ad")]
+    """Showing nothing was drawn in half of 100 decisions, and earns 1."""
+    logs = [row(state, action, 0.5, float(action is None)) for state in range(50) for action in (None, "ad")]
     assert evaluate_from_logs(lambda states: [None] * len(states), logs).ips.value == pytest.approx(1.0)
     assert estimated(LoggedRewards(logs), (3, None), (3, "ad")) == pytest.approx([1.0, 0.0])
 
@@ -428,25 +428,27 @@ def test_few_decisions_that_agree_with_the_policy_are_reported() -> None:
     logs = [row("x", ADD, 0.999, 0.0)] * 999 + [row("x", WAIT, 0.001, 1.0)]
     with pytest.warns(GRPOWarning, match="only 1 effective decisions agree"):
         assert evaluate_from_logs(chooses({"x": WAIT}), logs).ips.value == pytest.approx(1.0)
-    enough = [row("x", action, 0.5, 1.0) for action in (ADD, WAIT) for _ in range(10)]
-    evaluate_from_logs(chooses({"x": WAIT}), enough)  # 10 effective decisions: no warning
+    enough = [row("x", action, 0.5, 1.0) for action in (ADD, WAIT) for _ in range(50)]
+    evaluate_from_logs(chooses({"x": WAIT}), enough)  # 50 effective decisions: no warning
+    with pytest.warns(GRPOWarning, match="only 49 effective decisions agree"):
+        evaluate_from_logs(chooses({"x": WAIT}), enough[:-1])
 
 
 def test_a_mean_weight_that_may_be_near_one_by_chance_is_not_reported() -> None:
-    """100 decisions with a probability of 1/2, and the policy's choice in 35 of them: w = 2 or 0, with the mean .7.
+    """200 decisions with a probability of 1/2, and the policy's choice in 70 of them: w = 2 or 0, with the mean .7.
 
-    Variance (35 * 4 - 100 * .49) / 99 = .919, standard error .0959: .7 + 3 * .0959 = .988, which is not below .9.
-    In 30 of them: mean .6, variance (30 * 4 - 100 * .36) / 99 = .848, standard error .0921: .6 + 3 * .0921 = .876.
+    Variance (70 * 4 - 200 * .49) / 199 = .915, standard error .0676: .7 + 3 * .0676 = .903, which is not below .9.
+    In 60 of them: mean .6, variance (60 * 4 - 200 * .36) / 199 = .844, standard error .0650: .6 + 3 * .0650 = .795.
     """
 
     def evaluate(number: int) -> LogReport:
-        logs = [row("x", ADD if place < number else WAIT, 0.5, 1.0) for place in range(100)]
+        logs = [row("x", ADD if place < number else WAIT, 0.5, 1.0) for place in range(200)]
         # The function itself, without the checks of types that the tests put around it.
         return inspect.unwrap(evaluate_from_logs)(chooses({"x": ADD}), logs)
 
-    assert evaluate(35).mean_weight == pytest.approx(0.7)
+    assert evaluate(70).mean_weight == pytest.approx(0.7)
     with pytest.warns(GRPOWarning, match="almost no probability to 40%") as warned:
-        evaluate(30)
+        evaluate(60)
     assert warned[0].filename == __file__, "the warning names the line that asked"
 
 

@@ -203,6 +203,15 @@ def _check_time_limit(probe: EnvironmentProbe) -> Verdict:
     own = time_limit(probe.instances[0])
     limit = own if probe.max_episode_steps is None else probe.max_episode_steps
     if limit is None:
+        ended = [
+            probe.episode(probe.instances[0], probe.seed + number, probe.seed + number, probe.num_steps)[1][-1].is_last
+            for number in range(NUM_GROUPS * GROUP_SIZE)
+        ]
+        if all(ended):
+            return note(
+                f"There is no time limit, and all of {len(ended)} episodes of random actions ended within {probe.num_steps} "
+                "steps. A trained policy may learn not to end them: pass EpisodeOptions(max_episode_steps=...)."
+            )
         return failed(
             "Episodes must have a time limit; the environment has none, neither in its registration nor as "
             "gymnasium.wrappers.TimeLimit. Pass EpisodeOptions(max_episode_steps=...), and the same number here."

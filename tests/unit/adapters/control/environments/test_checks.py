@@ -251,6 +251,18 @@ def test_a_seed_that_leaves_few_outcomes_is_noted(subtests: pytest.Subtests) -> 
             assert "Use a smaller group_size and more starts" in report["group"].message
 
 
+def test_an_environment_without_a_limit_whose_episodes_end_is_noted() -> None:
+    """Each episode of `Guess` ends at its first step. The same environment that ends none of them fails."""
+
+    class Endless(Guess):
+        spec = None
+
+    report = check_environment(Endless)
+    assert report["time limit"].status == "note"
+    assert "all of 32 episodes of random actions ended within 200 steps" in report["time limit"].message
+    assert check_environment(Unlimited)["time limit"].status == "failed"
+
+
 def test_environments_are_closed_and_generators_restored() -> None:
     created: list[Counts] = []
 
