@@ -16,6 +16,7 @@ from grpo.arguments import describe, refuse_options, require_instances, require_
 from grpo.errors import ConfigError, ContractError
 
 from .completions import Completion, completion_mask, padded
+from .expert_rounding import ExpertRounding
 from .micro_batches import plan_by_tokens
 from .model.cards import base_on_hub, save_with_card
 from .model.causal_lm import CausalLM, is_adapted
@@ -167,6 +168,7 @@ class HFPolicy:
         check_scores(self._lm, self._sampler if self.samples_itself else None)
         self._balance = RouterBalance(self._lm, options.router_aux_loss_coef) if options.router_aux_loss_coef else None
         self._lm.balances_experts = self._balance is not None
+        self._expert_rounding = ExpertRounding(self._lm)
         self._base_model = base_on_hub(self._lm.plain)  # now, because a folder can be gone when the model is saved
         self._can_pack: bool | None = None
 
@@ -300,6 +302,7 @@ class HFPolicy:
 
         behaviour = beside(sampled.behaviour_log_probs)
         scores = None
+        self._expert_rounding.sampled(self.samples_itself and self.sampling.is_exact)
         # below float32, decoding and scoring round differently, so the trainer must score the policy itself
         if sampled.policy_log_probs is not None and self._lm.computes_in_float32:
             scores = ActionScores(
@@ -401,11 +404,16 @@ class HFPolicy:
         require_lengths("HFPolicy.score_groups", len(states), actions=actions)
         rows = [prompt for prompt, group in zip(self._encode(states), actions, strict=True) for _ in group]
         completions = [completion for group in actions for completion in group]
-        return self._score(*_distinct(rows), completions, log_probs_only=False)
+        return self._scored_in_full(rows, completions)
 
     def score_actions(self, states: Sequence[PromptState], actions: Sequence[Completion]) -> ActionScores:
         """Scores of N rows. Equal prompts are computed once."""
-        return self._score(*_distinct(self._encode(states)), actions, log_probs_only=False)
+        return self._scored_in_full(self._encode(states), actions)
+
+    def _scored_in_full(self, prompts: Sequence[Sequence[int]], actions: Sequence[Completion]) -> ActionScores:
+        scores = self._score(*_distinct(prompts), actions, log_probs_only=False)
+        self._expert_rounding.scored(actions, scores.log_probs, scores.mask)
+        return scores
 
     def get_log_probabilities(
         self, states: Sequence[PromptState], actions: Sequence[Completion]

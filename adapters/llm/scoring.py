@@ -221,7 +221,9 @@ def _drawn(
 
 
 def _require_equal(lm: CausalLM, what: str, found: Float[Tensor, "N T"], alone: Float[Tensor, "N T"]) -> None:
-    gap = (found - alone).abs().max().item()
+    gaps = (found - alone).abs()
+    # a few tokens whose experts are others are no fault
+    gap = (gaps.mean() if lm.may_choose_other_experts else gaps.max()).item()
     tolerance = 0.01 if lm.computes_in_float32 else 0.5
     if not gap < tolerance:  # also if it is NaN
         raise ConfigError(

@@ -151,6 +151,12 @@ class CausalLM:
         return is_wide and not torch.is_autocast_enabled(self.device.type)
 
     @property
+    def may_choose_other_experts(self) -> bool:
+        """Whether rounding can choose other experts in one pass than in another: a mixture of experts below float32."""
+        has_experts = any("expert" in type(part).__name__.lower() for part in self.decoder.modules())
+        return has_experts and not self.computes_in_float32
+
+    @property
     def max_positions(self) -> int | None:
         """Maximum sequence length of the model. None if the configuration does not have it.
 
