@@ -57,7 +57,6 @@ class Meetings:
         self._meeting = 0
         self._place = "Replicated()"
         self._last_seen: list[str] = []
-        self._last_seen_at = time.monotonic()
         self._said: set[str] = set()
         self._gloo: Any = None
         self._arrive()
@@ -92,7 +91,6 @@ class Meetings:
             parts = self._gather_bytes(message.ljust(longest, b"\0"))
         found = [pickle.loads(part[:length]) for part, length in zip(parts, lengths, strict=True)]
         self._last_seen = [where for where, _ in found]
-        self._last_seen_at = time.monotonic()
         return found
 
     def all_gather(self, values: Tensor) -> list[Tensor]:
@@ -236,13 +234,11 @@ class Meetings:
         else:
             what = f"{names} ended or lost the connection, while the other ranks waited at {self._place}."
             advice = _RESTART
-        seconds = time.monotonic() - self._last_seen_at
-        for rank in missing:
-            seen = f"last seen {seconds:.0f} s ago at {self._last_seen[rank]}" if self._last_seen else "never seen"
+        for rank in missing:  # no seconds: survivors without a store could not agree on them, and raise the same text
+            seen = f"last seen at {self._last_seen[rank]}" if self._last_seen else "never seen"
             what += f" Rank {rank} was {seen}."
             if rank in self._watch.busy_at:
-                reason, at = self._watch.busy_at[rank]
-                what += f" Until {time.monotonic() - at:.0f} s ago it said: {reason}."
+                what += f" It said last: {self._watch.busy_at[rank][0]}."
         return f"{what} The output of {names.lower()} may say why. {advice}"
 
     def _break(self, reason: str) -> None:
