@@ -7,10 +7,10 @@ used. `open_checkpoint` returns a `Checkpoint`, and `CheckpointFolder` keeps the
 
 import copy
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ._storage.files import as_path, make_folder
 from ._storage.folder import CheckpointFolder, best_of
 from ._storage.lock import FolderLock
 from ._storage.manifest import read_manifest, without_files
-from ._storage.opening import Checkpoint, checkpoints_in, open_checkpoint
+from ._storage.opening import Checkpoint, checkpoints_in, open_checkpoint, require_intact
 from .engine import Engine, OneProcess
 from .errors import CheckpointError, DamagedCheckpointError, warn_user
 from .policy_base import HasState
@@ -41,6 +41,8 @@ __all__ = [
     "require_encodable",
     "write_checkpoint",
 ]
+
+T = TypeVar("T")
 
 
 def write_checkpoint(
@@ -100,21 +102,43 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def best_checkpoint(folder: str | Path) -> Path:
-    """Return the path of the checkpoint with the highest score in `folder`.
+    """Return the path of the checkpoint with the highest score in `folder`, after verifying its files.
+
+    A warning names each checkpoint that is left out because it is damaged: its score may be higher.
 
     Raises:
-        CheckpointError: No checkpoint in `folder` has a score.
+        CheckpointError: No intact checkpoint in `folder` has a score.
     """
-    manifests = {}
+    manifests, problems = {}, []
     for path in checkpoints_in(as_path(folder)):
-        with suppress(DamagedCheckpointError):
-            manifests[path] = read_manifest(path)
-    best = best_of(manifests)
-    if best is None:
-        raise CheckpointError(
-            f"No checkpoint with a score in {folder}. Train with eval_states=..., which gives scores."
-        )
-    return best
+        try:
+            manifests[path] = _read_again(lambda path=path: read_manifest(path))
+        except DamagedCheckpointError as error:
+            problems.append(str(error))
+    while (best := best_of(manifests)) is not None:
+        manifest = manifests.pop(best)
+        try:
+            _read_again(lambda best=best, manifest=manifest: require_intact(best, manifest))
+        except DamagedCheckpointError as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            warn_user(
+                f"{best} has the highest score of the intact checkpoints. Others are left out: {' '.join(problems)}"
+            )
+        return best
+    missing = f"No checkpoint with a score in {folder}. Train with eval_states=..., which gives scores."
+    raise CheckpointError(" ".join([missing, *problems]))
+
+
+def _read_again(read: Callable[[], T]) -> T:
+    """Read once more if the disk failed, because another checkpoint is a wrong answer to a failure that passes."""
+    try:
+        return read()
+    except DamagedCheckpointError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        return read()
 
 
 def load_weights(path: str | Path, policy: Any) -> None:

@@ -6,6 +6,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from grpo import CheckpointError, ConfigError, GRPOWarning
 from grpo._ranks.processes import SeveralProcesses
+from grpo._storage import files as files_module
 from grpo._storage import folder as folder_module
 from grpo._storage import manifest as manifest_module
 from grpo._storage import opening
@@ -96,6 +98,55 @@ def test_a_manifest_that_cannot_be_read_for_a_moment_keeps_its_checkpoint(
             assert best_checkpoint(run).name == name_of(2)
             fill(run, {6: 0.5}, keep_last=2)
             assert names_in(run) == [name_of(2), name_of(5), name_of(6)]
+
+
+def test_the_best_checkpoint_is_verified_and_others_are_named(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    """One flipped bit in any file of the best, and in a manifest whose score nobody can know then."""
+    for file in ("manifest.json", "rank-0/state.json", "rank-0/tensors.safetensors"):
+        with subtests.test(file):
+            run = tmp_path / file.replace("/", "-")
+            fill(run, {1: 3.0, 2: 9.0, 3: 5.0})
+            damaged = run / name_of(2) / file
+            data = bytearray(damaged.read_bytes())
+            data[-8] ^= 1
+            damaged.write_bytes(data)
+            with pytest.warns(
+                GRPOWarning, match=rf"{name_of(3)} has the highest score of the intact .*{name_of(2)}/{file}"
+            ):
+                assert best_checkpoint(run).name == name_of(3)
+            (damaged.parent / damaged.name).write_bytes(b"")
+            for other in (1, 3):
+                (run / name_of(other) / "rank-0" / "state.json").unlink()
+            with pytest.raises(CheckpointError, match=rf"^No checkpoint with a score in .*{name_of(2)}/{file}"):
+                best_checkpoint(run)
+
+
+def test_a_disk_that_fails_for_a_moment_does_not_move_the_best(
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, {1: 3.0, 2: 9.0, 3: 5.0})
+    calls, failing = list[int](), 0
+
+    class Failing(FileIO):
+        def readinto(self, buffer: Any) -> Any:
+            calls.append(1)
+            if len(calls) == failing:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().readinto(buffer)
+
+        def read(self, size: int | None = -1) -> Any:
+            data = bytearray(size or 0)
+            return bytes(data[: self.readinto(data)])
+
+    monkeypatch.setattr(files_module, "FileIO", Failing)
+    assert best_checkpoint(tmp_path).name == name_of(2)
+    num_reads = len(calls)
+    assert num_reads >= 3 + 2
+    for failing in range(1, num_reads + 1):
+        with subtests.test(read=failing):
+            calls.clear()
+            assert best_checkpoint(tmp_path).name == name_of(2)
+            assert len(calls) > num_reads
 
 
 def error_of_disk(folder: Path, number: int) -> Exception:
