@@ -3,10 +3,12 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import io
 import json
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
@@ -23,10 +25,16 @@ from .openai_api import ApiError, error_body, read_request, response_body
 
 MOST_BYTES = 64 * 2**20
 """Maximum size of a request."""
+HEAD_BYTES = 2**16
+"""Maximum size of what comes before the body of a request."""
 MOST_ENDED = 10_000
 """Number of ended conversations that are remembered, so that late requests learn why they are refused."""
-IDLE_SECONDS = 20.0
-"""How long a connection may be idle, and a client may take to send a request."""
+REQUEST_SECONDS = 20.0
+"""How long a client may take to send a request, and to read the response."""
+MOST_CONNECTIONS = 512
+"""Number of connections at a time. Others wait."""
+PLACE_SECONDS = 1.0
+"""How long others wait before the oldest connection is closed that has not named a conversation."""
 
 
 @dataclass(slots=True, eq=False)
@@ -179,18 +187,28 @@ class _Server(ThreadingTCPServer):
     def __init__(self, endpoint: ChatEndpoint) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.endpoint = endpoint
+        self.strangers: dict[socket.socket, None] = {}
+        """Connections that have not named a conversation, the oldest first."""
         self._connections: dict[socket.socket, threading.Thread] = {}
+        self._place = threading.Condition()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True, name="chat endpoint")
         self._thread.start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         arguments = (request, client_address)
         thread = threading.Thread(target=self.process_request_thread, args=arguments, daemon=True, name="chat endpoint")
-        self._connections[request] = thread
+        with self._place:
+            while not self._place.wait_for(lambda: len(self._connections) < MOST_CONNECTIONS, PLACE_SECONDS):
+                _end(next(iter(list(self.strangers)), None))
+            self._connections[request] = thread
+            self.strangers[request] = None
         thread.start()
 
     def shutdown_request(self, request: Any) -> None:
-        self._connections.pop(request, None)
+        self.strangers.pop(request, None)
+        with self._place:
+            self._connections.pop(request, None)
+            self._place.notify()
         super().shutdown_request(request)
 
     def end(self) -> None:
@@ -199,28 +217,55 @@ class _Server(ThreadingTCPServer):
         self.server_close()
         self._thread.join()
         for connection, thread in list(self._connections.items()):
-            with contextlib.suppress(OSError):  # the client has closed it
-                connection.shutdown(socket.SHUT_RD)  # a response that is being written is finished
-            thread.join(IDLE_SECONDS)
+            _end(connection)  # a response that is being written is finished
+            thread.join(REQUEST_SECONDS)
+
+
+class _Request(io.RawIOBase):
+    """The bytes that a client sends, up to a time and a size."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._until = time.monotonic() + REQUEST_SECONDS
+        self.left = HEAD_BYTES
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        seconds = self._until - time.monotonic()
+        if seconds <= 0 or self.left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(seconds)  # of the whole request: a byte now and then does not keep the connection
+        count = self._connection.recv_into(buffer)
+        self.left -= count
+        return count
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers the requests of one connection. Every error is a response in OpenAI's form."""
+    """Answers the request of one connection. Every error is a response in OpenAI's form."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    timeout = IDLE_SECONDS
     server: _Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._request = _Request(self.connection)
+        self.rfile = io.BufferedReader(self._request)
 
     def handle(self) -> None:
         with contextlib.suppress(OSError):  # the client is gone
             super().handle()
 
     def do_POST(self) -> None:
+        self._unread = 0
         status, kind = 200, "application/json"
         try:
-            kind, body = self._response(self._body())
+            kind, body = self._response()
         except Exception as error:  # the program gets it, and may fail with it
+            self._skip()
             status, body = error_body(error)
         self._send(status, kind, body)
 
@@ -228,27 +273,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer what is no HTTP request."""
-        self.close_connection = True
         self._send(code, "application/json", error_body(ApiError(code, message or self.responses[code][1]))[1])
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing."""
 
-    def _body(self) -> bytes:
+    def _response(self) -> tuple[str, bytes]:
         length = self.headers.get("Content-Length", "" if "Transfer-Encoding" in self.headers else "0")
         if not length.isdecimal() or len(length) > 15:
-            self.close_connection = True
             raise ApiError(
                 411, f"A request needs a Content-Length in bytes; got {length[:80]!r}. Send the body at once."
             )
-        left, body = int(length), b""
-        while left and (part := self.rfile.read(min(left, MOST_BYTES))):
-            left, body = left - len(part), part
-        if int(length) > MOST_BYTES:  # it has been read, so that the client reads the answer
-            raise ApiError(413, f"A request may have {MOST_BYTES} bytes; got {length}. Shorten the messages.")
-        return body
-
-    def _response(self, body: bytes) -> tuple[str, bytes]:
+        self._unread = self._request.left = int(length)
         token, *path = self.path.split("?")[0].strip("/").split("/")
         if path == ["v1", "responses"]:
             raise ApiError(
@@ -262,20 +298,38 @@ class _Handler(BaseHTTPRequestHandler):
             raise ApiError(404, f"Only /v1/chat/completions and /v1/models are served; got {self.path[:200]!r}.")
         if self.command != method:
             raise ApiError(405, f"{self.path[:200]} needs the method {method}; got {self.command}.")
-        self.server.endpoint.require(token)
+        self.server.endpoint.require(token)  # before the body is read: a stranger gets no memory
+        self.server.strangers.pop(self.request, None)
+        if self._unread > MOST_BYTES:
+            raise ApiError(413, f"A request may have {MOST_BYTES} bytes; got {length}. Shorten the messages.")
+        body, self._unread = self.rfile.read(self._unread), 0
         if method == "POST":
             return self.server.endpoint.answer(token, body)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "you"}
         return "application/json", json.dumps({"object": "list", "data": [model]}).encode()
 
+    def _skip(self) -> None:
+        """Read the rest of the request, so that the client reads the answer. Keep nothing."""
+        while part := self.rfile.read(min(self._unread, HEAD_BYTES)):
+            self._unread -= len(part)
+
     def _send(self, status: int, kind: str, body: bytes) -> None:
+        self.connection.settimeout(REQUEST_SECONDS)
         self.send_response(status)
-        headers = {"Content-Type": kind, "Content-Length": len(body), "x-should-retry": "false"}  # for OpenAI's clients
-        for name, value in (headers | ({"Connection": "close"} if self.close_connection else {})).items():
+        # Clients would keep the connection for later requests, but the next conversation has another URL and often another
+        # client: a run would end with too many open files. This header closes the connection here, too.
+        headers = {"Content-Type": kind, "Content-Length": len(body), "Connection": "close"}
+        for name, value in (headers | {"x-should-retry": "false"}).items():  # for OpenAI's clients
             self.send_header(name, str(value))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+def _end(connection: socket.socket | None) -> None:
+    with contextlib.suppress(OSError):  # the client has closed it
+        if connection is not None:
+            connection.shutdown(socket.SHUT_RD)
 
 
 def _gone(ended_by: str) -> ApiError:

@@ -66,6 +66,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 TYPED = {
     "agents": ["--repeats", "1"],
+    "agent_clients": ["--conversations", "40"],
     "agent_trees": ["--seeds", "1", "--groups", "5"],
     "bandits": ["--seeds", "1", "--runs", "2"],
     "checkpoints": ["--quick"],

@@ -2,13 +2,17 @@
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import logging
 import re
 import socket
+import sys
 import threading
 import time
+import tracemalloc
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -306,29 +310,163 @@ def test_bad_http_gets_an_error_in_openais_form(subtests: pytest.Subtests, monke
     assert (found.reward, len(found.turns)) == (1.0, 1)
 
 
-def test_a_connection_is_kept_open_also_after_an_error() -> None:
+def exchange(base_url: str, *sent: bytes) -> bytes:
+    """What comes back through one connection, until the endpoint closes it."""
+    received = b""
+    with socket.create_connection(("127.0.0.1", urlsplit(base_url).port), timeout=20) as connection:
+        for part in sent:
+            connection.sendall(part)
+            time.sleep(0.02 if len(sent) > 9 else 0)
+        while part := connection.recv(10_000):
+            received += part
+    return received
+
+
+def request_to(base_url: str, body: bytes = json.dumps(ASKED).encode()) -> bytes:
+    path = urlsplit(base_url).path + "/chat/completions"
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def test_every_response_ends_its_connection() -> None:
+    """Frameworks keep a client for each URL, and each conversation has one: open connections would fill the table of files."""
+
     def program(base_url: str, state: Any) -> float:
         split = urlsplit(base_url)
         connection = http.client.HTTPConnection(split.netloc)
-        connection.connect()
-        port = connection.sock.getsockname()
-        for body, status in ((ASKED, 200), ({}, 400), ({"n": 2}, 400), (ASKED, 200)):
-            connection.request("POST", split.path + "/chat/completions", json.dumps(body))
+        for method, path, body, status in (
+            ("POST", "/chat/completions", ASKED, 200), ("POST", "/chat/completions", {}, 400), ("GET", "/models", {}, 200),
+            ("PUT", "/models", ASKED, 405), ("POST", "/chat/completions", ASKED, 200), ("X", "", {}, 501),
+        ):  # fmt: skip
+            connection.request(method, split.path + path, json.dumps(body))
             response = connection.getresponse()
+            assert (response.status, response.will_close) == (status, True)
             response.read()
-            assert response.status == status
-            assert connection.sock is not None
-            assert connection.sock.getsockname() == port
         connection.putrequest("POST", split.path)
         connection.putheader("Transfer-Encoding", "chunked")  # such a body is not read
         connection.endheaders()
-        response = connection.getresponse()
-        assert (response.status, response.will_close) == (411, True)
-        response.read()
+        assert connection.getresponse().status == 411
         connection.close()
         return 1.0
 
     assert converse(says("a", "b"), program)[0].reward == 1.0
+
+
+def test_two_conversations_in_one_connection_get_their_own_turns() -> None:
+    """A client that connects again answers both. Of two requests in one connection, the second is not read."""
+    urls, done = dict[str, str](), threading.Event()
+
+    def program(base_url: str, state: Any) -> float:
+        urls[state] = base_url
+        if state == "you":
+            assert done.wait(20)
+            return 1.0
+        try:
+            _wait_for(lambda: len(urls) == 2)
+            connection = http.client.HTTPConnection(urlsplit(base_url).netloc)
+            for name in ("you", "me", "you"):
+                connection.request("POST", urlsplit(urls[name]).path + "/chat/completions", json.dumps(ASKED))
+                assert connection.getresponse().status == 200
+            both = exchange(base_url, request_to(urls["me"]) + request_to(urls["you"]))
+            assert both.count(b"HTTP/1.1 200") == both.count(b"HTTP/1.1 ") == 1
+        finally:
+            done.set()
+        return 1.0
+
+    you, me = converse(says(*"abcde"), program, ["you", "me"])
+    assert [(row.reward, len(row.turns)) for row in (you, me)] == [(1.0, 2), (1.0, 2)]
+
+
+def test_a_strangers_request_costs_no_memory() -> None:
+    """The token is looked at before the body is read. The client reads the answer."""
+    body = bytes(30 * 2**20)
+
+    def program(base_url: str, state: Any) -> float:
+        tracemalloc.start()
+        try:
+            for url, status in ((base_url.replace("/v1", "x/v1"), 404), (base_url + "/elsewhere", 404)):
+                assert raw(url, body=body)[0] == status
+            assert tracemalloc.get_traced_memory()[1] < 2**21
+        finally:
+            tracemalloc.stop()
+        return float(raw(base_url)[0])
+
+    assert converse(says("a"), program)[0].reward == 200.0
+
+
+def test_slow_and_endless_requests_are_cut_off(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then does not keep a connection open. Neither does a head without end."""
+    monkeypatch.setattr(endpoint, "REQUEST_SECONDS", 0.5)
+
+    def program(base_url: str, state: Any) -> float:
+        whole, slow = request_to(base_url), [b"."] * 1000
+        cases: dict[str, list[bytes]] = {
+            "line": slow,
+            "headers": [whole.split(b"\r\n")[0] + b"\r\n", *slow],
+            "body": [whole[:-100], *slow],
+            "a stranger's body": [whole.replace(b"/v1", b"x/v1")[:-1].replace(b"Length: ", b"Length: 99"), *slow],
+            "no end": [b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 90, *[b"c: " + b"d" * 60_000 + b"\r\n"] * 9],
+        }
+        for name, sent in cases.items():
+            with subtests.test(name):
+                answered = b""
+                with contextlib.suppress(ConnectionError):
+                    answered = exchange(base_url, *sent)
+                assert answered == b""
+        return float(raw(base_url)[0])
+
+    assert converse(says("a"), program, timeout=None)[0].reward == 200.0
+
+
+def test_the_number_of_connections_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of the connections that say nothing is closed for a new one, and a request that waits for its turn is kept."""
+    monkeypatch.setattr(endpoint, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(endpoint, "PLACE_SECONDS", 0.05)
+    policy = says("a", "b", "c")
+    real, began, goes_on = policy.sample_tokens, threading.Event(), threading.Event()
+    policy.sample_tokens = lambda *a, **k: (began.set(), goes_on.wait(20), real(*a, **k))[2]
+
+    def program(base_url: str, state: Any) -> float:
+        statuses = list[int]()
+        waits = threading.Thread(target=lambda: statuses.append(raw(base_url)[0]))
+        waits.start()
+        assert began.wait(20)
+        address = ("127.0.0.1", urlsplit(base_url).port)
+        silent = [socket.create_connection(address, timeout=20) for _ in range(6)]
+        try:
+            for connection in silent[:4]:
+                assert connection.recv(1) == b""
+            _wait_for(lambda: sum(thread.name == "chat endpoint" for thread in threading.enumerate()) == 1 + 3)
+            assert raw(base_url.replace("/v1", "x/v1"))[0] == 404
+        finally:
+            goes_on.set()
+            waits.join()
+            for connection in silent:
+                connection.close()
+        return float(statuses[0])
+
+    assert converse(policy, program)[0].reward == 200.0
+
+
+def test_clients_that_are_not_closed_leave_nothing_behind() -> None:
+    """They outlive their event loop. A transport that is open then says "Event loop is closed", or that it was not closed."""
+    kept, policy = list[Any](), says(*"abcd")
+
+    async def program(base_url: str, state: Any) -> float:
+        kept.append(AsyncOpenAI(base_url=base_url, api_key="none"))
+        await kept[-1].chat.completions.create(**ASKED)
+        return 1.0
+
+    with ChatEndpoint(policy) as served:
+        agent = AgentPolicy(policy, served.runs(program))
+        for _ in range(2):
+            assert [row.reward for row in agent.generate_actions(["you"], 2)[0]] == [1.0, 1.0]
+        found = list[str]()
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            patch.setattr(sys, "unraisablehook", lambda unraisable: found.append(str(unraisable.exc_value)))
+            kept.clear()
+            gc.collect()
+    assert (found, [str(warning.message) for warning in warned]) == ([], [])
 
 
 def test_models_are_listed() -> None:
