@@ -3,15 +3,7 @@
 The adapters use these names, and a domain of your own can use them.
 """
 
-from ._common.checks import (
-    is_finite,
-    require_count,
-    require_each,
-    require_instances,
-    require_integers,
-    require_numbers,
-    require_widths,
-)
+from ._common.checks import require_count
 from ._common.conversion import (
     are_rows,
     as_advantages,
@@ -28,8 +20,17 @@ from ._common.conversion import (
     reward_name,
     widest_float,
 )
+from ._common.domain_checks import (
+    is_finite,
+    require_each,
+    require_instances,
+    require_integers,
+    require_numbers,
+    require_widths,
+)
+from ._common.names import nearest_name, with_checked_arguments
 from ._common.settings import Settings, setting
-from ._common.settings_by_name import nearest_name, refuse_options
+from ._common.settings_by_name import refuse_options
 
 __all__ = [
     "Settings",
@@ -57,4 +58,5 @@ __all__ = [
     "reward_name",
     "setting",
     "widest_float",
+    "with_checked_arguments",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._common.checks import require_count
 from ._common.conversion import describe
-from ._common.settings_by_name import nearest_name
+from ._common.names import nearest_name
 from ._sharding.tensors import copy_into, is_sharded
 from .errors import ConfigError, warn_user
 from .policy_base import HasState, SyncsSampler

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ._common.calls import Call
+from ._common.names import require_arguments
 from ._common.protocols import require_methods
 
 Args = ParamSpec("Args")
@@ -269,6 +270,7 @@ def built_on_all_ranks(construct: Callable[Args, None]) -> Callable[Args, None]:
         require_methods(engine, ENGINE_METHODS, "engine", "Engine")
         name = type(args[0]).__name__
         with engine.together(f"{name}()"):
+            require_arguments(name, construct, args, given)
             engine.require_same_arguments(name, given)
             construct(*args, **kwargs)
 

@@ -20,6 +20,10 @@ class ConfigError(GRPOError, ValueError):
     """A setting is out of range, or two settings contradict each other. The message names the field."""
 
 
+class ArgumentError(ConfigError, TypeError):
+    """An argument or a setting is unknown, missing, or was not passed by its name. The message says what to write."""
+
+
 class ContractError(GRPOError, ValueError):
     """A policy, or a caller, passed values that break the contract, such as a tensor of the wrong shape."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ._common.global_state import preserved_mode, preserved_random_state
+from ._common.names import with_checked_arguments
 from ._processes.calls import call_in_process
 from ._running.ahead import Ahead
 from ._running.first_iteration import check_first_iteration
@@ -146,6 +147,7 @@ class GRPOTrainer(Learner):
 
     # A run
 
+    @with_checked_arguments
     @run_on_all_ranks
     def train(
         self,

@@ -14,14 +14,16 @@ from grpo.errors import ContractError, GRPOError, RewardError
 
 
 def describe(value: Any) -> str:
-    """A short description of a value for error messages: the shape and dtype of a tensor or array, else the type."""
+    """A short description of a value for error messages: the container with its size and what it holds, or the type."""
     if isinstance(value, Tensor | np.ndarray):
         dtype = str(value.dtype).removeprefix("torch.")
         if isinstance(value, Tensor) and value.is_nested:
             return f"a nested tensor of {dtype}"
-        return f"{list(value.shape)} {dtype}" + (_layout(value) if isinstance(value, Tensor) else "")
+        shape = f"{list(value.shape)} {dtype}"
+        return shape + _layout(value) if isinstance(value, Tensor) else f"a numpy array {shape}"
     if isinstance(value, list | tuple):
-        return f"a {type(value).__name__} of {len(value)}"
+        kinds = {type(entry).__name__ for entry in value}
+        return f"a {type(value).__name__} of {len(value)}" + (f" {kinds.pop()}" if len(kinds) == 1 else "")
     return f"{type(value).__name__} {value!r}"[:120]
 
 

@@ -1,7 +1,6 @@
 """Settings: frozen dataclasses whose values are checked, saved and loaded."""
 
 import dataclasses
-import difflib
 import operator
 import sys
 import types
@@ -10,6 +9,8 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from grpo.errors import ConfigError
+
+from .names import require_arguments
 
 SettingsT = TypeVar("SettingsT", bound="Settings")
 
@@ -38,6 +39,12 @@ _BOUNDS = {
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Base of frozen, keyword-only settings: every value is checked on construction against its type and bounds."""
+
+    def __new__(cls: type[SettingsT], *args: Any, **values: Any) -> SettingsT:
+        """Refuse settings that do not exist, or that have no name."""
+        if args or not values.keys() <= {field.name for field in dataclasses.fields(cls)}:
+            require_arguments(cls.__name__, cls.__init__, (None, *args), values, _how_to_pass(cls))
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         """Check every field against its annotation and bounds.
@@ -75,14 +82,7 @@ class Settings:
                 f"{cls.__name__}.from_dict needs a mapping of settings; got a {type(values).__name__}. Pass a dict."
             )
         names = [field.name for field in dataclasses.fields(cls)]
-        unknown = [key for key in values if key not in names]
-        if unknown:
-            near = difflib.get_close_matches(str(unknown[0]), names, n=1)
-            raise ConfigError(
-                f"{cls.__name__} has no setting {', '.join(map(repr, unknown))}; its settings are {', '.join(names) or 'none'}."
-                + (f" Did you mean {near[0]!r}?" if near else "")
-            )
-        return cls(**{key: _nested(cls, key, value) for key, value in values.items()})
+        return cls(**{str(key): _nested(cls, key, value) if key in names else value for key, value in values.items()})
 
 
 @cache
@@ -90,6 +90,16 @@ def alternatives(cls: Any, name: str) -> tuple[Any, ...]:
     """The types that a setting may have."""
     hint = get_type_hints(cls)[name]
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _how_to_pass(cls: type[Settings]) -> dict[str, str]:
+    """How each setting is passed, such as `GRPOConfig(objective=ObjectiveConfig(kl_coef=...))` for `kl_coef`."""
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(cls):
+        for kind in alternatives(cls, field.name):  # type: ignore[arg-type]
+            if isinstance(kind, type) and issubclass(kind, Settings):
+                found |= {n: f"{cls.__name__}({field.name}={how})" for n, how in _how_to_pass(kind).items()}
+    return found | {field.name: f"{cls.__name__}({field.name}=...)" for field in dataclasses.fields(cls)}
 
 
 def _nested(cls: type, name: str, value: Any) -> Any:

@@ -1,12 +1,12 @@
 """Settings that are changed, listed and searched for by their dotted names."""
 
 import dataclasses
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo.errors import ConfigError
 
+from .names import nearest_name
 from .settings import Settings, SettingsT, alternatives
 
 
@@ -45,20 +45,6 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in settings.items():
         flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return flat
-
-
-def nearest_name(name: str, known: Sequence[str]) -> str:
-    """A sentence with the known name that is nearest to `name`, also by its last part, or with all known names.
-
-    Example:
-        >>> nearest_name("groupsize", ["group_size", "seed"])
-        "Did you mean 'group_size'?"
-    """
-    by_last = {each.rpartition(".")[2]: each for each in reversed(known)}
-    near = difflib.get_close_matches(name, known, n=1) or [
-        by_last[last] for last in difflib.get_close_matches(name.rpartition(".")[2], by_last, n=1)
-    ]
-    return f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(known)}."
 
 
 def refuse_options(whose: str, options: type[Settings], keywords: Mapping[str, Any]) -> None:

@@ -227,7 +227,7 @@ def test_arrays_with_masked_entries_are_refused(subtests: pytest.Subtests) -> No
     for name in good:
         with subtests.test(name=name), pytest.raises((ContractError, RewardError)):
             ExperienceBatch.from_rows(**{**good, name: MASKED})
-    with pytest.raises(RewardError, match=r"reward must return .*; got \[4\] float64"):
+    with pytest.raises(RewardError, match=r"reward must return .*; got a numpy array \[4\] float64"):
         as_rewards("reward", MASKED, 4)
     nothing_masked = np.ma.masked_array([1.0, 2.0])
     assert as_rewards("reward", nothing_masked, 2).tolist() == [1, 2]

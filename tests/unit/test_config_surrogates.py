@@ -114,7 +114,7 @@ def test_none_in_quotes_switches_the_correction_off_and_none_leaves_it_to_the_it
     assert GRPOConfig(iterations_ahead=1).loss == ObjectiveConfig(sampler_correction=Truncate())
     with (
         as_users_run_it(),
-        pytest.raises(ConfigError, match=r"sampler_correction must be one of .*; got \[2\] float64"),
+        pytest.raises(ConfigError, match=r"sampler_correction must be one of .*; got a numpy array \[2\] float64"),
     ):
         ObjectiveConfig(sampler_correction=np.ones(2))
     with pytest.raises(ConfigError, match="sampler_correction must be one of 'truncate', 'mask', 'none', an object"):

@@ -102,9 +102,12 @@ def test_win_rates_are_compared_within_shared_groups_also_in_evaluations() -> No
 
 def test_wrong_keys_and_functions_are_refused(subtests: pytest.Subtests) -> None:
     for group_by, message in [
-        (lambda state: [state], r"group_by must return a hashable value.*got a list of 1 for state 0"),
+        (lambda state: [state], r"group_by must return a hashable value.*got a list of 1 str for state 0"),
         (lambda state: torch.tensor(1.0), r"group_by must return a hashable value.*got \[\] float32 for state 0"),
-        (lambda state: np.zeros(2), r"group_by must return a hashable value.*got \[2\] float64 for state 0"),
+        (
+            lambda state: np.zeros(2),
+            r"group_by must return a hashable value.*got a numpy array \[2\] float64 for state 0",
+        ),
     ]:
         with subtests.test(message=message), pytest.raises(ConfigError, match=message):
             trainer_of(group_by=group_by).collect(["a", "b"])

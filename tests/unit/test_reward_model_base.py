@@ -298,7 +298,7 @@ def test_wrong_fields_of_rewards_are_named(subtests: pytest.Subtests) -> None:
         ({"values": 1.0}, ContractError, "values must be a dense floating-point tensor [N, *T]; got [] float64"),
         ({"components": [1.0]}, ContractError, f"components {named} a list of 1"),
         ({"components": {1: [1, 2]}}, ContractError, f"components {named} dict {{1: "),
-        ({"components": {"a": [1.0]}}, RewardError, f"components['a'] {shape} a list of 1. Expand it."),
+        ({"components": {"a": [1.0]}}, RewardError, f"components['a'] {shape} a list of 1 float. Expand it."),
         ({"components": {"a": torch.ones(2, 1)}}, RewardError, f"components['a'] {shape} [2, 1] float32. Expand it."),
         ({"components": {"a": None}}, RewardError, f"components['a'] {shape} NoneType None. Use a list"),
         ({"weights": [1.0]}, ContractError, f"weights {named} a list of 1"),

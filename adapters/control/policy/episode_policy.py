@@ -1,6 +1,7 @@
 """A policy whose actions are whole episodes of a Gymnasium environment."""
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, assert_never
@@ -14,8 +15,15 @@ from torch import Tensor, nn
 
 from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, pad_to_steps
 from adapters.control.environments.pools import EnvironmentPool, make_pool
-from grpo.arguments import describe, refuse_options, require_instances, require_integers
-from grpo.errors import ConfigError, ContractError, warn_user
+from grpo.arguments import (
+    describe,
+    nearest_name,
+    refuse_options,
+    require_instances,
+    require_integers,
+    with_checked_arguments,
+)
+from grpo.errors import ArgumentError, ConfigError, ContractError, warn_user
 from grpo.types import ActionScores, SampledActions
 
 from .distributions import ActionDistribution, Gaussian, Kind, SquashedGaussian, distribution_for
@@ -60,6 +68,7 @@ class EpisodePolicy(nn.Module):
 
     _sampled_with: Tensor
 
+    @with_checked_arguments
     def __init__(
         self,
         environment: Any,
@@ -96,9 +105,17 @@ class EpisodePolicy(nn.Module):
             self.pool = environment
         else:
             default = environment.num_envs if isinstance(environment, VectorEnv) else DEFAULT_MEMBERS
-            self.pool = make_pool(
-                environment, default if num_members is None else num_members, infos=action_mask == "info", **make
-            )
+            members = default if num_members is None else num_members
+            try:
+                self.pool = make_pool(environment, members, infos=action_mask == "info", **make)
+            except TypeError as error:
+                strange = [name for name in make if repr(name) in str(error)]
+                if not strange:
+                    raise
+                raise ArgumentError(
+                    f"EpisodePolicy and its environment have no argument {strange[0]!r}. "
+                    f"{nearest_name(strange[0], list(inspect.signature(EpisodePolicy).parameters))}"
+                ) from error
         self.max_episode_steps = options.max_episode_steps
         self.time_limit = self._time_limit(None)
         self.encoder = ObservationEncoder(self.pool.observation_space)

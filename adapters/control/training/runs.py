@@ -13,7 +13,7 @@ from tqdm import tqdm
 from adapters.control.environments.episodes import EpisodeStart
 from adapters.control.policy.episode_policy import EpisodePolicy
 from grpo import GRPOTrainer
-from grpo.arguments import require_integers
+from grpo.arguments import require_integers, with_checked_arguments
 from grpo.callbacks import Callbacks
 from grpo.errors import ConfigError
 from grpo.sinks import GuardedSinks, MetricSink, Samples, replace_text, run_settings
@@ -44,6 +44,7 @@ class LearningCurve:
         return threshold is not None and bool(self.returns) and self.returns[-1] >= threshold
 
 
+@with_checked_arguments
 def train_control(
     trainer: GRPOTrainer,
     starts: Callable[[int], Sequence[EpisodeStart]],

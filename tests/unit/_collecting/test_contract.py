@@ -115,7 +115,7 @@ def test_a_wrong_number_of_actions_is_refused(subtests: pytest.Subtests) -> None
         (None, r", as 2 lists; got NoneType None"),
         (torch.zeros(6, dtype=torch.int64), r", \[B, G, \.\.\.\]; got \[6\] int64"),
         (torch.zeros(3, 2), r", \[B, G, \.\.\.\]; got \[3, 2\] float32"),
-        (np.zeros((2, 4, 3)), r", \[B, G, \.\.\.\]; got \[2, 4, 3\] float64"),
+        (np.zeros((2, 4, 3)), r", \[B, G, \.\.\.\]; got a numpy array \[2, 4, 3\] float64"),
     ]
     for actions, got in cases:
         message = f"^Policy.act must return 3 actions for each of 2 states{got}"

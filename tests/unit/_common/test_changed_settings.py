@@ -127,8 +127,8 @@ def test_from_dict_reads_nested_dicts_and_fills_in_defaults():
 
 def test_from_dict_refuses_unknown_keys(subtests):
     cases = [
-        ({"cuont": 4}, "Outer has no setting 'cuont'; its settings are count, rate"),
-        ({"inner": {"dpeth": 4}}, "Inner has no setting 'dpeth'; its settings are depth"),
+        ({"cuont": 4}, r"Outer has no setting 'cuont'. Did you mean Outer\(count=...\)\?"),
+        ({"inner": {"dpeth": 4}}, r"Inner has no setting 'dpeth'. Did you mean Inner\(depth=...\)\?"),
         ({"inner": {"depth": "4"}}, r"Inner\.depth must be int"),
         ({"count": 0}, r"Outer\.count must be >= 1"),
         ({"name": {"depth": 1}}, r"Outer\.name must be str or None"),

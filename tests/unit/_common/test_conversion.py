@@ -218,7 +218,8 @@ def test_advantages_that_are_not_one_number_per_row_or_step_are_refused(subtests
     cases = [
         (torch.ones(2), r"got \[2\] float32"), (torch.ones(3, 1), r"got \[3, 1\] float32"),
         (torch.ones(2, 3), r"got \[2, 3\] float32"), (torch.ones(3, 2, 1), r"got \[3, 2, 1\] float32"),
-        (torch.tensor(1.0), r"got \[\] float32"), ([1.0] * 3, "got a list of 3"), (np.ones(3), r"got \[3\] float64"),
+        (torch.tensor(1.0), r"got \[\] float32"), ([1.0] * 3, "got a list of 3"),
+        (np.ones(3), r"got a numpy array \[3\] float64"),
         (None, "got NoneType"), (torch.tensor([1.0, nan, 1.0]), "got NaN or infinity"),
         (torch.tensor([[1.0, -inf], [0.0, 0.0], [0.0, 0.0]]), "got NaN or infinity"),
     ]  # fmt: skip
@@ -256,8 +257,9 @@ def test_a_field_of_a_wrong_length_is_refused_by_name():
 def test_errors_describe_values_by_shape_type_and_length(subtests):
     cases = [
         (torch.zeros(8, 1, 3), "[8, 1, 3] float32"),
-        (np.zeros((2, 3)), "[2, 3] float64"),
-        ([1, 2], "a list of 2"),
+        (np.zeros((2, 3)), "a numpy array [2, 3] float64"),
+        ([1, 2], "a list of 2 int"),
+        (["a", 2], "a list of 2"),
         ((), "a tuple of 0"),
         (None, "NoneType None"),
         ("x" * 500, "str '" + "x" * 115),
