@@ -27,8 +27,9 @@ from ._common.domain_checks import (
     require_integers,
     require_numbers,
     require_widths,
+    with_checked_arguments,
 )
-from ._common.names import nearest_name, with_checked_arguments
+from ._common.names import nearest_name
 from ._common.settings import Settings, setting
 from ._common.settings_by_name import refuse_options
 

@@ -6,8 +6,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from ._common.domain_checks import with_checked_arguments
 from ._common.global_state import preserved_mode, preserved_random_state
-from ._common.names import with_checked_arguments
 from ._processes.calls import call_in_process
 from ._running.ahead import Ahead
 from ._running.first_iteration import check_first_iteration

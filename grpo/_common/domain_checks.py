@@ -1,15 +1,31 @@
-"""Checks of arguments that code of a domain makes. The algorithm does not use them."""
+"""Checks of arguments that a run and code of a domain make. The algorithm does not use them."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from grpo.errors import ConfigError
 
 from .conversion import describe
+from .names import require_arguments
 
 _T = TypeVar("_T")
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+def with_checked_arguments(function: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Make a constructor or a function raise the error of `require_arguments`."""
+    owner = function.__qualname__.removesuffix(".__init__")
+
+    @wraps(function)
+    def checked(*args: Args.args, **named: Args.kwargs) -> Result:
+        require_arguments(owner, function, args, named)
+        return function(*args, **named)
+
+    return checked
 
 
 def require_integers(owner: str, least: int, /, *, optional: bool = False, **named: Any) -> None:

@@ -4,14 +4,10 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
-from functools import wraps
 from importlib.resources import files
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from grpo.errors import ArgumentError
-
-Args = ParamSpec("Args")
-Result = TypeVar("Result")
 
 
 def nearest_name(name: str, known: Collection[str]) -> str:
@@ -57,15 +53,3 @@ def require_arguments(
         ]
         shown = ", ".join(each.name + "=..." * (each.kind is each.KEYWORD_ONLY) for each in needed[:3])
         raise ArgumentError(f"{owner}: {error}. Write {owner}({shown}).") from None
-
-
-def with_checked_arguments(function: Callable[Args, Result]) -> Callable[Args, Result]:
-    """Make a constructor or a function raise the error of `require_arguments`."""
-    owner = function.__qualname__.removesuffix(".__init__")
-
-    @wraps(function)
-    def checked(*args: Args.args, **named: Args.kwargs) -> Result:
-        require_arguments(owner, function, args, named)
-        return function(*args, **named)
-
-    return checked
