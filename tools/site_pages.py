@@ -46,6 +46,10 @@ FOUND = {
 documents at the top of the repository, and each page of docs/ that is not listed."""
 
 LINK_OR_FENCE = re.compile(r"^```.*?^```|(?P<before>\]\()(?P<target>[^)\s]+)\)", re.MULTILINE | re.DOTALL)
+TAG = re.compile(r"(<[^>]+>)")
+NO_LINKS = re.compile(r"</?(?:a|code|pre)\b")
+"""Tags whose content gets no links."""
+PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 INCLUDED = re.compile(r"^<!-- section (?P<heading>[^,]+), from (?P<path>\S+) -->$", re.MULTILINE)
 
 
@@ -101,6 +105,7 @@ def index_first(page: str) -> tuple[bool, str]:
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
     """Insert sections of other files, and let links to files of the repository lead to their pages."""
     here = page.file.src_uri
+    page.meta["search"] = {"boost": boost_of(here)}
     origin = PurePosixPath(ORIGINS.get(here, f"docs/{here}"))
 
     def linked(found: re.Match[str], folder: PurePosixPath) -> str:
@@ -120,6 +125,25 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
         markdown = DOCUMENTED.sub(r"::: \g<name>\n", markdown)
     markdown = LINK_OR_FENCE.sub(lambda link: linked(link, origin.parent), markdown)
     return INCLUDED.sub(included, markdown)
+
+
+def boost_of(page: str) -> float:
+    """How much a page counts in the search: names of others and guides first, then references, then reasons and history."""
+    folder = page.rpartition("/")[0]
+    if folder.startswith(("decisions", "project")):
+        return 0.2
+    return {"": 4.0, "names.md": 300.0}.get(page if page == "names.md" else folder, 1.0)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let numbers of papers lead to the papers, except where they are code or a link already."""
+    inside, parts = 0, TAG.split(html)
+    for place, part in enumerate(parts):
+        if place % 2:
+            inside += (-1 if part[1] == "/" else 1) if NO_LINKS.match(part) else 0
+        elif not inside:
+            parts[place] = PAPER.sub(r'<a href="https://arxiv.org/abs/\g<1>">\g<0></a>', part)
+    return "".join(parts)
 
 
 def page_of(path: str, files: Files) -> str | None:

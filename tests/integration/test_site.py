@@ -190,6 +190,23 @@ def build(folder: Path) -> str:
     return done.stdout + done.stderr
 
 
+FOUND_AT = {
+    "lossType": "names.html",
+    "GrpoOptimizer": "names.html",
+    "W&B": "tracking.html",
+    "kl_coef": "debugging.html",
+    "how to resume": "reliability.html",
+    "LoRA": "llm.html",
+    "MCP server": "tools.html",
+    "torchrun": "scaling.html",
+    "clip_range": "names.html",
+    "check_policy": "checks.html",
+    "gymnasium": "control.html",
+    "out of memory": "debugging.html",
+}
+"""What people search for, and a page that has to be among the first three."""
+
+
 @pytest.mark.slow
 def test_the_site_has_no_warning_no_wide_page_and_nothing_from_other_hosts(tmp_path: Path) -> None:
     """Neither a page nor a table or a block of code in it scrolls sideways at 1,280 px, and the search finds other names."""
@@ -197,7 +214,7 @@ def test_the_site_has_no_warning_no_wide_page_and_nothing_from_other_hosts(tmp_p
     assert [line for line in printed.splitlines() if not line.startswith("INFO ")] == []
     pages = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.html"))
     assert {"index.html", "names.html", "api/tools.html", "examples/custom_domain.html", "404.html"} <= set(pages)
-    seen = walked(tmp_path, pages, ["lossType", "GrpoOptimizer"], seconds=280)
+    seen = walked(tmp_path, pages, list(FOUND_AT), phones=["index.html", "llm.html", "core.html"], seconds=280)
     assert set(seen["pages"]) == set(pages)
     wrong = {
         page: found
@@ -205,8 +222,12 @@ def test_the_site_has_no_warning_no_wide_page_and_nothing_from_other_hosts(tmp_p
         if found["too_wide"] or found["boxes"] or found["elsewhere"]
     }
     assert wrong == {}
+    assert seen["cut"] == dict.fromkeys(["index.html", "llm.html", "core.html"], [])
     for words, links in seen["found"].items():
-        assert any("/names.html" in link for link in links), words
+        first = list(dict.fromkeys(link.partition("?")[0].partition("#")[0].rpartition("/")[2] for link in links))[:3]
+        assert FOUND_AT[words] in first, (words, first)
+    papers = (tmp_path / "papers.html").read_text(encoding="utf-8")
+    assert '<a href="https://arxiv.org/abs/2402.03300">' in papers
 
 
 WIDE = """<!doctype html><title>wide</title><article>

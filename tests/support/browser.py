@@ -15,7 +15,7 @@ from typing import Any
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 WALK = """<!doctype html><title>walk</title><body><script>
-const queue = PAGES, seen = {}, sleep = (ms) => new Promise((done) => setTimeout(done, ms));
+const queue = PAGES, onPhones = PHONES, seen = {}, cut = {}, sleep = (ms) => new Promise((done) => setTimeout(done, ms));
 async function open(frame, page) {
   await new Promise((done) => { frame.onload = done; frame.src = "/" + page; });
   await sleep(60);
@@ -38,6 +38,18 @@ async function walk() {
     };
   }
 }
+async function walkOnPhones() {
+  const frame = document.createElement("iframe");
+  frame.style.cssText = "width:400px;height:900px;border:0";
+  document.body.append(frame);
+  for (const page of onPhones) {
+    const doc = await open(frame, page);
+    cut[page] = [...doc.querySelectorAll("article pre > code")].filter((code) => {
+      const lines = code.textContent.trimEnd().split("\\n").length;
+      return code.scrollHeight > (lines + 3) * parseFloat(getComputedStyle(code).lineHeight);
+    }).map((code) => code.textContent.trim().slice(0, 120));
+  }
+}
 async function search(words) {
   const frame = document.createElement("iframe");
   frame.style.cssText = "width:1280px;height:900px";
@@ -51,10 +63,10 @@ async function search(words) {
   return [];
 }
 (async () => {
-  await Promise.all([walk(), walk(), walk()]);
+  await Promise.all([walk(), walk(), walk(), walkOnPhones()]);
   const found = {};
   for (const words of SEARCHES) found[words] = await search(words);
-  await fetch("/done", { method: "POST", body: JSON.stringify({ pages: seen, found }) });
+  await fetch("/done", { method: "POST", body: JSON.stringify({ pages: seen, cut, found }) });
 })();
 </script>"""
 
@@ -67,15 +79,21 @@ def browser() -> str:
 
 
 def walked(
-    folder: Path, pages: Sequence[str], searches: Sequence[str] = (), *, seconds: float = 240.0
+    folder: Path,
+    pages: Sequence[str],
+    searches: Sequence[str] = (),
+    *,
+    phones: Sequence[str] = (),
+    seconds: float = 240.0,
 ) -> dict[str, Any]:
-    """Open pages in windows of 1,280 px, without a network, and search the site.
+    """Open pages in windows of 1,280 px, and `phones` at 400 px, without a network, and search the site.
 
     Returns:
         `pages`: for each page its title, its width if it is too wide, the texts of boxes in it that scroll sideways, and what
-        it loads from other hosts. `found`: for each search the links of its results.
+        it loads from other hosts. `cut`: for each page on a phone the blocks of code with broken lines. `found`: for each search the links of its results.
     """
     script = WALK.replace("PAGES", json.dumps(list(pages))).replace("SEARCHES", json.dumps(list(searches)))
+    script = script.replace("PHONES", json.dumps(list(phones)))
     # Chromium's children may still write into the profile after their parent has ended.
     profiles = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     with served(folder, script) as (address, answer), profiles as profile:
