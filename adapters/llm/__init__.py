@@ -24,7 +24,6 @@ except ImportError as error:
     raise ImportError('adapters.llm needs transformers: pip install "model-agnostic-grpo[llm]"') from error
 
 from .completions import Completion, FinishReason
-from .control_tokens import ControlTokens, special_tokens
 from .model.loading import add_lora, load_model
 from .model.merged_weights import merged_weights
 from .model.token_log_probs import token_log_probs
@@ -32,6 +31,7 @@ from .model.value_head import ValueHead
 from .options import HFOptions
 from .policy import HFPolicy
 from .presets import lora_start
+from .prompts.control_tokens import ControlTokens, special_tokens
 from .rewards.completion_rewards import CompletionRewards
 from .rewards.gsm8k import extract_answer, gsm8k_prompt, load_gsm8k
 from .rewards.gsm8k_rewards import correctness_first, hybrid_reward

@@ -34,7 +34,8 @@ from .policy_arguments import (
     require_tokenizer,
     value_head_of,
 )
-from .prompts import Prompt, PromptEncoder, PromptState, prompt_of
+from .prompts.encoder import PromptEncoder
+from .prompts.states import Prompt, PromptState, prompt_of
 from .sampling.continuous import ContinuousSampler
 from .sampling.decoding import DecodingSampler
 from .sampling.kept_prefixes import KeptPrefixes

@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo.errors import warn_user
 
-from .control_tokens import OWN, special_tokens
+from .prompts.control_tokens import OWN, special_tokens
 
 _OPENED = re.compile(
     r"(?:<(?!(?:assistant|bot|model|user|system|s|bos|pad|end)>)([A-Za-z_]\w*)>|\[(THINK)\])\s*(?:(?:</\1>|\[/\2\])\s*)?$"

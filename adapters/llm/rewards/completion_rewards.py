@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 
 from adapters.llm.completions import Completion
-from adapters.llm.prompts import PromptState
+from adapters.llm.prompts.states import PromptState
 from grpo import Rewards, WeightedRewards
 from grpo.arguments import describe, reward_name
 from grpo.errors import ConfigError

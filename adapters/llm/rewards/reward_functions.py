@@ -15,7 +15,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from adapters.llm.completions import Completion
-from adapters.llm.prompts import PromptState, prompt_of
+from adapters.llm.prompts.states import PromptState, prompt_of
 from grpo.arguments import Settings, describe
 from grpo.errors import ConfigError, GRPOError, RewardError
 from grpo.rewards import Call, PlannedCalls, is_async

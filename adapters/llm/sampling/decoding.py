@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from adapters.llm.completions import FinishReason
-from adapters.llm.control_tokens import special_tokens
 from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.model.shared_prompts import Prefilled, prefill
+from adapters.llm.prompts.control_tokens import special_tokens
 
 from .decoding_batch import DecodingBatch
 from .kept_prefixes import KeptPrefixes, continued_batch

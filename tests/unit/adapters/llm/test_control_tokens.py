@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from adapters.llm.control_tokens import ControlTokens, special_tokens
-from adapters.llm.prompts import PromptEncoder
+from adapters.llm.prompts.control_tokens import ControlTokens, special_tokens
+from adapters.llm.prompts.encoder import PromptEncoder
 from tests.support.agents import CHATML, chat_tokenizer, marked_tokenizer
 
 USER: Any = {"role": "user", "content": "sum it"}

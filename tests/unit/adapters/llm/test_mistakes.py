@@ -30,7 +30,7 @@ from adapters.llm import (
     correctness_first,
     tags_pattern,
 )
-from adapters.llm.prompts import PromptEncoder
+from adapters.llm.prompts.encoder import PromptEncoder
 from adapters.llm.sampling.decoding import StopStrings
 from grpo.errors import GRPOError
 from grpo.rewards import ask_for_rewards
@@ -295,6 +295,8 @@ MISTAKES: list[tuple[Kind, str, Callable[[], Any], Any]] = [
     ("said", "dropped tools", lambda: prompt(NO_TOOLS, {"prompt": [USER], "tools": [TOOL]}), "does not write the tools"),
     ("said", "a misspelt option",
         lambda: prompt(CHATML, {"prompt": [USER], "chat_template_kwargs": {"enable_thinkin": False}}), "reads no option"),
+    ("said", "documents, where the template reads none",
+        lambda: prompt(CHATML, {"prompt": [USER], "chat_template_kwargs": {"documents": [{"text": "it"}]}}), "reads no option"),
     ("said", "tags that are special tokens", lambda: text_of(THINKING, "<|think|>a<|/think|>7"), "keep_special_tokens=True"),
     ("said", "a tag that the template has opened", lambda: opened("<think>\n"), "completions begin inside this tag"),
     ("silent", "a template of another model that has the same marks",

@@ -5,7 +5,8 @@ import pytest
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
-from adapters.llm.prompts import PromptEncoder, prompt_of
+from adapters.llm.prompts.encoder import PromptEncoder
+from adapters.llm.prompts.states import prompt_of
 from grpo.errors import ContractError, GRPOWarning
 from tests.support.agents import CHATML, chat_tokenizer
 from tests.support.llm_models import CHARACTERS, END, VOCABULARY_SIZE, character_tokenizer
