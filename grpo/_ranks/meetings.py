@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import pickle
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -42,8 +43,6 @@ class Meetings:
     """
 
     def __init__(self, store: Any, rank: int, num_ranks: int, timeout: float) -> None:
-        import torch.distributed as dist  # a single process does not need it
-
         self.rank, self.num_ranks, self.timeout = rank, num_ranks, timeout
         self.broken: str | None = None
         """Why no further meeting is possible. None: meetings are possible."""
@@ -60,14 +59,7 @@ class Meetings:
         self._said: set[str] = set()
         self._gloo: Any = None
         self._arrive()
-        longest = timedelta(seconds=timeout + 4 * self._slice)  # the watch comes first: it knows who is missing
-        try:
-            self._gloo = dist.ProcessGroupGloo(store, rank, num_ranks, longest)
-        except RuntimeError as error:
-            self._break(self._who_is_missing(time.monotonic(), error))
-            raise self._rank_error() from error
-        # from here on only the watch ends a meeting, because a busy rank may come much later
-        self._gloo._set_default_timeout(timedelta(days=365))
+        self._connect(store)
 
     def busy(self, seconds: float, reason: str) -> AbstractContextManager[None]:
         """Inside the block, at most for so many seconds, the other ranks know why this rank is late, and wait for it."""
@@ -193,7 +185,34 @@ class Meetings:
                 self._break(self._who_is_missing(begun, cause))
                 raise self._rank_error()
             time.sleep(self._slice / 20)
+
+    def _connect(self, store: Any) -> None:
+        """Connect to all ranks, within the timeout: gloo waits five times as long for a rank that ends while it connects."""
+        import torch.distributed as dist  # a single process does not need it
+
+        made: list[Any] = []
+        longest = timedelta(seconds=self.timeout + 4 * self._slice)  # the watch comes first: it knows who is missing
+
+        def connect() -> None:
+            try:
+                made.append(dist.ProcessGroupGloo(store, self.rank, self.num_ranks, longest))
+            except Exception as error:  # raised in the first thread
+                made.append(error)
+
+        begun = time.monotonic()
+        thread = threading.Thread(target=connect, name="grpo-connect", daemon=True)
+        thread.start()
+        while not made:
+            thread.join(self._slice)
+            if self._watch.verdict is not None or time.monotonic() - begun >= self._longest_wait:
+                made.append(TimeoutError())
+        if isinstance(made[0], Exception):
+            self._break(self._who_is_missing(begun, made[0]))
+            raise self._rank_error() from made[0]
         self._watch.stop()
+        self._gloo = made[0]
+        # from here on only the watch ends a meeting, because a busy rank may come much later
+        made[0]._set_default_timeout(timedelta(days=365))
 
     def _who_is_missing(self, begun: float, cause: Exception) -> str:
         """Wait until it is clear which ranks do not come, at most until the timeout, and say it.

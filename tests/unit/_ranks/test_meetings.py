@@ -13,6 +13,7 @@ import torch.distributed as dist
 from grpo._ranks import meetings as module
 from grpo._ranks.meetings import INLINE_BYTES, Meetings
 from grpo._ranks.shared_errors import is_shared
+from grpo._ranks.watch import Watch
 from grpo.errors import RankError
 from tests.support.gloo_threads import meet, on_threads
 
@@ -95,6 +96,20 @@ def test_a_rank_that_does_not_come_is_named_on_every_rank_within_the_timeout(sub
                 assert is_shared(error)
                 assert "at the first meeting. The output of rank" in str(error)
                 assert rank == culprit or seconds > 0.5 * SHORT
+
+
+def test_a_rank_that_ends_while_the_ranks_connect_is_named_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has arrived, and then falls silent. Gloo waits for five times the timeout, and cannot be interrupted."""
+    given_up = threading.Event()
+    monkeypatch.setattr(dist, "ProcessGroupGloo", lambda *_: given_up.wait(50))
+    store = dist.HashStore()
+    other = Watch(store, 1, 2, 0.02)
+    other.wait_at(0)
+    threading.Timer(0.2, other.stop).start()
+    with pytest.raises(RankError, match=r"Rank 1 did not reach Replicated\(\) within 1 s\. Rank 1 was never seen\."):
+        Meetings(store, 0, 2, 1.0)
+    assert not given_up.is_set()
+    given_up.set()
 
 
 @pytest.mark.slow
