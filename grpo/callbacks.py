@@ -15,7 +15,7 @@ from ._common.checks import require_count
 from ._common.conversion import describe
 from ._common.names import nearest_name
 from ._sharding.tensors import copy_into, is_sharded
-from .errors import ConfigError, warn_user
+from .errors import CheckpointError, ConfigError, warn_user
 from .policy_base import HasState, SyncsSampler
 
 Decision: TypeAlias = Literal["stop"] | None
@@ -134,10 +134,19 @@ class Callbacks:
         """Restore the states.
 
         A callback without a saved state starts anew. A saved state without a callback is lost. A `GRPOWarning` names both.
+
+        Raises:
+            CheckpointError: A callback does not accept its state.
         """
         present = self._with_state()
         for name in present.keys() & state.keys():
-            present[name].load_state_dict(state[name])
+            try:
+                present[name].load_state_dict(state[name])
+            except Exception as error:
+                raise CheckpointError(
+                    f"The callback {name} must accept its saved state, {describe(state[name])}; it raised {error!r}. Leave "
+                    "the callback out, or use another checkpoint."
+                ) from error
         new, lost = sorted(present.keys() - state.keys()), sorted(state.keys() - present.keys())
         if state and (new or lost):
             warn_user(
@@ -230,9 +239,12 @@ class _Best:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.best, self.best_iteration, self.num_since_best = (
-            state[name] for name in ("best", "best_iteration", "num_since_best")
-        )
+        values = [state[name] for name in ("best", "best_iteration", "num_since_best")]
+        if not (values[0] is None or type(values[0]) in (int, float)) or not all(
+            type(value) is int for value in values[1:]
+        ):
+            raise CheckpointError(f"best, best_iteration and num_since_best must be numbers; got {values!r}")
+        self.best, self.best_iteration, self.num_since_best = values
 
 
 class EarlyStopping(_Best):

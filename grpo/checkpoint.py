@@ -9,6 +9,7 @@ import copy
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,13 +113,13 @@ def best_checkpoint(folder: str | Path) -> Path:
     manifests, problems = {}, []
     for path in checkpoints_in(as_path(folder)):
         try:
-            manifests[path] = _read_again(lambda path=path: read_manifest(path))
+            manifests[path] = _read_again(partial(read_manifest, path))
         except DamagedCheckpointError as error:
             problems.append(str(error))
     while (best := best_of(manifests)) is not None:
         manifest = manifests.pop(best)
         try:
-            _read_again(lambda best=best, manifest=manifest: require_intact(best, manifest))
+            _read_again(partial(require_intact, best, manifest))
         except DamagedCheckpointError as error:
             problems.append(str(error))
             continue

@@ -60,6 +60,8 @@ class Settings:
                 raise ConfigError(f"{name} must be {' or '.join(map(_spell, kinds))}; got {value!r}.")
             if value is None:
                 continue
+            if isinstance(value, int) and value >= 2**63 and "at_most" not in field.metadata:  # torch has no such count
+                raise ConfigError(f"{name} must be below 2**63; got {value!r}.")
             for key, bound in field.metadata.items():
                 sign, holds = _BOUNDS[key]
                 if not holds(value, bound):

@@ -1,13 +1,14 @@
 """Restore a trainer from a checkpoint."""
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from grpo._storage.kinds import LARGEST
+from grpo._storage.manifest import LARGEST_COUNT
 from grpo.checkpoint import Checkpoint, SavedTensor, open_checkpoint
 from grpo.engine import Engine
 from grpo.errors import CheckpointError, DamagedCheckpointError
@@ -61,7 +62,8 @@ def require_sound(checkpoint: Checkpoint) -> None:
     """
     if wrong := list(_wrong_numbers(checkpoint.state.get("parts"))):
         raise DamagedCheckpointError(
-            f"{checkpoint.path}: counters must be integers of at least 0, and the optimizer's settings finite; got "
+            f"{checkpoint.path}: counters must be integers of at least 0, the optimizer's settings finite, and learning rates "
+            "at least 0; got "
             f"{', '.join(wrong)}. Use another checkpoint."
         )
 
@@ -73,13 +75,15 @@ def _wrong_numbers(parts: Any) -> Iterator[str]:
         counts = parts.get(part)
         for name, value in counts.items() if isinstance(counts, Mapping) else ():
             is_count = part != "progress" or name == "num_draws"
-            if is_count and (not isinstance(value, int) or value < 0):
+            most = LARGEST if name == "data_seed" else LARGEST_COUNT
+            if is_count and (type(value) is not int or not 0 <= value < most):
                 yield f"{part}.{name}={value!r}"
     optimizer = parts.get("optimizer")
     groups = optimizer.get("param_groups", []) if isinstance(optimizer, Mapping) else []
     for group in groups if isinstance(groups, list) else ():
         for name, value in group.items() if isinstance(group, Mapping) else ():
-            if isinstance(value, float) and not math.isfinite(value):
+            least = 0 if name in ("lr", "initial_lr") else 1 - LARGEST
+            if isinstance(value, int | float) and not least <= value < LARGEST:
                 yield f"{name}={value!r}"
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from grpo._common.conversion import describe, is_dense
 from grpo._common.global_state import capture_random_state, restore_random_state
 from grpo._common.settings_by_name import flattened
+from grpo._storage.kinds import unlike
 from grpo._updating.parts import Parts
 from grpo.config import GRPOConfig
 from grpo.engine import Engine
@@ -183,9 +184,9 @@ class RunState:
     def _require_fit(self, present: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Require the same parts, names, kinds and shapes as there are."""
         _require_same_names("The checkpoint", present, state)
-        if not isinstance(state["config"], Mapping):
+        if not isinstance(state["config"], Mapping) or not state["config"]:
             raise CheckpointError(
-                f"The checkpoint's config must be a dict; got {describe(state['config'])}. Use another checkpoint."
+                f"The checkpoint's config must be a dict of settings; got {describe(state['config'])}. Use another checkpoint."
             )
         for part in ("kinds", "parts", "random"):
             _require_same_names(f"The checkpoint's {part!r}", present[part], state[part])
@@ -195,6 +196,15 @@ class RunState:
                     f"The checkpoint's {name} is a {kind}; this trainer's is a {present['kinds'][name]}. "
                     "Build the trainer as it was when it was saved."
                 )
+        own = present["parts"].keys() - {"policy", "reward_model"}  # which look at their states themselves
+        found = (
+            unlike(name, present["parts"][name], state["parts"][name], may_lack=name != "optimizer")
+            for name in sorted(own)
+        )
+        if wrong := [one for part in found for one in part]:
+            raise CheckpointError(
+                f"The checkpoint must hold values as a trainer writes them; got {'; '.join(wrong[:3])}. Use another checkpoint."
+            )
         owner = type(self._parts.policy).__name__
         _require_same_tensors(owner, present["parameters"], state["parameters"])
         _require_same_tensors(f"reference {owner}", present["reference"], state["reference"])

@@ -1,5 +1,7 @@
 """Checkpoints that are damaged, lack something, or belong to another trainer: always found, and nothing is changed."""
 
+import copy
+import functools
 import hashlib
 import itertools
 import json
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import CheckpointError, GRPOConfig, GRPOTrainer
+from grpo import CheckpointError, EarlyStopping, GRPOConfig, GRPOTrainer
 from grpo.checkpoint import read_checkpoint, write_checkpoint
 from tests.support.checkpoint_runs import FILES, built, full_state_of, small
 from tests.support.objective_inputs import as_users_run_it
@@ -194,6 +196,73 @@ def test_files_nested_too_deeply_are_refused_and_an_older_checkpoint_is_read(
             with pytest.raises(CheckpointError):
                 read_checkpoint(damaged)
             assert digest(read_checkpoint(damaged.parent)) == digest(read_checkpoint(older))
+
+
+FORGED: list[tuple[str, Any, str]] = [
+    ("config", {}, "config must be a dict of settings"),
+    ("config", 5, "config must be a dict of settings"),
+    ("parameters", 5, "must be a dict"),
+    ("parts.counters.iteration", 10**40, "counters.iteration="),
+    ("parts.counters.iteration", True, "counters.iteration=True"),
+    ("parts.counters.data_seed", 10**40, "counters.data_seed="),
+    ("parts.optimizer_step.num_applied", 1.5, "num_applied=1.5"),
+    ("parts.progress.best_score", "x", "progress.best_score=str 'x'"),
+    ("parts.progress.best_score", 10**40, "progress.best_score=int"),
+    ("parts.progress.callbacks", 5, "progress.callbacks=int 5"),
+    ("parts.progress.callbacks.EarlyStopping", 5, "The callback EarlyStopping must accept its saved state, int 5"),
+    ("parts.progress.callbacks.EarlyStopping.best", "x", "EarlyStopping must accept .*best, best_iteration and"),
+    (
+        "parts.progress.callbacks.EarlyStopping.num_since_best",
+        None,
+        "EarlyStopping must accept .*best, best_iteration and",
+    ),
+    ("parts.coefficients.kl", [], "coefficients.kl=a list of 0 in place of float"),
+    ("parts.coefficients.entropy", {"$tuple": [1.0]}, "coefficients.entropy=a tuple of 1"),
+    ("parts.advantages.baseline.mean", "0.5", "advantages.baseline.mean=str"),
+    ("parts.optimizer", None, "optimizer"),
+    ("parts.optimizer.param_groups", 5, "optimizer.param_groups=int 5 in place of a list"),
+    ("parts.optimizer.param_groups.0", "x", "optimizer.param_groups.0.=str 'x' in place of dict"),
+    ("parts.optimizer.param_groups.0.lr", "x", "lr=str 'x' in place of float"),
+    ("parts.optimizer.param_groups.0.lr", None, "lr=NoneType None in place of float"),
+    ("parts.optimizer.param_groups.0.lr", -1, "lr=-1"),
+    ("parts.optimizer.param_groups.0.lr", 10**400, "lr="),
+    ("parts.optimizer.param_groups.0.eps", None, "eps=NoneType None in place of float"),
+    ("parts.optimizer.param_groups.0.weight_decay", {}, "weight_decay=dict"),
+    ("random", 5, "'random' must be a dict"),
+    ("random.torch", 5, "does not fit this trainer"),
+]
+"""What somebody who can compute hashes has written: where, the value, and the error."""
+
+
+def test_forged_values_of_a_wrong_type_are_refused_and_change_nothing(
+    subtests: pytest.Subtests, tmp_path: Path
+) -> None:
+    def made(seed: int) -> GRPOTrainer:
+        config = GRPOConfig(group_size=2, seed=seed)
+        return GRPOTrainer(config=config, policy=TablePolicy(), reward_model=lambda s, a: [0.0, 1.0])
+
+    def train(trainer: GRPOTrainer, num_iterations: int, folder: Path) -> None:
+        options: Any = {"callbacks": [EarlyStopping("rewards/mean")], "resume": "auto", "progress": False}
+        trainer.train(["a"], num_iterations=num_iterations, checkpoint_dir=folder, checkpoint_every=1, **options)
+
+    train(made(1), 2, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "iteration-00000001")
+    whole = tmp_path / "run" / "iteration-00000002"
+    state = json.loads((whole / "rank-0" / "state.json").read_text())
+    for number, (where, value, message) in enumerate(FORGED):
+        with subtests.test(where=where, value=value):
+            *path, last = (int(key) if key.isdigit() else key for key in where.split("."))
+            forged = copy.deepcopy(state)
+            functools.reduce(lambda inner, key: inner[key], path, forged)[last] = value
+            folder = copied(whole, tmp_path / str(number)).parent
+            rewritten(folder / "checkpoint", lambda manifest: None, state=json.dumps(forged).encode())
+            (folder / "checkpoint").rename(folder / whole.name)
+            trainer = made(1)
+            before = digest(trainer.policy.get_parameters())
+            with pytest.raises(CheckpointError, match=message):
+                train(trainer, 3, folder)
+            is_of_callback = "EarlyStopping" in where  # the callbacks come with the run, after the trainer's state
+            assert is_of_callback or digest(trainer.policy.get_parameters()) == before
 
 
 # Something is missing, or does not fit
