@@ -61,6 +61,8 @@ class VLLMServerSampler:
             The value of the server's `--max-num-seqs` is enough to keep the server busy.
         restart_timeout: How many seconds the sampler waits for a server if none answers.
         engine: The engine of the trainer, if there are several ranks. Every rank uses the same servers.
+        group_readable: Whether the owner's group may read the weights, for servers of another user. Otherwise only the owner
+            may: a folder in memory is open to all users of the computer.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -84,6 +86,7 @@ class VLLMServerSampler:
         max_concurrency: int = 256,
         restart_timeout: float = 600.0,
         engine: Engine | None = None,
+        group_readable: bool = False,
     ) -> None:
         folder: Any = weights_folder
         if not isinstance(folder, str | Path) or type(max_concurrency) is not int or max_concurrency < 1:
@@ -104,6 +107,7 @@ class VLLMServerSampler:
                 f"VLLMServerSampler: base_url must name at least one server, each once; got {base_url!r}."
             )
         self._folder = Path(weights_folder).resolve()
+        self._mode = 0o750 if group_readable else 0o700
         self._timeout = timeout
         self._max_concurrency = max_concurrency
         self._restart_timeout = restart_timeout
@@ -176,9 +180,14 @@ class VLLMServerSampler:
 
     def _write(self, weights: dict[str, Tensor]) -> None:
         """Write the weights to the folder. The file changes only when it is complete."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._folder.exists():  # the rights of a folder that is there are its owner's choice
+            self._folder.mkdir(parents=True, mode=self._mode)
+            self._folder.chmod(self._mode)  # whatever the umask is
         unfinished = self._folder / "unfinished"
+        unfinished.unlink(missing_ok=True)
+        unfinished.touch(mode=0o600, exist_ok=False)
         save_file(weights, unfinished)
+        unfinished.chmod(self._mode & 0o640)
         unfinished.replace(self._folder / "model.safetensors")
 
     def _load_own(self) -> set[str]:

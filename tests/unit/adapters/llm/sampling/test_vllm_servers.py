@@ -1,6 +1,7 @@
 """`VLLMServerSampler` with several servers and several ranks: servers that die, and weights that change."""
 
 import contextlib
+import os
 import re
 import threading
 import time
@@ -65,6 +66,24 @@ def seeds_of(stand: Stand) -> list[int]:
 
 def loads_of(stand: Stand) -> int:
     return stand.paths().count("/collective_rpc")
+
+
+def test_only_the_owner_reads_the_weights_or_the_group_if_asked(stands: list[Stand], tmp_path: Path) -> None:
+    """Whatever the umask is, and whoever has left a file behind. A folder that was there keeps its rights."""
+    before = os.umask(0)
+    try:
+        (tmp_path / "there").mkdir(mode=0o755)
+        (tmp_path / "there" / "unfinished").write_text("left behind")
+        modes = {}
+        for name, readable in (("own", False), ("shared", True), ("there", False)):
+            sampler = sampler_of(stands, tmp_path / name, group_readable=readable)
+            for _ in range(2):
+                sampler.sync(weights(1.0))
+            paths = (tmp_path / name, tmp_path / name / "model.safetensors")
+            modes[name] = [oct(path.stat().st_mode & 0o777) for path in paths]
+    finally:
+        os.umask(before)
+    assert modes == {"own": ["0o700", "0o600"], "shared": ["0o750", "0o640"], "there": ["0o755", "0o600"]}
 
 
 def test_prompts_are_spread_over_the_servers_and_rows_of_a_prompt_stay_together(
