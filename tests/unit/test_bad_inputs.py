@@ -28,6 +28,7 @@ from grpo import (
     ObjectiveInputs,
     ProtocolError,
     RewardError,
+    Rewards,
     WeightedRewards,
     group_relative_advantages,
     group_relative_returns,
@@ -119,7 +120,32 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     GRPOTrainer(**given, lr_scheduler=partial(StepLR, step_size=1))
 
 
+def test_no_gradient_flows_through_rewards(subtests: pytest.Subtests) -> None:
+    """A reward network that runs in a thread of its own has gradients. They are left out, and nothing fails."""
+    worth = torch.nn.Parameter(torch.tensor([0.0, 1.0]))
+
+    def with_gradient(part: bool) -> Any:
+        with torch.enable_grad():
+            return Rewards(values=worth * 2, components={"part": worth * 2}) if part else worth * 2
+
+    for part in (False, True):
+        with subtests.test(part=part):
+            config = GRPOConfig(group_size=2)
+            trainer = GRPOTrainer(
+                config=config, policy=TablePolicy(), reward_model=lambda s, a, part=part: with_gradient(part)
+            )
+            assert trainer.step(["a"])["rewards/mean"] == 1.0
+            assert trainer.evaluate(["a"], num_actions_per_state=2)["eval/avg_reward"] == 1.0
+    batch = ExperienceBatch.from_rows(["a", "a"], [0, 1], worth * 2, torch.tensor([0, 0]))
+    assert not batch.rewards.requires_grad
+    assert worth.grad is None
+
+
 def test_a_number_of_actions_beyond_64_bits_is_refused() -> None:
+    for name in ("group_size", "num_states_per_iteration", "batch_size", "replay_iterations"):
+        with pytest.raises(ConfigError, match=rf"GRPOConfig\.{name} must be below 2\*\*63; got 1180591620717411303424"):
+            GRPOConfig(**{name: 2**70})
+    assert GRPOConfig(seed=2**64 - 1).seed == 2**64 - 1
     with pytest.raises(
         ConfigError, match=r"num_actions_per_state must be >= 1; got 1180591620717411303424\. Pass an int"
     ):
