@@ -273,20 +273,28 @@ def check_copy(probe: PolicyProbe) -> Verdict:
             f"A deepcopy of {probe.name} must score like the policy; it differs by {gap:.2g}. Copy every parameter."
         )
     with perturbed(other.parameters.values()):
-        if (gap := scores_difference(probe.score(probe.row_scorer, *probe.rows), probe.scores)) > probe.tolerance:
+        if (gap := _gap(probe, probe)) > probe.tolerance:
             return failed(
                 f"A deepcopy of {probe.name} must be independent; changing its parameters changes the policy's log-probs by "
                 f"{gap:.2g}. Keep no tensors and no closures that both share."
             )
-        moved = scores_difference(other.score(other.row_scorer, *probe.rows), probe.scores)
+        moved = _gap(other, probe)
     with perturbed(probe.parameters.values()):
-        expected = scores_difference(probe.score(probe.row_scorer, *probe.rows), probe.scores)
+        expected = _gap(probe, probe)
     if expected > probe.tolerance and moved == 0.0:
         return failed(
             f"A deepcopy of {probe.name} must score with its own parameters; changing them changes nothing. Keep no bound "
             "methods or closures of the original in attributes: they keep using the original's parameters."
         )
     return passed("A deepcopy shares nothing and scores like the policy.")
+
+
+def _gap(scored: PolicyProbe, probe: PolicyProbe) -> float:
+    """How far the scores of the probe's rows are from what they were."""
+    try:
+        return scores_difference(scored.score(scored.row_scorer, *probe.rows), probe.scores)
+    except Exception:  # recovery: with other parameters, the actions may lie outside the support
+        return float("inf")
 
 
 def _shared_storage(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:

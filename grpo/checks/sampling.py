@@ -10,6 +10,7 @@ All tests of one `check_policy` together fail for at most one correct policy in 
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 from grpo.types import Rows
 
 from .report import Verdict, failed, passed, skipped
+from .supports import CURVED, Support, angles_start, support_of
 
 MAX_VERDICTS = 6
 """Verdicts on samples in one `check_policy`: on whole actions and on steps, in each of three rules."""
@@ -31,6 +33,9 @@ MASS_TOLERANCE = 0.02
 """Largest allowed distance of a density's numerical integral from 1."""
 GRID = 129
 """Number of grid points on a line along which a density of several numbers is integrated."""
+
+SOME = 64
+"""Number of samples that show whether numbers are angles."""
 
 ScoreActions = Callable[[Rows], Float[Tensor, " M"]]
 """A function that maps any M actions to their log-probs in the state that the samples were drawn for."""
@@ -216,9 +221,12 @@ def _test_density(
 
     if values.shape[1] == 1:
         return _test_one_number(owner, values[:, 0], density)
+    support = support_of(values)
+    if support is None:
+        return skipped(CURVED)
     count = max(len(values) // 2, 1)
-    axes = torch.arange(count) % values.shape[1]
-    return judge_lines(owner, values[:count], axes, log_probs[:count].exp(), lambda numbers, _: density(numbers))
+    axes = torch.arange(count) % len(support.directions)
+    return judge_lines(owner, values, axes, log_probs[:count].exp(), lambda numbers, _: density(numbers), support)
 
 
 def _on_wide_or_narrow(evaluate: Callable[[float], Tensor]) -> tuple[Tensor, bool]:
@@ -231,10 +239,14 @@ def _on_wide_or_narrow(evaluate: Callable[[float], Tensor]) -> tuple[Tensor, boo
 
 def _test_one_number(owner: str, samples: Tensor, density: Callable[[Tensor], Tensor]) -> Verdict:
     """The density must integrate to 1, and its cumulative integral must map the samples to uniform numbers."""
-    low, high = samples.min(), samples.max()
+    low, high, some = samples.min(), samples.max(), samples[:SOME]
+    own = density(some.unsqueeze(1))
+    start = angles_start(samples, lambda turn: density((some + turn).unsqueeze(1)), own)
+    if start is not None:
+        low, high = torch.tensor(start), torch.tensor(start + 2 * math.pi)
 
     def grid(reach: float) -> Tensor:
-        margin = reach * (high - low)
+        margin = reach * (high - low) if start is None else 0.0
         even = torch.linspace(float(low - margin), float(high + margin), 2 * len(samples) + 1, dtype=torch.float64)
         points: Tensor = torch.cat([even, samples]).unique()
         return points
@@ -257,39 +269,56 @@ def _test_one_number(owner: str, samples: Tensor, density: Callable[[Tensor], Te
 
 def judge_lines(
     owner: str,
-    values: Float[Tensor, "N D"],
+    values: Float[Tensor, "S D"],
     axes: Int[Tensor, " N"],
     own: Float[Tensor, " N"],
     density: Callable[[Tensor, Tensor], Tensor],
+    support: Support | None = None,
 ) -> Verdict:
-    """Test densities of several numbers along one line per sample, through the sample and parallel to one axis.
+    """Test densities of several numbers along one line per sample, through the sample and parallel to one direction.
 
     The sample's position on its line is distributed like the density along that line. So the integral up to the sample,
     divided by the integral over the whole line, is uniform for every distribution of the other numbers.
 
     Args:
         owner: Name of the sampling method, for messages.
-        values: The samples.
-        axes: The axis of each sample's line.
+        values: The samples. The first N of them have lines.
+        axes: The direction of each line, as an index.
         own: The density at each sample.
         density: Maps numbers [M, D], and the index of the sample on whose line each of them is [M], to densities [M].
+        support: The directions, and which points of a line count. None: the axes, and all points.
     """
-    count = len(values)
+    count = len(axes)
     every = torch.arange(count)
-    places = values[every, axes]
-    low, high = values.amin(0)[axes], values.amax(0)[axes]
+    support = support or Support(torch.eye(values.shape[1], dtype=values.dtype), values)
+    places, ways = support.places[every, axes], support.directions[axes]
+    low, high = support.places.amin(0), support.places.amax(0)
+    margin = (high - low) / 2
+    for axis in axes.unique().tolist():
+        some = (axes == axis).nonzero().squeeze(1)[:SOME]
+        turned = partial(_turned, values[some], ways[some], some, density)
+        start = angles_start(support.places[:, axis], turned, own[some])
+        if start is not None:
+            low[axis], high[axis], margin[axis] = start, start + 2 * math.pi, 0.0
     even = torch.linspace(0, 1, GRID, dtype=torch.float64)
 
     def grid(reach: float) -> Tensor:
-        start, stop = low - reach * (high - low) / 2, high + reach * (high - low) / 2
+        start, stop = (low - reach * margin)[axes], (high + reach * margin)[axes]
         return start.unsqueeze(1) + even * (stop - start).unsqueeze(1)
 
     def evaluate(reach: float) -> Tensor:
-        points = values.unsqueeze(1).repeat(1, GRID, 1)
-        points[every.unsqueeze(1), torch.arange(GRID), axes.unsqueeze(1)] = grid(reach)
-        return density(points.flatten(0, 1), every.repeat_interleave(GRID)).view(count, GRID)
+        moves = (grid(reach) - places.unsqueeze(1)).unsqueeze(2) * ways.unsqueeze(1)
+        points = (values[:count].unsqueeze(1) + moves).flatten(0, 1)
+        lines, inside = every.repeat_interleave(GRID), support.contains(points)
+        points = torch.where(inside.unsqueeze(1), points, values[lines])  # the policy is not asked about others
+        return torch.where(inside, density(points, lines), 0.0).view(count, GRID)
 
-    heights, is_wide = _on_wide_or_narrow(evaluate)
+    try:
+        heights, is_wide = _on_wide_or_narrow(evaluate)
+    except Exception:  # recovery: the policy refuses numbers that it does not sample
+        return skipped(
+            "The policy does not score numbers between its samples, so lines through samples leave its support."
+        )
     points = grid(1.0 if is_wide else 0.0)
     clear = heights.isfinite().all(1) & (heights.sum(1).square() >= 4 * heights.square().sum(1)) & (heights.sum(1) > 0)
     if int(clear.sum()) < 100:
@@ -301,6 +330,12 @@ def judge_lines(
     below = torch.cat([torch.zeros(count, 1, dtype=torch.float64), below], 1)
     at_sample = below.gather(1, (order == GRID).int().argmax(1, keepdim=True)).squeeze(1)
     return _verdict_on_uniforms(owner, (at_sample / below[:, -1])[clear])
+
+
+def _turned(
+    values: Tensor, ways: Tensor, lines: Tensor, density: Callable[[Tensor, Tensor], Tensor], turn: Tensor
+) -> Tensor:
+    return density(values + turn * ways, lines)
 
 
 def _verdict_on_uniforms(owner: str, uniforms: Tensor) -> Verdict:

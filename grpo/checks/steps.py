@@ -174,7 +174,7 @@ def _judge_numbers(
         return torch.where(heights.isnan(), 0.0, heights)
 
     own = log_probs[:count].gather(1, columns.unsqueeze(1)).squeeze(1).exp()
-    verdict = judge_lines(owner, values[:count], axes, own, density)
+    verdict = judge_lines(owner, values, axes, own, density)
     unscored = (decided & ~depends.any(0)).nonzero().squeeze(1).tolist()
     if verdict.status == "passed" and unscored:
         return note(
