@@ -236,7 +236,7 @@ WRONG_ANSWERS = [
     (lambda prompts: [1.0, 2.0], r"<lambda> must return one number or None per row, a list of 3; got a list of 2"),
     (lambda prompts: 1.0, r"a list of 3; got float 1.0 for rows 0 to 2"),
     (lambda prompts: "abc", r"a list of 3; got str 'abc'"),
-    (lambda prompts: torch.zeros(3, 1), r"got a list of 1 at row 0"),
+    (lambda prompts: torch.zeros(3, 1), r"got a list of 1 float at row 0"),
     (
         lambda prompts: [1.0, "two", 3.0],
         r"must return a number, or None where it does not apply; got str 'two' at row 1",
