@@ -80,9 +80,7 @@ class Settings:
             ConfigError: The dict has an unknown key, or a value that the setting does not allow.
         """
         if not isinstance(values, Mapping):
-            raise ConfigError(
-                f"{cls.__name__}.from_dict needs a mapping of settings; got a {type(values).__name__}. Pass a dict."
-            )
+            raise ConfigError(f"{cls.__name__}.from_dict needs a mapping; got a {type(values).__name__}. Pass a dict.")
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{str(key): _nested(cls, key, value) if key in names else value for key, value in values.items()})
 

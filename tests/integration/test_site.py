@@ -222,7 +222,7 @@ def test_the_site_has_no_warning_no_wide_page_and_nothing_from_other_hosts(tmp_p
         if found["too_wide"] or found["boxes"] or found["elsewhere"]
     }
     assert wrong == {}
-    assert seen["cut"] == dict.fromkeys(["index.html", "llm.html", "core.html"], [])
+    assert seen["cut"] == {"index.html": [], "llm.html": [], "core.html": []}
     for words, links in seen["found"].items():
         first = list(dict.fromkeys(link.partition("?")[0].partition("#")[0].rpartition("/")[2] for link in links))[:3]
         assert FOUND_AT[words] in first, (words, first)

@@ -90,7 +90,8 @@ def walked(
 
     Returns:
         `pages`: for each page its title, its width if it is too wide, the texts of boxes in it that scroll sideways, and what
-        it loads from other hosts. `cut`: for each page on a phone the blocks of code with broken lines. `found`: for each search the links of its results.
+        it loads from other hosts. `cut`: for each page on a phone the blocks of code with broken lines.
+        `found`: for each search the links of its results.
     """
     script = WALK.replace("PAGES", json.dumps(list(pages))).replace("SEARCHES", json.dumps(list(searches)))
     script = script.replace("PHONES", json.dumps(list(phones)))
