@@ -11,7 +11,7 @@ from ._common.global_state import preserved_mode, preserved_random_state
 from ._processes.calls import call_in_process
 from ._running.ahead import Ahead
 from ._running.first_iteration import check_first_iteration
-from ._running.history import History
+from ._running.history import History, summary_of
 from ._running.in_progress import IterationInProgress
 from ._running.interrupts import Interrupts
 from ._running.progress import RunProgress
@@ -75,14 +75,14 @@ class GRPOTrainer(Learner):
         self.updates.context.between = self.safe_points.reached
         self.samples: list[Samples] | None = None
         """Rows of the current iteration, while a sink of `train` records them. None: no sink does."""
-        self.history = History()
+        self.history: list[dict[str, float]] = History()
         """The metrics of each iteration of the latest call of `train`. An interrupted call leaves them here."""
         self._has_said_what_needs_a_run = False
         self._needs_a_run = settings_of_a_run(self.config)
 
     def __repr__(self) -> str:
         names = f"{type(self.policy).__name__}, {type(self.reward_model).__name__}"
-        return f"GRPOTrainer({names}) at iteration {self.iteration}; the latest train: {self.history.summary()}"
+        return f"GRPOTrainer({names}) at iteration {self.iteration}; the latest train: {summary_of(self.history)}"
 
     # One iteration
 

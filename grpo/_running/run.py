@@ -64,7 +64,7 @@ class Run:
     """Iterations, or time, between checkpoints. None: ten checkpoints in the run."""
     shows_bar: bool
     """Show a progress bar, on the first rank."""
-    history: History = field(default_factory=History)
+    history: list[dict[str, float]] = field(default_factory=History)
     """The metrics of each iteration that this call has made."""
 
     def __post_init__(self) -> None:
