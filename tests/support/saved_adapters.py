@@ -1,10 +1,14 @@
-"""Adapters of every type that PEFT has. `python -m tests.support.saved_adapters FOLDER ...` prints log-probs of folders."""
+"""Adapters of every type that PEFT has. `python -m tests.support.saved_adapters ARGUMENTS` prints log-probs of folders.
+
+ARGUMENTS is a JSON list of the arguments of `HFPolicy.from_pretrained`, folder by folder.
+"""
 
 import json
 import sys
 from typing import Any
 
 import peft
+import torch
 
 from adapters.llm import HFPolicy, SamplingConfig
 from tests.support.llm_models import completion
@@ -23,29 +27,38 @@ OWN: dict[str, dict[str, Any]] = {
     "RANDLORA": {"r": 4},
     "C3A": {"block_size": 16},
     "ROAD": {"group_size": 8},
+    "CPT": {"cpt_token_ids": [3, 4, 5], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 1, 1]},
+    "ADAPTION_PROMPT": {"adapter_len": 4, "adapter_layers": 1},
 }
 """Settings of PEFT's types of adapters, where the defaults do not fit a tiny model."""
+PROMPTS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "MULTITASK_PROMPT_TUNING", "CARTRIDGE")
+"""Types that add virtual tokens and have no target modules. CPT is one, too, with settings of its own."""
 
 
 def configs() -> dict[str, Any]:
-    """A configuration of every type of adapter that PEFT has, by name, for a tiny Qwen 3."""
+    """A configuration of every type of adapter that PEFT has, by name, for a tiny Llama. X-LoRA needs trained adapters."""
     found = {}
     for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items():
         name = getattr(kind, "value", kind)
-        if name == "ADAPTION_PROMPT":  # it knows only some architectures
-            continue
-        settings = {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"} | OWN.get(name, {})
-        try:
-            found[name] = config(**settings)
-        except (TypeError, ValueError):  # it takes no target modules
-            continue
+        settings = OWN.get(name, {})
+        if name in PROMPTS:
+            settings = {"num_virtual_tokens": 4}
+        elif name not in ("CPT", "ADAPTION_PROMPT"):
+            settings = {"target_modules": ["q_proj", "down_proj"]} | settings
+        if name != "XLORA":
+            found[name] = config(**settings, task_type="CAUSAL_LM")
     return found
 
 
+@torch.no_grad()  # PEFT's C3A has no gradient around 8-bit weights
 def log_probs_of(policy: HFPolicy) -> list[float]:
     """Log-probs of one completion."""
     return policy.score_actions(["1+1="], [completion(5, 6, 7)]).log_probs[0].tolist()
 
 
 if __name__ == "__main__":
-    print(json.dumps([log_probs_of(HFPolicy.from_pretrained(folder, sampling=SAMPLING)) for folder in sys.argv[1:]]))
+    policies = (
+        HFPolicy.from_pretrained(sampling=SAMPLING, dtype=torch.float32, **arguments)
+        for arguments in json.loads(sys.argv[1])
+    )
+    print(json.dumps([log_probs_of(policy) for policy in policies]))
