@@ -206,8 +206,8 @@ def _save_merged(model: Any, folder: str | Path) -> None:
     with torch.device("meta"):
         shell = type(plain)(config)
     shell.generation_config = plain.generation_config
-    own = shell.state_dict().keys()
-    wrong = sorted(own ^ weights.keys())
+    # the names of a checkpoint: that of a mixture of experts has a tensor per expert
+    wrong = sorted(dict(merged_weights(shell)).keys() ^ weights.keys())
     if wrong:
         raise ContractError(
             f"HFPolicy.save_pretrained: a merged model must have the weights of a plain model; {wrong[:4]} are missing or "

@@ -32,6 +32,7 @@ from tests.support.llm_models import (
     relative_difference,
     tiny_model,
 )
+from tests.support.tiny_architectures import tiny_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing.*:FutureWarning",  # PEFT uses the old name
@@ -484,16 +485,24 @@ def test_every_type_of_adapter_gives_the_same_log_probs_in_a_fresh_process(bits:
 
 @pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn of what is tested here
 def test_tied_weights_that_are_trained_apart_are_saved_untied(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """Checkpoints of mixtures of experts have other names than their weights in memory."""
     tiny_model(tie_word_embeddings=True).save_pretrained(tmp_path / "base")
-    character_tokenizer().save_pretrained(tmp_path / "base")
+    tiny_of("mixtral", tie_word_embeddings=True).save_pretrained(tmp_path / "experts")
+    for name in ("base", "experts"):
+        character_tokenizer().save_pretrained(tmp_path / name)
     linear = {"r": 4, "task_type": "CAUSAL_LM"}
-    for targets, whole in ((["q_proj"], ["lm_head"]), (["q_proj"], ["lm_head", "embed_tokens"]), (["lm_head"], None)):
-        model, tokenizer = load_model(tmp_path / "base")
+    for base, targets, whole in (
+        ("base", ["q_proj"], ["lm_head"]),
+        ("base", ["q_proj"], ["lm_head", "embed_tokens"]),
+        ("base", ["lm_head"], None),
+        ("experts", ["lm_head"], None),
+    ):
+        model, tokenizer = load_model(tmp_path / base)
         model = peft.get_peft_model(model, LoraConfig(**linear, target_modules=targets, modules_to_save=whole))
         disturb(model)
         for merge in (False, True):
-            with subtests.test(targets=targets, whole=whole, merge=merge):
-                saved = tmp_path / f"{targets}-{whole}-{merge}"
+            with subtests.test(base=base, targets=targets, whole=whole, merge=merge):
+                saved = tmp_path / f"{base}-{targets}-{whole}-{merge}"
                 save_model(model, tokenizer, saved, merge=merge)
                 torch.testing.assert_close(logits(load_model(saved)[0]), logits(model), rtol=1e-4, atol=1e-5)
 
