@@ -6,7 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,9 @@ def no_type_checks() -> Iterator[None]:
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_at_every_file_call_loses_no_earlier_checkpoint(scenario: str, fault: str, tmp_path: Path) -> None:
+def test_a_fault_at_every_file_call_loses_no_earlier_checkpoint(
+    scenario: str, fault: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     assert shutil.which("strace"), "These tests need strace: apt-get install strace"
     result = subprocess.run(
         [sys.executable, "-m", "tests.support.storage_faults", str(tmp_path), scenario, fault],
@@ -49,6 +51,7 @@ def test_a_fault_at_every_file_call_loses_no_earlier_checkpoint(scenario: str, f
     points = [json.loads(line) for line in result.stdout.splitlines()]
     wrong = [point for point in points if point[-1]]
     assert not wrong, f"{len(wrong)} of {len(points)}: {wrong[:5]}\n{result.stderr[-2000:]}"
+    record_property(f"{scenario}, {fault}", f"{len(points)} calls")
     assert len(points) >= FEWEST_CALLS[scenario]
 
 

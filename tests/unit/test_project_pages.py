@@ -6,11 +6,13 @@ from importlib.metadata import PackageMetadata, PackageNotFoundError, metadata, 
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import grpo
+from tests.faults.conftest import LINES
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -112,6 +114,22 @@ def test_the_hosted_checks_run_ours_with_pinned_actions_of_github() -> None:
     assert {name for name, _ in uses} == {"actions/checkout", "actions/setup-python"}
     assert all(re.fullmatch(r"[0-9a-f]{40}", commit) for _, commit in uses)
     assert "run: .ci/run\n" in workflow
+
+
+def test_the_longest_tests_run_on_a_schedule_and_print_the_table_of_the_page() -> None:
+    """Every line that they print is the beginning of one line of the page, and every name is a test."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    assert {"schedule", "workflow_dispatch"} <= jobs[True].keys()  # YAML reads the key `on` as true
+    commands = {name: [step.get("run", "") for step in job["steps"]] for name, job in jobs["jobs"].items()}
+    assert "make test-faults" in commands["faults"]
+    only = {name: job["if"].count("==") for name, job in jobs["jobs"].items()}
+    assert only == {"ci": 0, "versions": 0, "faults": 2}
+    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs/reliability.md").read_text(encoding="utf-8"), re.MULTILINE)
+    defined = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests/faults").glob("test_*.py"))
+    for name, line in LINES.items():
+        assert len([row for row in rows if row.startswith(line)]) == 1, line
+        assert f"def {name}(" in defined, name
+    assert "runs `make test-faults` before the change lands" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
 def test_our_checks_include_every_target_that_can_fail_a_release() -> None:
