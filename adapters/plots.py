@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from xml.etree import ElementTree
 
-INSTALL = 'pip install "model-agnostic-grpo[tracking]"'
-"""The command that installs matplotlib. The extra `notebooks` has it, too."""
+from grpo.arguments import install_command
 
 Args = ParamSpec("Args")
 ResultT = TypeVar("ResultT")
@@ -38,7 +37,7 @@ def pyplot() -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError(f"Plots need matplotlib: {INSTALL}") from error
+        raise ImportError(f"Plots need matplotlib: {install_command('tracking')}") from error
     return plt
 
 

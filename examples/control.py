@@ -1,7 +1,7 @@
 """Train a policy on a Gymnasium environment without a critic. Episodes with the same start are compared step by step.
 
     python -m examples.control                                  # CartPole-v1: learned in seconds
-    python -m examples.control --env HalfCheetah-v5             # a robot; requires model-agnostic-grpo[robots]
+    python -m examples.control --env HalfCheetah-v5             # a robot; requires the extra [robots]
     python -m examples.control --env MountainCarContinuous-v0   # any environment, with default settings
     python -m examples.control --env CliffWalking-v1 --max-episode-steps 200   # an environment without a time limit
     python -m examples.control --env Hopper-v5 --video          # also records a video

@@ -1,6 +1,6 @@
 """A robot arm learns to reach targets, with a reward made of named terms.
 
-    python -m examples.robot_reach                    # one to two minutes on one core; requires model-agnostic-grpo[robots]
+    python -m examples.robot_reach                    # one to two minutes on one core; requires the extra [robots]
     python -m examples.robot_reach --steps 1000000    # a longer run
 
 The arm has two joints, and the target changes with every episode. All episodes of a group have the same target and the same

@@ -29,6 +29,7 @@ from ._common.domain_checks import (
     require_widths,
     with_checked_arguments,
 )
+from ._common.installation import install_command
 from ._common.names import nearest_name
 from ._common.settings import Settings, setting
 from ._common.settings_by_name import refuse_options
@@ -44,6 +45,7 @@ __all__ = [
     "as_state_keys",
     "as_tensor",
     "describe",
+    "install_command",
     "is_finite",
     "nearest_name",
     "pad_steps",

@@ -13,6 +13,8 @@ import runpy
 import subprocess
 import sys
 import sysconfig
+import tempfile
+from collections.abc import Sequence
 from importlib.metadata import distribution, packages_distributions, requires
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,12 +78,44 @@ def import_all_modules() -> int:
     return len(names)
 
 
+TASK = """
+from adapters.bandits import SoftmaxPolicy
+
+def task():
+    return SoftmaxPolicy(3), lambda states, actions: [float(action) for action in actions], ["a state", "another"]
+"""
+COMMANDS = (
+    *("--help", "--version", "presets", "presets dapo", "demo", "check own_task:task"),
+    *("train own_task:task settings.json --out run", "compare own_task:task run", "report run"),
+    "train own_task:task settings.yaml --out other",
+)
+"""What a newcomer types after `grpo`. Only the last one needs a package, PyYAML."""
+
+
+def run_every_command(grpo: Sequence[str | Path], folder: Path) -> list[str]:
+    """Run `COMMANDS` in a folder. Each of them works, or says in one line what it needs. Returns the lines that say so."""
+    (folder / "own_task.py").write_text(TASK)
+    for name in ("settings.json", "settings.yaml"):
+        (folder / name).write_text('{"config": {"seed": 0}, "train": {"num_iterations": 2}}')
+    needs = []
+    for command in COMMANDS:
+        done = subprocess.run([*grpo, *command.split()], cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            needs += [done.stderr]
+            assert done.stderr.count("\n") == 1, f"grpo {command}: {done.stdout}{done.stderr}"
+            assert "pip install" in done.stderr, f"grpo {command}: {done.stderr}"
+    return needs
+
+
 def run_commands() -> list[str]:
-    """Let each command and each program of the wheel print its help. Returns their names."""
+    """Let each command and each program of the wheel print its help, and run the commands. Returns their names."""
     scripts = [entry.name for entry in distribution(DISTRIBUTION).entry_points if entry.group == "console_scripts"]
     programs = [name for name in PROGRAMS if find_spec(f"{name}.__main__" if name == "grpo" else name) is not None]
     for name in scripts:
         subprocess.run([Path(sysconfig.get_path("scripts")) / name, "--help"], check=True, stdout=subprocess.DEVNULL)
+    with tempfile.TemporaryDirectory() as folder:
+        needs = run_every_command([Path(sysconfig.get_path("scripts")) / "grpo"], Path(folder))
+    assert len(needs) == 1, needs
     for name in programs:
         subprocess.run([sys.executable, "-I", "-m", name, "--help"], check=True, stdout=subprocess.DEVNULL)
     return scripts + [f"python -m {name}" for name in programs]

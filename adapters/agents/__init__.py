@@ -1,6 +1,6 @@
 """GRPO for language models that talk and act over many turns, with environments and agent programs of any kind.
 
-Requires transformers and PEFT (`pip install "model-agnostic-grpo[llm]"`).
+Requires transformers and PEFT (`pip install ".[llm]"`).
 
 Example:
     Train a model to use a tool::

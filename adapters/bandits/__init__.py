@@ -1,6 +1,6 @@
 """Non-stationary bandits: testbeds, policies, rewards, classic strategies for comparison, and metrics.
 
-Only the environments require Gymnasium (`pip install "model-agnostic-grpo[gym]"`). `import adapters.bandits.environments`
+Only the environments require Gymnasium (`pip install ".[gym]"`). `import adapters.bandits.environments`
 registers `bandits/DynamicBandit-v0`, `bandits/AbruptBandit-v0` and `bandits/RandomWalkBandit-v0`.
 
 Example:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from adapters.plots import pyplot
+from adapters.plots import is_installed
 from grpo import (
     AdvantageConfig,
     GRPOConfig,
@@ -25,6 +25,7 @@ from grpo import (
     ObjectiveOutput,
     grpo_objective,
 )
+from grpo.arguments import install_command
 from grpo.callbacks import RunningTrainer
 from grpo.surrogates import Clip
 
@@ -215,7 +216,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(
         "A bandit has five arms, and the best one changes every 20 steps. GRPO trains a policy that picks 32 arms per step."
     )
-    pyplot()  # before the training, because without matplotlib there is no plot
     print(
         "Training with naive settings: learning rate .005, advantages divided by their deviation, no pull to all arms ..."
     )
@@ -223,8 +223,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("Training with tuned settings: learning rate .05, advantages not divided, a penalty for leaving arms out ...")
     tuned = train_tuned(args.seed, progress=True)
     print_table([naive, tuned], play_classics(args.seed))
-    plot_dynamic_runs([naive, tuned], args.plot, dynamic_testbed().means[0])
-    print(f"\nPlot: {args.plot}")
+    if is_installed():
+        plot_dynamic_runs([naive, tuned], args.plot, dynamic_testbed().means[0])
+        print(f"\nPlot: {args.plot}")
+    else:
+        print(f"\nThere is no picture, because it needs matplotlib: {install_command('tracking')}")
 
 
 if __name__ == "__main__":

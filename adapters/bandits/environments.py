@@ -8,16 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from grpo.arguments import require_instances
+from grpo.arguments import install_command, require_instances
 
 from .testbeds import Testbed, abrupt_testbed, dynamic_testbed, random_walk_testbed
 
 try:
     import gymnasium
 except ImportError as error:
-    raise ImportError(
-        'The environments of adapters.bandits need Gymnasium: pip install "model-agnostic-grpo[gym]"'
-    ) from error
+    raise ImportError(f"The environments of adapters.bandits need Gymnasium: {install_command('gym')}") from error
 
 
 class BanditEnv(gymnasium.Env[np.int64, np.int64 | int]):

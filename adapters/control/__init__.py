@@ -1,6 +1,6 @@
 """Gymnasium environments and robots: groups of episodes with the same start, compared step by step, without a critic.
 
-Requires Gymnasium (`pip install "model-agnostic-grpo[gym]"`), and `[robots]` for MuJoCo and videos.
+Requires Gymnasium (`pip install ".[gym]"`), and `[robots]` for MuJoCo and videos.
 
 Example:
     Learn CartPole in a few seconds::
@@ -23,7 +23,9 @@ Example:
 try:
     import gymnasium as _gymnasium  # noqa: F401  # the one place that says what to install
 except ImportError as error:
-    raise ImportError('adapters.control needs Gymnasium: pip install "model-agnostic-grpo[gym]"') from error
+    from grpo.arguments import install_command
+
+    raise ImportError(f"adapters.control needs Gymnasium: {install_command('gym')}") from error
 
 from .environments.checks import check_environment
 from .environments.episodes import Episode, EpisodeStart, episode_starts

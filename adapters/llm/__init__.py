@@ -1,6 +1,6 @@
 """GRPO for Hugging Face causal language models, with reward functions and samplers of any kind.
 
-Requires transformers and PEFT (`pip install "model-agnostic-grpo[llm]"`). 4-bit and 8-bit models also require `[llm-4bit]`.
+Requires transformers and PEFT (`pip install ".[llm]"`). 4-bit and 8-bit models also require `[llm-4bit]`.
 
 Example:
     Train a model with a TRL-style reward function::
@@ -21,7 +21,9 @@ Example:
 try:
     import transformers as _transformers  # noqa: F401  # the one place that says what to install
 except ImportError as error:
-    raise ImportError('adapters.llm needs transformers: pip install "model-agnostic-grpo[llm]"') from error
+    from grpo.arguments import install_command
+
+    raise ImportError(f"adapters.llm needs transformers: {install_command('llm')}") from error
 
 from .completions import Completion, FinishReason
 from .model.loading import add_lora, load_model

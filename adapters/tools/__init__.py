@@ -1,6 +1,6 @@
 """GRPO for policies that choose tools and are rewarded for the tools' results.
 
-Requires jsonschema and pydantic. Tools of MCP servers also require the MCP SDK (`pip install "model-agnostic-grpo[tools]"`).
+Requires jsonschema and pydantic. Tools of MCP servers also require the MCP SDK (`pip install ".[tools]"`).
 
 Example:
     Train a policy on two tools of your own::
@@ -28,9 +28,9 @@ try:
     import jsonschema as _jsonschema  # noqa: F401  # only to raise the error below
     import pydantic as _pydantic  # noqa: F401
 except ImportError as error:
-    raise ImportError(
-        'adapters.tools needs jsonschema and pydantic: pip install "model-agnostic-grpo[tools]"'
-    ) from error
+    from grpo.arguments import install_command
+
+    raise ImportError(f"adapters.tools needs jsonschema and pydantic: {install_command('tools')}") from error
 
 from .catalogue.calls import ToolCall, ToolResult
 from .catalogue.tools import Tool, ToolCatalogue

@@ -5,7 +5,7 @@
 - `OptunaPruning` is a callback that prunes the trials of a study.
 - `plot_history` plots the metrics of any run.
 
-The trackers need their packages (`pip install "model-agnostic-grpo[tracking]"`). A sink imports its package when it opens a
+The trackers need their packages (`pip install ".[tracking]"`). A sink imports its package when it opens a
 run: importing this package, or making a sink on a rank that never logs, imports none of them. A run that is resumed from a
 checkpoint continues under its own id, which each sink keeps in a file in its folder.
 

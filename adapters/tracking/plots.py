@@ -1,4 +1,4 @@
-"""A plot of any run's metrics. Requires matplotlib (`pip install "model-agnostic-grpo[tracking]"`)."""
+"""A plot of any run's metrics. Requires matplotlib (`pip install ".[tracking]"`)."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from grpo import Samples
-from grpo.arguments import require_count
+from grpo.arguments import install_command, require_count
 from grpo.errors import ConfigError
 from grpo.sinks import replace_text
 
@@ -138,11 +138,7 @@ class TrackerSink(ABC):
         """Finish the run. `failed`: an error ended it. `broken`: the sink raised an error, so write nothing more."""
 
 
-TRACKING = '"model-agnostic-grpo[tracking]"'
-"""What to install for the sinks."""
-
-
-def require_installed(package: str, *, by: str, install: str = TRACKING) -> None:
+def require_installed(package: str, *, by: str, install: str | None = None) -> None:
     """Check that a package can be imported, without importing it.
 
     Raises:
@@ -150,9 +146,8 @@ def require_installed(package: str, *, by: str, install: str = TRACKING) -> None
     """
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise ConfigError(
-            f"{by} needs the package {package}, which is not installed. Install it: pip install {install}."
-        )
+        command = install_command("tracking") if install is None else f"pip install {install}"
+        raise ConfigError(f"{by} needs the package {package}, which is not installed. Install it: {command}.")
 
 
 def module(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Plots of tool choices. Requires matplotlib (`pip install "model-agnostic-grpo[notebooks]"`)."""
+"""Plots of tool choices. Requires matplotlib (`pip install ".[notebooks]"`)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.try_wheel import CORE, blocks
+from tools.try_wheel import CORE, blocks, run_every_command
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONAL = ["gymnasium", "matplotlib", "transformers", "pytest", "scipy.stats"]
@@ -63,3 +63,13 @@ def test_the_example_of_a_custom_domain_needs_six_packages(tmp_path: Path) -> No
     assert "new targets" in run(
         "import runpy; runpy.run_module('examples.custom_domain', run_name='__main__')", tmp_path
     )
+
+
+@pytest.mark.slow
+def test_every_command_works_or_says_in_one_line_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    code = "import tests.support.core_only; from adapters.cli import main; main()"
+    needs = run_every_command([sys.executable, "-c", code], tmp_path)
+    assert needs == ['grpo train: Settings in YAML need pip install ".[cli]" in the checkout. JSON needs nothing.\n']
+    assert not (tmp_path / "runs" / "dynamic_bandit.png").exists()  # the demo has trained, without matplotlib

@@ -18,7 +18,7 @@ from gymnasium.error import Error as GymnasiumError
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 from jaxtyping import Int64
 
-from grpo.arguments import describe, require_instances, require_integers
+from grpo.arguments import describe, install_command, require_instances, require_integers
 from grpo.errors import ConfigError, GRPOError
 
 from .async_pools import AsyncPool
@@ -267,7 +267,7 @@ def _explained(env_id: str) -> Iterator[None]:
         ) from error
     except DependencyNotInstalled as error:
         is_mujoco = "mujoco" in str(error).lower()
-        remedy = 'pip install "model-agnostic-grpo[robots]"' if is_mujoco else str(error)
+        remedy = install_command("robots") if is_mujoco else str(error)
         raise ConfigError(f"make_pool: {env_id} needs a package that is not installed: {remedy}") from error
     except (GymnasiumError, ImportError) as error:
         raise ConfigError(f"make_pool: {env_id!r} cannot be created: {error}") from error

@@ -1,4 +1,4 @@
-"""Learning curves. Needs matplotlib (`pip install "model-agnostic-grpo[tracking]"`)."""
+"""Learning curves. Needs matplotlib (`pip install ".[tracking]"`)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

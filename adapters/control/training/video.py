@@ -1,4 +1,4 @@
-"""Videos of a policy. Requires a renderer: `pip install "model-agnostic-grpo[robots]"`; without a screen also MUJOCO_GL=egl."""
+"""Videos of a policy. Requires a renderer: `pip install ".[robots]"`; without a screen also MUJOCO_GL=egl."""
 
 import os
 from collections.abc import Iterator

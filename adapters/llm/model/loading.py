@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from grpo.arguments import install_command
 from grpo.errors import ConfigError, ContractError
 
 from .causal_lm import CausalLM, adapters_of, is_adapted
@@ -294,7 +295,7 @@ def _quantisation(in_4bit: bool, in_8bit: bool, dtype: torch.dtype | Literal["au
     if not in_4bit and not in_8bit:
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ImportError('Quantised models need bitsandbytes: pip install "model-agnostic-grpo[llm-4bit]"')
+        raise ImportError(f"Quantised models need bitsandbytes: {install_command('llm-4bit')}")
     from transformers import BitsAndBytesConfig
 
     if in_8bit:
@@ -311,5 +312,5 @@ def _require_peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ImportError('LoRA needs PEFT: pip install "model-agnostic-grpo[llm]"') from error
+        raise ImportError(f"LoRA needs PEFT: {install_command('llm')}") from error
     return peft

@@ -1,11 +1,11 @@
-"""A reward for JSON completions. Requires jsonschema (`pip install "model-agnostic-grpo[llm]"`)."""
+"""A reward for JSON completions. Requires jsonschema (`pip install ".[llm]"`)."""
 
 import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grpo.arguments import describe
+from grpo.arguments import describe, install_command
 from grpo.errors import ConfigError
 
 MAX_CHARS = 1_000_000
@@ -37,7 +37,7 @@ class JSONSchemaMatch:
             import jsonschema
             import referencing
         except ImportError as error:
-            raise ImportError('JSONSchemaMatch needs jsonschema: pip install "model-agnostic-grpo[llm]"') from error
+            raise ImportError(f"JSONSchemaMatch needs jsonschema: {install_command('llm')}") from error
         given: Any = schema
         if not isinstance(given, Mapping) or not (extract is None or callable(extract)):
             raise ConfigError(

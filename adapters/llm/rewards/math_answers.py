@@ -1,11 +1,11 @@
-"""A reward for answers that are numbers or formulas. Requires math-verify (`pip install "model-agnostic-grpo[math]"`)."""
+"""A reward for answers that are numbers or formulas. Requires math-verify (`pip install ".[math]"`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from adapters.llm.completions import Completion
-from grpo.arguments import Settings, setting
+from grpo.arguments import Settings, install_command, setting
 from grpo.errors import CallError, DeadlineError
 from grpo.rewards import Call, call_in_process
 
@@ -94,5 +94,5 @@ def _require_math_verify() -> tuple[Callable[..., Any], type[BaseException]]:
         import math_verify.errors
         import math_verify.utils
     except ImportError as error:
-        raise ImportError('MathMatch needs math-verify: pip install "model-agnostic-grpo[math]"') from error
+        raise ImportError(f"MathMatch needs math-verify: {install_command('math')}") from error
     return math_verify.utils.timeout, math_verify.errors.TimeoutException

@@ -7,6 +7,7 @@ from typing import Any
 
 from adapters.llm.model.merged_weights import merged_weights
 from grpo import preserved_random_state
+from grpo.arguments import install_command
 from grpo.errors import ConfigError
 
 from .samplers import Ints, SampledTokens, SamplerError
@@ -109,7 +110,7 @@ def _vllm() -> Any:
         import vllm
     except ImportError as error:
         raise ImportError(
-            'VLLMSampler needs vLLM: pip install "model-agnostic-grpo[vllm]", in an environment of its own, because vLLM pins '
+            f"VLLMSampler needs vLLM: {install_command('vllm')}, in an environment of its own, because vLLM pins "
             "versions of torch and transformers. With VLLMServerSampler, only the server needs vLLM."
         ) from error
     return vllm

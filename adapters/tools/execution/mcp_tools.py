@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from adapters.tools.catalogue.tools import Tool
 from adapters.tools.errors import InvalidArgumentsError, ServerLostError, ToolRaisedError
-from grpo.arguments import is_finite
+from grpo.arguments import install_command, is_finite
 from grpo.errors import ConfigError, GRPOWarning
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class MCPServer:
         try:
             import mcp.client.client  # noqa: F401
         except ImportError as error:
-            raise ImportError('MCPServer needs mcp: pip install "model-agnostic-grpo[tools]"') from error
+            raise ImportError(f"MCPServer needs mcp: {install_command('tools')}") from error
         self._command, self._url, self._start_timeout = command, url, start_timeout
         self._env, self._cwd = None if env is None else dict(env), cwd
         self._where = textwrap.shorten(url or shlex.join(command or ()), 120)

@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from adapters.plots import INSTALL, is_installed
+from adapters.plots import is_installed
 from adapters.tracking.run_folder import REPORT
+from grpo.arguments import install_command
 from grpo.errors import ConfigError
 from grpo.evaluation import ComparisonReport
 from grpo.sinks import replace_text
@@ -88,7 +89,12 @@ def _written(path: Path, title: str, body: Html) -> Path:
     )
     if not is_installed():
         body = joined(
-            body, element("p", f"This page has no pictures, because they need matplotlib: {INSTALL}", class_="small")
+            body,
+            element(
+                "p",
+                f"This page has no pictures, because they need matplotlib: {install_command('tracking')}",
+                class_="small",
+            ),
         )
     page = "<!doctype html>\n" + element("html", head, element("body", element("main", body)), lang="en") + "\n"
     if path.is_dir():

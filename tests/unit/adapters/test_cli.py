@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from adapters.cli import RECIPES, main, settings_of
+from adapters.cli import main
+from adapters.commands import RECIPES, settings_of
 from grpo import ConfigError, GRPOConfig, presets, with_settings
 from grpo.surrogates import Cispo
 
@@ -53,6 +54,13 @@ def wrong():
 
 def evaluated():
     return Softmax(), WeightedRewards({"right": reward}), STATES, ["three"]
+
+def needs_a_seed(seed):
+    return task()
+
+class Needy(Softmax):
+    def __init__(self, size):
+        super().__init__()
 
 def pair():
     return 1, 2
@@ -145,6 +153,10 @@ def test_unknown_names_are_refused_with_the_nearest_one(tmp_path: Path, subtests
         ("train: [1]", [], r"train must hold settings by name"),
         ("preset: 3", [], r"preset must hold a name; got int 3"),
         ("{", [], r"is not YAML"),
+        (
+            "config:\n  seed: 1\n  objective: {kl_coef: 1, kl_coef: 2}",
+            [],
+        ),
         ("config: !!python/object/apply:os.system ['true']", [], r"is not YAML"),
     ]:
         path = tmp_path / "settings.yaml"
@@ -255,6 +267,14 @@ def test_names_that_lead_nowhere_are_refused(
         (["train", "own_tasks"], "A task is named as MODULE:FUNCTION"),
         (["train", "own_tasks:tsk"], "own_tasks has no 'tsk'. Did you mean 'task'?"),
         (["train", "no_such_module:task"], "There is no module 'no_such_module' for no_such_module:task"),
+        (
+            ["train", "own_tasks:needs_a_seed"],
+            "own_tasks:needs_a_seed must be callable without arguments; it takes (seed)",
+        ),
+        (
+            ["check", "own_tasks:Needy", "--states", "own_tasks:STATES"],
+            "own_tasks:Needy must be callable without arguments",
+        ),
         (["train", "own_tasks:pair"], "must return (policy, reward_model, states)"),
         (["train", "own_tasks:task", "missing.yaml"], "The file of settings missing.yaml cannot be read: "),
         (["train", "own_tasks:task", "."], "The file of settings . cannot be read: "),

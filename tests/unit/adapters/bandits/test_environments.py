@@ -78,4 +78,4 @@ def test_only_the_environments_need_gymnasium() -> None:
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ran.returncode != 0
     assert ran.stdout == "imported False\n"
-    assert 'The environments of adapters.bandits need Gymnasium: pip install "model-agnostic-grpo[gym]"' in ran.stderr
+    assert 'The environments of adapters.bandits need Gymnasium: pip install ".[gym]" in the checkout' in ran.stderr

@@ -348,4 +348,4 @@ except ImportError as error:
     print(error)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert run.stdout.strip() == 'MCPServer needs mcp: pip install "model-agnostic-grpo[tools]"'
+    assert run.stdout.strip() == 'MCPServer needs mcp: pip install ".[tools]" in the checkout'

@@ -217,7 +217,7 @@ def test_without_matplotlib_a_page_has_its_tables_and_says_how_to_get_pictures(
 ) -> None:
     folder = write_run(tmp_path, lines_of(healthy()), SAMPLES, settings=settings())
     compared(BEFORE, AFTER).to_json(folder / "comparison.json")
-    words = "pip install &quot;model-agnostic-grpo[tracking]&quot;"
+    words = "pip install &quot;.[tracking]&quot; in the checkout"
     assert words not in write_report(folder).read_text(encoding="utf-8")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     page = write_report(folder).read_text(encoding="utf-8")
