@@ -4,7 +4,7 @@ import argparse
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _load(text: str, is_json: bool, where: str) -> Any:
     if is_json:
         try:
-            return json.loads(text)
+            return json.loads(text, object_pairs_hook=lambda pairs: _without_repeats(pairs, where))
         except ValueError as error:
             raise ConfigError(f"{where} is not JSON: {error}") from error
     try:
@@ -186,10 +186,30 @@ def _load(text: str, is_json: bool, where: str) -> Any:
     except ImportError as error:
         raise ConfigError(f"Settings in YAML need {install_command('cli')}. JSON needs nothing.") from error
     try:
+        for node in _mappings(yaml.compose(text, Loader=yaml.SafeLoader)):
+            _without_repeats([(key.value, None) for key, _ in node.value], f"{where}, line {node.start_mark.line + 1}")
         # files of settings are passed on and not read as programs, so they must not run code
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not YAML: {error}") from error
+
+
+def _mappings(node: Any) -> Iterator[Any]:
+    """The mappings in a document of YAML, whose nodes hold pairs, lists of nodes or text."""
+    if node is not None and not isinstance(node.value, str):
+        is_mapping = node.id == "mapping"
+        if is_mapping:
+            yield node
+        for entry in [value for _, value in node.value] if is_mapping else node.value:
+            yield from _mappings(entry)
+
+
+def _without_repeats(pairs: Sequence[tuple[Any, Any]], where: str) -> dict[Any, Any]:
+    """The pairs as a dict. YAML and JSON would keep the last of two values with one name, in silence."""
+    names = [str(name) for name, _ in pairs]
+    if repeated := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise ConfigError(f"{where}: the setting {repeated[0]!r} stands twice. Keep one of them, or join their parts.")
+    return dict(pairs)
 
 
 def _with_numbers(value: Any) -> Any:

@@ -138,6 +138,18 @@ def test_values_of_the_command_line_are_numbers_words_and_json() -> None:
     assert config == with_settings(expected, {"objective.kl_coef": 0.5})
 
 
+def test_a_name_that_stands_twice_in_json_is_refused(tmp_path: Path) -> None:
+    """The last one would count, and the first block would be lost in silence."""
+    path = tmp_path / "settings.json"
+    for text, name in [
+        ('{"config": {"seed": 1}, "config": {}}', "config"),
+        ('{"config": {"seed": 1, "seed": 2}}', "seed"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=f"settings.json: the setting '{name}' stands twice. Keep one of them"):
+            settings_of(path, [])
+
+
 def test_unknown_names_are_refused_with_the_nearest_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for text, changes, message in [
         ("confg: {}", [], r"the file of settings has no setting 'confg'. Did you mean 'config'"),
@@ -153,10 +165,13 @@ def test_unknown_names_are_refused_with_the_nearest_one(tmp_path: Path, subtests
         ("train: [1]", [], r"train must hold settings by name"),
         ("preset: 3", [], r"preset must hold a name; got int 3"),
         ("{", [], r"is not YAML"),
+        ("config: {}\ntrain: {}\nconfig: {}", [], r"settings.yaml, line 1: the setting 'config' stands twice"),
         (
             "config:\n  seed: 1\n  objective: {kl_coef: 1, kl_coef: 2}",
             [],
+            r"line 3: the setting 'kl_coef' stands twice",
         ),
+        ("config: {group_size: [{a: 1, a: 2}]}", [], r"the setting 'a' stands twice"),
         ("config: !!python/object/apply:os.system ['true']", [], r"is not YAML"),
     ]:
         path = tmp_path / "settings.yaml"
