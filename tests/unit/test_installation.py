@@ -78,3 +78,14 @@ def test_the_command_has_a_version(tmp_path: Path) -> None:
     done = run(tmp_path, "-c", "from adapters.cli import main; main(['--version'])")
     assert done.stdout == f"model-agnostic-grpo {grpo.__version__}\n"
     assert done.returncode == 0
+
+
+def test_a_script_called_grpo_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "grpo.py"
+    script.write_text("from adapters.bandits import SoftmaxPolicy\n")
+    done = run(tmp_path, "grpo.py")
+    says = f"`import grpo` must find {ROOT / 'grpo' / '__init__.py'}, but it finds {script}. Rename that file"
+    assert says in done.stderr
+    (tmp_path / "train.py").write_text("from grpo import GRPOTrainer\n")
+    script.write_text("")
+    assert str(script) in run(tmp_path, "train.py").stderr  # Python's own message
