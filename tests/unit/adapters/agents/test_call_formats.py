@@ -100,6 +100,7 @@ UNREADABLE = {
     "arguments in Python's form": JSON.replace(" | tojson", "").join(("<tool_call>", "</tool_call>")),
     "all values as texts": f'<tool_call>{{"name": "{NAME}", "arguments": {{{{ "{{" }}}}{EACH}"{KEY}": "{{{{ v }}}}"'
     f'{{{{ ", " if not loop.last }}}}{END}{{{{ "}}" }}}}}}</tool_call>',
+    "a mark before the first call only": f"{{{{ '<tool_call>' if loop.first else 'also ' }}}}{JSON}</tool_call>",
     "a mark of one's own": f"<<CALL {NAME} WITH {ARGUMENTS}>>",
     "a sentence": f"I call {NAME} with {ARGUMENTS}",
     "a name in another field": f'<tool_call>{{"tool": "{NAME}", "input": {ARGUMENTS}}}</tool_call>',
@@ -146,6 +147,13 @@ def test_a_template_whose_calls_cannot_be_read_back_is_refused(subtests: pytest.
             tokenizer = chat_tokenizer(template_with(form))
             with pytest.raises(ConfigError, match=r"must be read back as .*Set tokenizer\.response_template"):
                 require_readable_calls(tokenizer, ChatTemplate(tokenizer))
+
+
+def test_a_parser_of_contents_leaves_the_calls_to_the_published_formats() -> None:
+    tokenizer = chat_tokenizer()
+    content = {"close_pattern": r"<\|im_end\|>", "content": "text"}
+    tokenizer.response_template = {"start_anchor": "<|im_start|>assistant\n", "fields": {"content": content}}
+    require_readable_calls(tokenizer, ChatTemplate(tokenizer))
 
 
 @pytest.mark.parametrize("character", ["{", "l", '"'])
