@@ -121,7 +121,9 @@ def add_lora(model: Any, config: Any = None) -> Any:
 
 def own_gpu() -> str:
     """The GPU of this process: under torchrun, that of its local rank."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', torch.cuda.current_device())}"
+    rank = os.environ.get("LOCAL_RANK")
+    # asking for the current device would take memory of the first GPU on every rank
+    return f"cuda:{torch.cuda.current_device() if rank is None else rank}"
 
 
 def _num_saved_tokens(model: Any, folder: Path) -> int | None:

@@ -184,7 +184,13 @@ def test_what_only_looks_trainable_is_refused_for_its_reason(subtests: pytest.Su
         model.compile(backend="eager")
         return model
 
+    def on_two_devices() -> Any:
+        model = tiny_model()
+        model.hf_device_map = {"model": 0, "lm_head": 1}
+        return model
+
     cases: dict[str, Callable[[], Any]] = {
+        "must be on one device": on_two_devices,
         "got aLoRA, which acts only": lambda: get_peft_model(
             tiny_model(), LoraConfig(**linear, alora_invocation_tokens=[5, 6])
         ),

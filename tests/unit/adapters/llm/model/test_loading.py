@@ -99,6 +99,21 @@ def test_precision_attention_and_device_can_be_chosen(folder: Path) -> None:
     assert load_model(half, dtype=torch.float32)[0].dtype == torch.float32
 
 
+def test_under_torchrun_a_rank_loads_to_its_own_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loaded(Exception):
+        """Carries the arguments of `from_pretrained`, because there is no GPU to load to."""
+
+    def refuse(*args: Any, **arguments: Any) -> None:
+        raise Loaded(arguments["device_map"])
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(Loaded) as loaded:
+        load_model(folder)
+    assert loaded.value.args == ({"": torch.device("cuda:1")},)
+
+
 def test_lora_is_added_with_defaults_or_with_a_config(folder: Path) -> None:
     model, _ = load_model(folder, lora=True)
     config = model.peft_config["default"]
@@ -598,3 +613,19 @@ def test_models_with_mamba_layers_get_lora_where_it_acts() -> None:
         "in_proj",
         "x_proj",
     }
+
+
+@pytest.mark.filterwarnings("ignore")  # the layers warn that kernels are missing
+def test_lora_of_mamba_2_layers_is_trained_and_saved(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for family in ("mamba2", "falcon_h1", "nemotron_h"):
+        with subtests.test(family=family):
+            model = add_lora(tiny_of(family))
+            disturb(model)
+            policy = HFPolicy(model, character_tokenizer(), sampling=SamplingConfig(max_new_tokens=4))
+            scores = policy.score_actions(["1+1="], [completion(5, 6, 7)]).log_probs
+            slopes = gradients(model, scores.sum())
+            assert [name for name, slope in slopes.items() if not slope.any()] == []
+            policy.save_pretrained(tmp_path / family, merge=True)
+            again = HFPolicy.from_pretrained(tmp_path / family, sampling=policy.sampling)
+            found = again.score_actions(["1+1="], [completion(5, 6, 7)]).log_probs
+            torch.testing.assert_close(found, scores, rtol=0, atol=1e-5)
