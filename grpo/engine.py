@@ -65,19 +65,15 @@ class Engine(Protocol):
         """
 
     def require_same(self, owner: str, values: Mapping[str, Any]) -> None:
-        """Raise a `ConfigError` that names values that are not the same on all ranks.
-
-        Functions are compared by their code and the values in it, tensors bit by bit, and other values by `repr`.
-        """
+        """Raise a `ConfigError` that names values that are not the same on all ranks. Functions are compared by their code and
+        the values in it, tensors bit by bit, and other values by `repr`."""
 
     def require_same_soon(self, values: Mapping[str, Any]) -> None:
         """The same as `require_same`, but in the next exchange of the ranks, which then raises a `RankError`."""
 
     def require_same_arguments(self, owner: str, arguments: Mapping[str, Any]) -> None:
-        """Raise a `ConfigError` that names arguments of a learner's constructor that are not the same on all ranks.
-
-        Settings and functions are compared as `require_same` does it, and other objects by their class and `settings()`.
-        """
+        """Raise a `ConfigError` that names arguments of a learner's constructor that are not the same on all ranks: as
+        `require_same` does it, and policies by their class and `settings()`."""
 
     def require_equal_weights(self, policy: Any, reference_policy: Any) -> None:
         """Raise a `ConfigError` if the ranks have different weights, because training would never make them equal."""
