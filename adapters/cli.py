@@ -102,4 +102,5 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from grpo import __version__
 
-        parser.exit(message=f"model-agnostic-grpo {__version__}\n")
+        print(f"model-agnostic-grpo {__version__}")
+        parser.exit()

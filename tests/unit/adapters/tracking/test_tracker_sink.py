@@ -76,7 +76,7 @@ def test_a_package_that_is_missing_is_named_with_the_extra(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r'needs the package \w+, .*pip install "model-agnostic-grpo\[tracking\]"'):
+    with pytest.raises(ConfigError, match=r'needs the package \w+, .*pip install "\.\[tracking\]" in the checkout'):
         make(tmp_path)
 
 

@@ -375,7 +375,7 @@ def test_without_bitsandbytes_the_extra_is_named(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find(name, *rest)
     )
-    with pytest.raises(ImportError, match=r'pip install "model-agnostic-grpo\[llm-4bit\]"'):
+    with pytest.raises(ImportError, match=r'pip install "\.\[llm-4bit\]" in the checkout'):
         HFPolicy.from_pretrained(folder, lora=True, load_in_4bit=True)
 
 
@@ -389,7 +389,7 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         return genuine(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without_peft)
-    with pytest.raises(ImportError, match=r'LoRA needs PEFT: pip install "model-agnostic-grpo\[llm\]"'):
+    with pytest.raises(ImportError, match=r'LoRA needs PEFT: pip install "\.\[llm\]" in the checkout'):
         add_lora(tiny_model())
 
 

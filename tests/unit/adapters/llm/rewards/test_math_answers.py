@@ -92,5 +92,5 @@ def test_wrong_settings_and_rows_are_refused() -> None:
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ImportError, match=r'^MathMatch needs math-verify: pip install "model-agnostic-grpo\[math\]"$'):
+    with pytest.raises(ImportError, match=r'^MathMatch needs math-verify: pip install "\.\[math\]" in the checkout$'):
         MathMatch()

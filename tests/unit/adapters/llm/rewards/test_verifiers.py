@@ -245,7 +245,7 @@ def test_without_jsonschema_the_error_says_what_to_install(monkeypatch: pytest.M
         return true_import(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r'pip install "model-agnostic-grpo\[llm\]"'):
+    with pytest.raises(ImportError, match=r'pip install "\.\[llm\]" in the checkout'):
         JSONSchemaMatch({})
 
 

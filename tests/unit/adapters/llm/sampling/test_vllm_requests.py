@@ -89,7 +89,7 @@ def test_an_incomplete_answer_is_refused(subtests: pytest.Subtests) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_vllm_the_error_says_what_to_install() -> None:
-    with pytest.raises(ImportError, match=r'pip install "model-agnostic-grpo\[vllm\]", in an environment of its own'):
+    with pytest.raises(ImportError, match=r'pip install "\.\[vllm\]" in the checkout, in an environment of its own'):
         VLLMSampler("Qwen/Qwen3-0.6B")
 
 
