@@ -78,6 +78,23 @@ def test_rows_of_a_dataset_are_not_confused() -> None:
     assert encoder()(Dataset.from_dict({"prompt": texts})) == [ids(text) for text in texts]
 
 
+def test_a_row_of_a_dataset_has_no_arguments_of_other_rows() -> None:
+    """Arrow gives each call the arguments of all calls, and each message the keys of all messages."""
+    user: Any = {"role": "user", "content": "sum it"}
+    calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "find", "arguments": {"of": {"b": "x"}, "c": [2]}}]
+    chats = [[user, {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}, user] for call in calls]
+    rows = [
+        {"prompt": chats[0], "tools": [{"name": "add"}]},
+        {"prompt": chats[1], "tools": [{"name": "find", "strict": True}]},
+    ]
+    tokenizer = chat_tokenizer()
+    meant = PromptEncoder(tokenizer, len(tokenizer), "prompt", {})(rows)
+    with pytest.warns(GRPOWarning, match="arguments of calls that are None were left out") as said:
+        assert PromptEncoder(tokenizer, len(tokenizer), "prompt", {})(Dataset.from_list(rows)) == meant
+    assert len(said) == 1
+    assert '"strict"' not in tokenizer.decode(meant[0])
+
+
 def test_chats_are_encoded_with_the_chat_template() -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = TEMPLATE

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from adapters.llm import Completion, CompletionRewards, RegexMatch, tags_pattern
 from adapters.llm.texts import CompletionTexts
+from tests.support.agents import CHATML, Scripted, chat_tokenizer
 
 
 def tokenizer_of(*special: str) -> Any:
@@ -103,3 +104,22 @@ def test_a_format_counts_the_tag_that_the_prompt_has_opened() -> None:
     ]
     rows = [Completion(token_ids=(1,), text=text, finish_reason="end", opened=opened) for opened, text, _ in cases]
     assert reward.compute_rewards(["?"] * len(cases), rows).tolist() == [score for _, _, score in cases]
+
+
+def test_the_policy_gives_completions_the_tags_and_what_the_prompt_has_opened() -> None:
+    template = (
+        CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}") + "{# <|think|> <|/think|> #}"
+    )
+    chat, says = [{"role": "user", "content": "sum it"}], "a</think><|think|>7"
+    for keeps, text, warned in [
+        (True, says, ["ends in <think>"]),
+        (False, "a</think>7", ["<|think|>", "ends in <think>"]),
+    ]:
+        model = Scripted([says] * 2, tokenizer=chat_tokenizer(template), keep_special_tokens=keeps, max_new_tokens=40)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            [[one, other]] = model.policy.generate_actions([chat], 2)
+        assert [(c.text, c.opened) for c in (one, other)] == [(text, "<think>\n")] * 2
+        messages = sorted(str(warning.message) for warning in said)
+        assert len(messages) == len(warned)
+        assert all(any(words in message for message in messages) for words in warned)
