@@ -104,6 +104,8 @@ def test_a_format_counts_the_tag_that_the_prompt_has_opened() -> None:
     ]
     rows = [Completion(token_ids=(1,), text=text, finish_reason="end", opened=opened) for opened, text, _ in cases]
     assert reward.compute_rewards(["?"] * len(cases), rows).tolist() == [score for _, _, score in cases]
+    anywhere = CompletionRewards({"format": RegexMatch(pattern="<think>")})  # searches what the model wrote
+    assert anywhere.compute_rewards(["?"] * len(cases), rows).tolist() == [0.0, 0.0, 1.0, 0.0, 0.0]
 
 
 def test_the_policy_gives_completions_the_tags_and_what_the_prompt_has_opened() -> None:
