@@ -1,10 +1,12 @@
 """A language model whose weights ranks divide calls its layers equally often in each pass, and gives the same scores."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from adapters.agents import AgentPolicy
-from adapters.llm import HFPolicy
+from adapters.llm import HFPolicy, SamplingConfig
 from adapters.llm.model.value_head import ValueHead
 from grpo import ConfigError
 from tests.support.llm_models import FLOAT32_LOG_PROB, character_tokenizer, completion, hf_policy, tiny_model
@@ -12,6 +14,17 @@ from tests.support.llm_models import FLOAT32_LOG_PROB, character_tokenizer, comp
 
 def policy_of(family: str = "qwen3", **options: object) -> HFPolicy:
     return hf_policy(tiny_model(family), character_tokenizer(), **options)
+
+
+def test_ranks_compare_how_a_language_model_samples_and_its_reference_model() -> None:
+    reference = tiny_model("qwen3")
+    usual = policy_of(sampling=SamplingConfig(max_new_tokens=4), reference_model=reference)
+    hotter = policy_of(sampling=SamplingConfig(max_new_tokens=4, temperature=0.5), reference_model=reference)
+    found, other = usual.settings(), hotter.settings()
+    assert {name for name in found if found[name] != other[name]} == {"sampling"}
+    assert (found["sampling"]["temperature"], other["sampling"]["temperature"]) == (1.0, 0.5)
+    assert found["reference_model"].keys() == dict(reference.named_parameters()).keys()
+    assert AgentPolicy.settings(SimpleNamespace(policy=usual)).keys() == found.keys()  # an agent says the same
 
 
 @pytest.mark.parametrize(

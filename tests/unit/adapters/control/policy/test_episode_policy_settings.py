@@ -15,6 +15,21 @@ from tests.support.control_environments import UNIT, Chance, Spaces
 from tests.support.control_policies import IMAGE, STARTS, policy_of
 
 
+def test_ranks_compare_the_arguments_of_a_policy(subtests: pytest.Subtests) -> None:
+    usual = policy_of("CartPole-v1", num_members=2).settings()
+    for changed, arguments in {
+        "num_members": {"num_members": 3},
+        "critic": {"critic": True},
+        "torso": {"torso": nn.Linear(4, 3)},
+        "action_mask": {"action_mask": lambda observations: observations[..., :2] > -9},
+        "options": {"normalize_observations": True},
+        "make": {"vectorization": "sync"},
+    }.items():
+        with subtests.test(changed):
+            found = policy_of("CartPole-v1", **{"num_members": 2, **arguments}).settings()
+            assert {name for name in usual if found[name] != usual[name]} == {changed}
+
+
 def test_settings_that_cannot_work_are_refused(subtests: pytest.Subtests) -> None:
     one_member = SerialPool([Chance()])
     images, bits = (lambda: Spaces(IMAGE, spaces.Discrete(2))), (lambda: Spaces(UNIT, spaces.MultiBinary(2)))
