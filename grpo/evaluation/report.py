@@ -1,11 +1,16 @@
 """The result of comparing two policies: as numbers, as a printed table and as JSON."""
 
+import builtins
 import json
+import sys
+import types
+import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
+from grpo._common.conversion import describe
 from grpo._common.shown import show_text
 from grpo.errors import ConfigError
 
@@ -94,7 +99,7 @@ class ComparisonReport:
         """Read a report from the JSON text that `to_json` returned or wrote: `from_json(path.read_text())`.
 
         Raises:
-            ConfigError: The text is not JSON, or has other keys than a report of this version.
+            ConfigError: The text is not JSON, or has other keys or types than a report of this version.
         """
         try:
             values = json.loads(text)
@@ -172,6 +177,31 @@ def _require_fields(cls: type, values: Any) -> None:
             f"ComparisonReport.from_json: {cls.__name__} needs {', '.join(required)}; got {got}. Pass what to_json wrote, or "
             "compare the policies again with this version."
         )
+    for name, kind in get_type_hints(cls).items():
+        if not _is_a(values[name], kind):
+            raise ConfigError(
+                f"ComparisonReport.from_json: {cls.__name__}.{name} must be what to_json wrote; got {describe(values[name])}. "
+                "Compare the policies again."
+            )
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a value that was read from JSON has the type of a field. Data classes are dicts, and tuples are lists."""
+    within = get_args(kind)
+    match get_origin(kind):
+        case types.UnionType:
+            return any(_is_a(value, one) for one in within)
+        case typing.Literal:
+            return isinstance(value, str) and value in within
+        case builtins.dict:
+            return isinstance(value, dict) and all(_is_a(one, within[1]) for one in value.values())
+        case builtins.tuple if ... in within:
+            return isinstance(value, list) and all(_is_a(one, within[0]) for one in value)
+        case builtins.tuple:
+            return isinstance(value, list) and len(value) == len(within) and all(map(_is_a, value, within))
+    if kind is float:
+        return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)
+    return is_dataclass(kind) or type(value) is kind  # the fields of a data class within are checked after this
 
 
 def _header(name: str) -> str:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,22 @@ def test_text_that_is_no_report_is_refused(subtests: pytest.Subtests) -> None:
         (json.dumps({**whole, "states": [{"label": "up"}]}), "StateComparison needs label, .* got label"),
         (json.dumps({**whole, "states": old_states}), "Answer needs text, reward; got a str"),
     ]
+    wrong: dict[str, list[Any]] = {
+        "confidence_interval": [5, "x", [], {}, [0.1], [0.1, "x"], [0.1, 10**400]],
+        "seed": [None, 0.5, True, []], "states": [5, None, {}], "components_before": [[], None, {"part": "x"}],
+        "mean_reward_after": ["x", None, [], 10**400],
+    }  # fmt: skip
+    cases += [
+        (json.dumps({**whole, name: value}), rf"ComparisonReport\.{name} must be what to_json wrote; got")
+        for name, values in wrong.items()
+        for value in values
+    ]
+    for name, value in {"label": 5, "outcome": [], "before": None}.items():
+        cases.append(
+            (json.dumps({**whole, "states": [{**whole["states"][0], name: value}]}), rf"StateComparison\.{name} must")
+        )
+    answer = {**whole["states"][0], "answer_after": {"text": 5, "reward": 0.0}}
+    cases.append((json.dumps({**whole, "states": [answer]}), r"Answer\.text must be what to_json wrote; got int 5"))
     for text, message in cases:
         with subtests.test(message=message), pytest.raises(ConfigError, match=message):
             ComparisonReport.from_json(text)
