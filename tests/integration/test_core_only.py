@@ -26,10 +26,8 @@ def run(code: str, folder: Path) -> str:
 @pytest.mark.slow
 def test_the_core_its_bandits_and_their_pages_need_six_packages(tmp_path: Path) -> None:
     """In one process. First it tells that other packages cannot be imported, although this environment has them."""
-    codes = [
-        code for page in ("README.md", "grpo/README.md") for code in blocks((ROOT / page).read_text(encoding="utf-8"))
-    ]
-    assert len(codes) >= 10
+    pages = [blocks((ROOT / page).read_text(encoding="utf-8")) for page in ("README.md", "grpo/README.md")]
+    assert sum(map(len, pages)) >= 10
     assert len(CORE) == 6
     code = f"""
 import contextlib, importlib.util, io, json
@@ -37,8 +35,10 @@ from tools.try_wheel import core_distributions, import_all_modules, imported_dis
 missing = [name for name in {OPTIONAL} if importlib.util.find_spec(name.partition(".")[0]) is None]
 num_modules = import_all_modules()
 with contextlib.redirect_stdout(io.StringIO()):
-    for block in {codes!r}:
-        exec(block, {{"__name__": "__main__"}})
+    for blocks in {pages!r}:
+        names = {{"__name__": "__main__"}}
+        for block in blocks:
+            exec(block, names)
 print(json.dumps([missing, num_modules, sorted(imported_distributions() - core_distributions())]))
 """
     missing, num_modules, others = json.loads(run(code, tmp_path))

@@ -41,8 +41,8 @@ def test_the_version_has_one_source() -> None:
     assert re.search(r"^version: (.+)$", citation, re.MULTILINE)[1] == grpo.__version__  # type: ignore[index]
 
 
-def test_the_readme_names_each_extra_with_its_packages() -> None:
-    lines = [(name, packages) for names, _, packages in rows("README.md", "extra") for name in names.split(", ")]
+def test_the_page_of_packages_names_each_extra() -> None:
+    lines = [(name, packages) for names, _, packages in rows("grpo/README.md", "extra") for name in names.split(", ")]
     assert sorted(name for name, _ in lines) == sorted(EXTRAS), "each extra once"
     for extra, packages in lines:
         if packages:
@@ -140,8 +140,9 @@ def test_our_checks_include_every_target_that_can_fail_a_release() -> None:
     assert all(re.search(rf"^{target}(?: [\w-]+)*:", makefile, re.MULTILINE) for target in targets.split())
 
 
-def test_the_address_of_the_project_stands_in_one_file() -> None:
-    address = PROJECT["urls"]["Repository"]
-    assert all(url.startswith(address) for url in PROJECT["urls"].values())
-    for page in ("README.md", "CITATION.cff", "SECURITY.md", "CONTRIBUTING.md"):
+def test_no_page_leads_to_an_address_that_the_project_does_not_have() -> None:
+    """Its address, when it has one, stands in pyproject.toml alone."""
+    address = PROJECT.get("urls", {}).get("Repository", "example.org")
+    assert all(url.startswith(address) for url in PROJECT.get("urls", {}).values())
+    for page in ("README.md", "grpo/README.md", "CITATION.cff", "SECURITY.md", "CONTRIBUTING.md"):
         assert address not in (ROOT / page).read_text(encoding="utf-8"), page
