@@ -57,12 +57,13 @@ def with_rows(state: Mapping[str, Any], weights: Mapping[str, Any], optimizer: A
         for kind, present in weights.items()
         if isinstance(state.get(kind), Mapping)
     }
-    parts = state["parts"]
-    moments = parts["optimizer"]["state"] if isinstance(parts.get("optimizer"), Mapping) else {}
+    parts = state.get("parts")  # what is missing is named when the state is loaded
+    of_optimizer = parts.get("optimizer") if isinstance(parts, Mapping) else None
+    moments = of_optimizer.get("state") if isinstance(of_optimizer, Mapping) else None
     tensors = dict(enumerate(tensor for group in getattr(optimizer, "param_groups", []) for tensor in group["params"]))
-    if moments and any(map(is_sharded, tensors.values())):
+    if parts and of_optimizer and moments and any(map(is_sharded, tensors.values())):
         rows = {n: {name: _divided(one, tensors.get(n)) for name, one in own.items()} for n, own in moments.items()}
-        found["parts"] = {**parts, "optimizer": {**parts["optimizer"], "state": rows}}
+        found["parts"] = {**parts, "optimizer": {**of_optimizer, "state": rows}}
     return {**state, **found}
 
 

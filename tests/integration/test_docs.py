@@ -5,7 +5,7 @@
 
 import ast
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -16,6 +16,7 @@ from adapters.bandits import SoftmaxPolicy
 from adapters.control import PRESETS
 from adapters.llm import SamplingConfig
 from grpo import (
+    ActionScores,
     AdvantageConfig,
     EntropyControl,
     GRPOConfig,
@@ -133,6 +134,7 @@ RUN_OF = {
     "drawn": "drawn",
     "eval/steps": "sampler",
     "waited": "ahead",
+    "auxiliary": "balanced",
     "hidden": "ahead",
 }
 """Part of a metric's name, and the run below that measures it. The policy of this run samples with a mask."""
@@ -149,7 +151,16 @@ def metrics_of_small_runs() -> dict[str, dict[str, float]]:
         "sampler": metrics_of(SoftmaxPolicy(num_actions=2, num_states=2), objective=truncate),
         "drawn": metrics_of(TablePolicy([0, 1], script=half_right), dynamic_sampling_rounds=1),
         "ahead": metrics_of(TablePolicy([0, 1]), iterations_ahead=1),
+        "balanced": metrics_of(Balanced(num_actions=2, num_states=2)),
     }
+
+
+class Balanced(SoftmaxPolicy):
+    """It has a loss of its own, as a mixture of experts has."""
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        scores = super().score_actions(states, actions)
+        return replace(scores, auxiliary_loss=scores.log_probs.square())
 
 
 def metrics_of(policy: Any, reference: Any = None, **settings: Any) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """Pictures of bandits say what the expected rewards say, for any number of arms."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
@@ -12,9 +14,10 @@ MEANS = np.repeat([[0.5, 0.5, 0.1], [0.2, 0.2, 0.2], [0.1, 0.2, 0.3], [0.1, 0.2,
 
 
 @pytest.fixture
-def axis(monkeypatch: pytest.MonkeyPatch) -> object:
+def axis(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    return pyplot().figure().subplots()
+    yield pyplot().figure().subplots()
+    pyplot().close("all")
 
 
 def texts(axis: object) -> list[str]:

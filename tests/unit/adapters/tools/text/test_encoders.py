@@ -205,7 +205,7 @@ def test_encoder_outputs_that_are_no_vectors_are_refused(subtests: pytest.Subtes
         ([[0.0, 1.0], [float("nan"), 1.0]], r"got \[2, 2\] with NaN or infinity\."),
         (np.array([[np.inf], [0.0]]), r"got \[2, 1\] with NaN or infinity\."),
         (torch.zeros(2, 0), r"got \[2, 0\]\."),
-        ([[0.0], [1.0, 2.0]], r"got a list of 2\. Use a list, array or tensor of numbers"),
+        ([[0.0], [1.0, 2.0]], r"got a list of 2 list\. Use a list, array or tensor of numbers"),
         (None, r"got NoneType None\. Use a list"),
     ):
         with (
