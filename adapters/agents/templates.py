@@ -7,6 +7,7 @@ all messages.
 """
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from adapters.llm import ControlTokens, special_tokens
 from grpo.errors import ConfigError, ContractError
 
 from .messages import Message, tool_message, with_names_as_ids
+
+logger = logging.getLogger("grpo")
 
 Role: TypeAlias = Literal["user", "tool"]
 
@@ -100,6 +103,7 @@ class ChatTemplate:
         """Tokens that end a turn: the given ones, and the special token that the template writes after an answer."""
         self._end = [*(token for token in following if token in self._special), *end_token_ids][:1]
         self._ends = [tokenizer.convert_ids_to_tokens(token) for token in self.end_token_ids]
+        self._describes_tools = True
         self.shows_tools = self._finds_tools()
         """Whether the template writes tool calls and their results. Some templates drop them, and some raise an error."""
         self._proven: dict[tuple[str, bool, bool], Message] = {}
@@ -139,6 +143,12 @@ class ChatTemplate:
             raise ContractError(
                 "The chat template must write tool calls and their results; this tokenizer's template drops or refuses them. "
                 "Use a template with tools, or describe the tools and their results in messages of the user."
+            )
+        if tools and not self._describes_tools:
+            self._describes_tools = True  # said once
+            logger.warning(
+                "AgentPolicy: the chat template writes tool calls, and not which tools there are, so the model is not told of "
+                "its tools. Use a template that describes `tools`, or describe them in a message."
             )
         text = self._text_or_error(messages, tools)
         if isinstance(text, Exception):
@@ -263,6 +273,7 @@ class ChatTemplate:
             prompt, text = (str(self._text_or_error(said, [TOOL])) for said in (HISTORIES[0], HISTORIES[2]))
             said = text[_num_shared(prompt, text) :]  # the description of the tool has the words too
             if all(word in said for word in (NAME, KEY, VALUE, RESULT)):
+                self._describes_tools = NAME in prompt
                 return True
         return False
 

@@ -1,5 +1,6 @@
 """`ChatTemplate`: which templates append, what a bridge is, and that it never changes what was rendered."""
 
+import re
 from functools import cache
 from typing import Any
 
@@ -195,3 +196,17 @@ def test_a_template_that_does_not_show_tools_refuses_them() -> None:
     strict = ChatTemplate(chat_tokenizer(original_template("gemma3")))
     with pytest.raises(ContractError, match=r"must accept the conversation; got .*alternate"):
         strict.render([ASKED, ASKED])
+
+
+def test_a_template_that_does_not_say_which_tools_there_are_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    undescribed = re.sub(r"{%[^%]*if tools.*?endif %}", "", CHATML, flags=re.DOTALL)
+    assert undescribed != CHATML
+    for text, num_times in ((undescribed, 1), (CHATML, 0)):
+        caplog.clear()
+        template = ChatTemplate(chat_tokenizer(text))
+        assert template.shows_tools
+        template.render([ASKED])
+        assert caplog.text == ""
+        for _ in range(2):
+            template.render([ASKED], [TOOL])
+        assert caplog.text.count("the model is not told of its tools") == num_times
