@@ -50,7 +50,7 @@ def test_a_policy_learns_from_a_log_and_is_evaluated_from_another() -> None:
         sample(text, tool, float(tool == right), **({"unit": "mile"} if tool == "convert" else {}))
         for text, right in texts.items()
         for tool in CATALOGUE
-        for _ in range(10)
+        for _ in range(20)
     ]
     policy = ToolSelectionPolicy(CATALOGUE)
     fit = RewardRegression(CATALOGUE, policy.encoder)
