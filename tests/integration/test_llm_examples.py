@@ -229,10 +229,14 @@ def test_gsm8k_trains_on_four_bits(run: Run, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_gsm8k_logs_to_wandb_on_request(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without --wandb the example runs, although `wandb` cannot be imported."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     run(gsm8k_qwen, *SMALL, "--no-load-in-4bit", "--wandb", "sums")
     assert json.loads((folder / "runs" / "gsm8k_qwen" / "wandb.json").read_text())["iteration"] == 2
+
+
+@pytest.mark.slow
+def test_gsm8k_needs_wandb_only_on_request(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --wandb the example runs, although `wandb` cannot be imported."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     plain = [*SMALL, "--no-load-in-4bit", "--iterations", "1"]
     run(gsm8k_qwen, *plain)
