@@ -9,7 +9,8 @@ All tests of one `check_policy` together fail for at most one correct policy in 
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.distributions import Distribution
 
 from grpo.types import Rows
 
@@ -227,6 +229,17 @@ def _test_density(
     count = max(len(values) // 2, 1)
     axes = torch.arange(count) % len(support.directions)
     return judge_lines(owner, values, axes, log_probs[:count].exp(), lambda numbers, _: density(numbers), support)
+
+
+@contextmanager
+def refusing_other_supports() -> Iterator[None]:
+    """Let torch's distributions refuse numbers outside their support. Importing torchrl switches this off for the process."""
+    given = Distribution._validate_args  # type: ignore[attr-defined]
+    Distribution.set_default_validate_args(True)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(given)
 
 
 def _on_wide_or_narrow(evaluate: Callable[[float], Tensor]) -> tuple[Tensor, bool]:

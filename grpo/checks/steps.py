@@ -40,7 +40,7 @@ from grpo.types import ActionScores, Rows, row_totals, zero_outside
 
 from .conditionals import CERTAIN, Entries, ScoreSteps, judge_conditionals, left_aligned
 from .report import Verdict, note, passed, skipped
-from .sampling import action_key, as_numbers, judge_counts, judge_lines, judge_samples
+from .sampling import action_key, as_numbers, judge_counts, judge_lines, judge_samples, refusing_other_supports
 
 
 def judge_draws(
@@ -61,6 +61,8 @@ def judge_draws(
         score: Scores other actions. None: only the log-probs of `actions` are known.
         noise: For actions of D real numbers, the numbers that the policy draws but does not decide. None: not known.
     """
+    if score is not None:
+        score = refusing_other_supports()(score)
     log_probs = zero_outside(log_probs.cpu().double(), mask.cpu())
     mask = mask.cpu()
     totals = log_probs.sum(1)

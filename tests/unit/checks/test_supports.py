@@ -216,3 +216,13 @@ def test_a_wrong_policy_on_such_a_support_is_found(name: str) -> None:
 def test_a_right_policy_is_not_accused_with_many_samples(name: str) -> None:
     report = found(*RIGHT[name], samples=4096)
     assert report.ok, str(report)
+
+
+@pytest.mark.filterwarnings("ignore:Singular sample detected")
+def test_a_right_policy_is_not_accused_where_a_library_has_switched_checks_of_arguments_off() -> None:
+    D.Distribution.set_default_validate_args(False)  # as torchrl does when it is imported
+    try:
+        assert found(*RIGHT["correlations"]).ok
+        assert D.Distribution._validate_args is False
+    finally:
+        D.Distribution.set_default_validate_args(True)
