@@ -234,7 +234,7 @@ def _test_density(
 @contextmanager
 def refusing_other_supports() -> Iterator[None]:
     """Let torch's distributions refuse numbers outside their support. Importing torchrl switches this off for the process."""
-    given = Distribution._validate_args  # type: ignore[attr-defined]
+    given = Distribution._validate_args
     Distribution.set_default_validate_args(True)
     try:
         yield
