@@ -68,7 +68,8 @@ def label_ends(axis: Any, ends: Mapping[str, tuple[float, str]], x: float, *, di
             if overlap > 0:
                 heights[i - 1] -= overlap / 2
                 heights[i] += overlap / 2
-        heights[:1] = [max(height, 0.0) for height in heights[:1]]
+        if heights:
+            heights[0] = max(heights[0], 0.0)
     for name, height in zip(names, heights, strict=True):
         end = (x, bottom + height * (top - bottom))
         beside = {"xytext": (5, 0), "textcoords": "offset points", "annotation_clip": False}

@@ -129,10 +129,11 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
 
 def boost_of(page: str) -> float:
     """How much a page counts in the search: names of others and guides first, then references, then reasons and history."""
-    folder = page.rpartition("/")[0]
-    if folder.startswith(("decisions", "project")):
+    if page.startswith(("decisions/", "project/")):
         return 0.2
-    return {"": 4.0, "names.md": 300.0}.get(page if page == "names.md" else folder, 1.0)
+    if page == "names.md":
+        return 300.0  # words such as `lossType` are split, and its rows have each part only once
+    return 1.0 if "/" in page else 4.0
 
 
 def on_page_content(html: str, **_: Any) -> str:

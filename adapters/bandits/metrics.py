@@ -7,7 +7,7 @@ regime: regimes [0, 0, 1, 1, 0] have three segments.
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float64, Int, Int64
+from jaxtyping import Bool, Float64, Int, Int64
 from numpy.typing import ArrayLike
 
 from grpo.errors import ConfigError
@@ -43,9 +43,13 @@ def best_arm_probability(probabilities: ArrayLike, means: ArrayLike) -> Float64[
         probabilities: [..., S, K], the policy's probabilities, or fractions of pulls (see `pull_fractions`).
         means: [..., S, K], expected rewards.
     """
+    return (np.asarray(probabilities, dtype=np.float64) * is_best(means)).sum(axis=-1)
+
+
+def is_best(means: ArrayLike) -> Bool[np.ndarray, "... K"]:
+    """Whether no arm has a larger expected reward, for each arm: [..., K] -> [..., K]. Equally good arms are all the best."""
     expected = np.asarray(means, dtype=np.float64)
-    best = expected == expected.max(axis=-1, keepdims=True)
-    return (np.asarray(probabilities, dtype=np.float64) * best).sum(axis=-1)
+    return expected == expected.max(axis=-1, keepdims=True)
 
 
 def pull_fractions(arms: ArrayLike, num_arms: int, pulls_per_step: int) -> Float64[np.ndarray, "... S K"]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from adapters.plots import label_ends, pyplot, saved
 
-from .metrics import best_arm_probability
+from .metrics import best_arm_probability, is_best, segment_starts
 
 ARM_COLOURS = ("#1f6fb4", "#c8a93a", "#6aa272", "#d1495b", "#9184c2")
 """One colour per arm, if there are at most five. `arm_colours` has them for any number."""
@@ -73,7 +73,7 @@ def plot_dynamic_runs(runs: Sequence[PlottedRun], path: str | Path | None, means
         for axis, run in zip(above.subplots(1, 2, sharey=True), runs, strict=True):
             plot_arm_probabilities(axis, run.probabilities[:-1], means, title=f"{run.name}: probability of each arm")
         by_reward, by_best, by_loss = below.subplots(1, 3)
-        structured = ~_is_best(means).all(axis=1)
+        structured = ~is_best(means).all(axis=1)
         by_reward.plot(means.max(1), color="#d1495b", linewidth=1.3, linestyle=":", drawstyle="steps-post")
         best = [best_arm_probability(run.probabilities[:-1], means) for run in runs]
         _plot_lines(by_reward, {run.name: run.rewards for run in runs}, "Reward (dotted: what the best arm pays)")
@@ -137,8 +137,8 @@ def mark_regimes(axis: Any, means: np.ndarray, *, named: bool = True, arm_names:
         named: Whether to write above which arm is the best. Regimes that are too short for a name have none.
         arm_names: K names of the arms. None: "arm 0", "arm 1", ...
     """
-    names, best = _names(arm_names, means), _is_best(means)
-    starts = np.flatnonzero(np.concatenate(([True], (best[1:] != best[:-1]).any(axis=1))))
+    names, best = _names(arm_names, means), is_best(means)
+    starts = segment_starts(np.unique(best, axis=0, return_inverse=True)[1])
     for start, stop in zip(starts, [*starts[1:], len(means)], strict=True):
         if start:
             axis.axvline(start, color="#999999", linewidth=0.7, linestyle=(0, (4, 3)), zorder=0.5)
@@ -154,11 +154,6 @@ def mark_regimes(axis: Any, means: np.ndarray, *, named: bool = True, arm_names:
 
 def _names(arm_names: Sequence[str] | None, means: np.ndarray) -> Sequence[str]:
     return arm_names or [f"arm {arm}" for arm in range(means.shape[1])]
-
-
-def _is_best(means: np.ndarray) -> np.ndarray:
-    """[S, K]: whether no arm has a larger expected reward."""
-    return means == means.max(axis=1, keepdims=True)
 
 
 def _plot_lines(axis: Any, lines: Mapping[str, np.ndarray], title: str) -> None:

@@ -113,7 +113,7 @@ def before_after(states: Sequence[StateComparison]) -> Html:
     dot = {"linestyle": "none", "marker": "o", "markersize": 9, "markeredgewidth": 0}
     for (name, values), colour in zip(means.items(), ("middle", "reward"), strict=True):
         axis.plot(values, places, color=LIGHT[colour], gid=f"dots-{name}", **dot)
-    labels = [_one_line(state.label) for state in states]
+    labels = [one_line(state.label) for state in states]
     axis.set_yticks(places, labels, color=LIGHT["ink"])
     axis.set(ylim=(len(states) - 0.5, -0.5))
     axis.grid(axis="x", color=LIGHT["faint"])
@@ -149,6 +149,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
     return figure, axis
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """A text on one line, cut where it is too long for a label."""
     line = plain(" ".join(text.split()))
     return line if len(line) <= 34 else line[:31] + "..."

@@ -8,7 +8,7 @@ import numpy as np
 
 from adapters.plots import is_installed
 
-from .charts import Chart, Line, line_chart
+from .charts import Chart, Line, line_chart, one_line
 from .markup import Html, element, joined
 from .run_data import RunData, phase_times
 from .tables import row_of, table_of
@@ -16,9 +16,6 @@ from .words import duration, percent
 
 MAX_PARTS = 6
 """Number of parts of the reward in a chart."""
-
-MAX_LABEL = 30
-"""Number of characters of a part's name that fit beside a chart."""
 
 NEAR_ZERO = 0.05
 """Part of the largest value below which the smallest one counts as 0."""
@@ -184,7 +181,7 @@ def _parts(run: RunData) -> Chart | None:
     if len(names) < 2:
         return None
     lines = [
-        Line(label=_cut(name.removeprefix("rewards/").removesuffix("/mean")), y=run.of(name), colour=f"part{place}")
+        Line(label=one_line(name.removeprefix("rewards/").removesuffix("/mean")), y=run.of(name), colour=f"part{place}")
         for place, name in enumerate(names[:MAX_PARTS])
     ]
     left_out = f" {len(names) - MAX_PARTS} further parts are not drawn." if len(names) > MAX_PARTS else ""
@@ -217,10 +214,6 @@ def _single(run: RunData, name: str) -> Chart | None:
         return None
     line = Line(label=label, y=run.of(name))
     return Chart(title=title, note=note, y_label=y_label, x=run.iterations, lines=[line], from_zero=True)
-
-
-def _cut(label: str) -> str:
-    return label if len(label) <= MAX_LABEL else f"{label[: MAX_LABEL - 3]}..."
 
 
 def _is_ever_nonzero(run: RunData, *names: str) -> bool:

@@ -15,6 +15,7 @@ from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.model.shared_prompts import prefill
 from adapters.llm.sampling import decoding, decoding_batch
 from adapters.llm.sampling.decoding import DecodingSampler, StopStrings
+from adapters.llm.sampling.recorded.sampler import RecordedSampler
 from grpo import Truncate
 from tests.support.llm_models import (
     CHARACTERS,
@@ -442,9 +443,10 @@ def test_a_stop_string_may_be_a_special_token(subtests: pytest.Subtests) -> None
     for stop, token in [("<eos>", END), ("<|eot|>", eot)]:
         with torch.no_grad():
             model.get_output_embeddings().weight[token] *= 6.0  # it is drawn more often
-        for loop in ("own", "generate"):
-            with subtests.test(stop=stop, loop=loop):
-                sampler = DecodingSampler(CausalLM(model), marked, loop=loop)
+        lm = CausalLM(model)
+        samplers = {loop: DecodingSampler(lm, marked, loop=loop) for loop in ("own", "generate")}
+        for name, sampler in {**samplers, "recorded": RecordedSampler(lm, marked)}.items():
+            with subtests.test(stop=stop, sampler=name):
                 config = SamplingConfig(max_new_tokens=20, stop=(stop,))
                 sampled = sampler.sample(PROMPTS, 6, config, end_token_ids=[], seeds=range(18))
                 drew = [token in row for row in sampled.token_ids]

@@ -167,12 +167,12 @@ def test_neighbours_start_at_0_together() -> None:
         assert [">0</text>" in chart or ">0<" in chart for chart in charts] == [starts_at_0] * 2
 
 
-def test_labels_are_whole_up_to_30_letters() -> None:
-    name = "has_a_name_of_thirty_letters_x"
+def test_labels_are_whole_up_to_34_letters() -> None:
+    name = "has_a_name_of_thirty_four_letters_"
     parts = {f"rewards/{name}/mean": 0.5, f"rewards/{name}_more/mean": 0.2}
     (chart,) = reward_charts(run_of(parts))
     assert f">{name}<" in chart
-    assert f">{name[:27]}...<" in chart
+    assert f">{name[:31]}...<" in chart
 
 
 def test_nothing_is_timed_without_times() -> None:
