@@ -9,6 +9,7 @@ from typing import Any
 
 import peft
 import torch
+from torch import nn
 
 from adapters.llm import HFPolicy, SamplingConfig
 from tests.support.llm_models import completion
@@ -48,6 +49,20 @@ def configs() -> dict[str, Any]:
         if name != "XLORA":
             found[name] = config(**settings, task_type="CAUSAL_LM")
     return found
+
+
+def with_float_layers(model: Any) -> Any:
+    """The model with float layers of the same weights in place of its 8-bit layers, which also round what comes in."""
+    from bitsandbytes.nn import Linear8bitLt
+
+    for module in list(model.modules()):
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, Linear8bitLt):
+                plain = nn.Linear(layer.in_features, layer.out_features, bias=False)
+                scale = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
+                plain.weight.data = layer.weight.data.float() * scale.float()[:, None] / 127
+                setattr(module, name, plain)
+    return model
 
 
 @torch.no_grad()  # PEFT's C3A has no gradient around 8-bit weights
