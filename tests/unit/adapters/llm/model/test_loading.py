@@ -576,9 +576,9 @@ def test_what_a_reader_would_not_find_is_refused(folder: Path, tmp_path: Path, s
         model.base_model.set_adapter(["default", "other"])
         return model
 
-    def of_another_method() -> Any:
+    def quantised_by(method: str) -> Any:
         model = add_lora(base_model())
-        quantised = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="hqq"))
+        quantised = SimpleNamespace(quantization_config=SimpleNamespace(quant_method=method))
         model.get_base_model().hf_quantizer = quantised
         return model
 
@@ -591,7 +591,7 @@ def test_what_a_reader_would_not_find_is_refused(folder: Path, tmp_path: Path, s
             "PEFT cannot merge the adapter of",
         ),
         (peft.get_peft_model(tiny_model("llama"), prompts), True, "adaption prompts change no weights"),
-        (of_another_method(), True, "these are quantised by hqq"),
+        *((quantised_by(method), True, f"these are quantised by {method}") for method in ("hqq", "torchao", "gptq")),
     ]
     for model, merge, message in cases:
         with subtests.test(message=message), pytest.raises(ConfigError, match=message):
