@@ -147,8 +147,8 @@ class ChatTemplate:
         if tools and not self._describes_tools:
             self._describes_tools = True  # said once
             logger.warning(
-                "AgentPolicy: the chat template writes tool calls, and not which tools there are, so the model is not told of "
-                "its tools. Use a template that describes `tools`, or describe them in a message."
+                "AgentPolicy: the chat template writes tool calls and does not describe the tools, so the model is not told of "
+                "its tools. Use a template that writes `tools`, or describe them in a message."
             )
         text = self._text_or_error(messages, tools)
         if isinstance(text, Exception):

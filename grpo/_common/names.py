@@ -44,7 +44,7 @@ def require_arguments(
         parameters = {name: each for name, each in signature.parameters.items() if name != "self"}
         if unknown := [name for name in named if name not in parameters]:
             answers = " ".join(nearest_name(name, *parts or [list(parameters)]) for name in unknown)
-            kind = "setting" if parts else "argument"
+            kind = ("setting" if parts else "argument") + "s" * (len(unknown) > 1)
             raise ArgumentError(f"{owner} has no {kind} {', '.join(map(repr, unknown))}. {answers}") from None
         needed = [
             each

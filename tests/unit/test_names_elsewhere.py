@@ -82,7 +82,7 @@ MISTAKES = [  # what is typed, what the message says, what is typed next
     ("GRPOConfig(loss_type='dapo')", "ObjectiveConfig(surrogate=..., aggregation=...)", "presets.dapo()"),
     (
         "GRPOConfig(num_generations=8, beta=0.1)",
-        "GRPOConfig has no setting 'num_generations', 'beta'. TRL's num_generations is group_size here. TRL's beta is",
+        "GRPOConfig has no settings 'num_generations', 'beta'. TRL's num_generations is group_size here. TRL's beta is",
         "GRPOConfig(group_size=8, objective=ObjectiveConfig(kl_coef=0.1))",
     ),
     ("GRPOConfig(8)", "too many positional arguments. Write GRPOConfig(group_size=...,", "GRPOConfig(group_size=8)"),
@@ -104,7 +104,7 @@ MISTAKES = [  # what is typed, what the message says, what is typed next
     ("SamplingConfig(max_tokens=64)", "Did you mean SamplingConfig(max_new_tokens=...)?", "SamplingConfig(max_new_tokens=64)"),
     (
         "GRPOTrainer(model=1, reward_funcs=2)",
-        "GRPOTrainer has no argument 'model', 'reward_funcs'. TRL's model is policy=HFPolicy.from_pretrained(...) here.",
+        "GRPOTrainer has no arguments 'model', 'reward_funcs'. TRL's model is policy=HFPolicy.from_pretrained(...) here.",
         "GRPOTrainer(config=GRPOConfig(), policy=SoftmaxPolicy(3), reward_model=reward)",
     ),
     (
