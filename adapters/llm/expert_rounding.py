@@ -30,8 +30,10 @@ class ExpertRounding:
 
     def scored(self, actions: Sequence[Completion], log_probs: Tensor, mask: Tensor) -> None:
         """Compare the scores with the samples, if no weights can have changed and no dropout is on."""
+        if not self._is_due:
+            return
         given = [action.behaviour_log_probs for action in actions]
-        if not self._is_due or None in given:
+        if None in given:
             return
         self._is_due = False
         if any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in self._lm.model.modules()):
