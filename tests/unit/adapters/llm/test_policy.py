@@ -77,7 +77,7 @@ def test_settings_of_one_call_are_checked_and_apply_to_that_call_only() -> None:
         policy.generate_actions(STATES, 1, top_p=2.0)
     with pytest.raises(
         ConfigError,
-        match=r"no setting 'max_tokens', 'topk'. Did you mean SamplingConfig\(max_new_tokens=...\)\? Did you mean .*top_k=",
+        match=r"no settings 'max_tokens', 'topk'. Did you mean SamplingConfig\(max_new_tokens=...\)\? Did you mean .*top_k=",
     ):
         policy.generate_actions(STATES, 1, max_tokens=5, topk=3)
 
