@@ -149,7 +149,7 @@ class ExperienceCollector:
 
     def rewards_of(self, rows: SampledRows, ask: RewardCalls) -> KeptRewards:
         """Ask for the rewards of rows. Two threads never ask at the same time."""
-        with self._turns, torch.no_grad():
+        with self._turns:
             return ask(rows.states, rows.actions, rows.mask, group_ids=rows.group_ids, keep_counts=True)
 
     def groups_of(self, states: Rows) -> Int[Tensor, " B"]:
@@ -195,7 +195,7 @@ class ExperienceCollector:
         row_states, row_actions, sampled = self.sample(states, num_actions_per_state)
         group_ids = self.groups_of(states).repeat_interleave(num_actions_per_state)
         mask = None if sampled is None else sampled.mask
-        with self._turns, torch.no_grad():
+        with self._turns:
             rewards = self.ask_for_rewards(row_states, row_actions, mask, group_ids=group_ids, keep_counts=True)
         return row_states, row_actions, group_ids, mask, rewards
 

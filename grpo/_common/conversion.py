@@ -151,7 +151,9 @@ def as_reward_values(required: str, value: Any) -> Float[Tensor, "..."]:
     Raises:
         RewardError: `value` is anything else.
     """
-    rewards = as_tensor(required, value, RewardError).detach()
+    rewards = as_tensor(required, value, RewardError)
+    if rewards.requires_grad:
+        raise RewardError(f"{required}, without a gradient, which GRPO would not follow. Return rewards.detach().")
     if rewards.is_complex():
         raise RewardError(f"{required}; got {describe(value)}. Return real numbers.")
     if not rewards.is_floating_point():

@@ -1,6 +1,5 @@
 """The answer of a reward model is checked, and answers for parts of the rows are joined."""
 
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -133,7 +132,7 @@ def is_failed_call(error: Exception) -> bool:
 
 def spread(num_parts: int) -> list[int]:
     """All parts, in an order in which neighbours are far apart, so that a few parts in a row are a sample of all groups."""
-    golden_ratio = (math.sqrt(5) - 1) / 2
+    golden_ratio = (5**0.5 - 1) / 2
     return sorted(range(num_parts), key=lambda part: part * golden_ratio % 1)
 
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from grpo._common.calls import Call
 from grpo.config import MAX_CONCURRENT
 from grpo.errors import CallError, DeadlineError
@@ -178,7 +180,8 @@ class _BackgroundLoop:
 
     def _run(self) -> None:
         try:
-            self.loop.run_forever()
+            with torch.no_grad():  # each thread has a mode of its own
+                self.loop.run_forever()
         finally:
             tasks = asyncio.all_tasks(self.loop)
             for task in tasks:

@@ -62,6 +62,7 @@ def planned(reward_model: Any, states: Any, actions: Any) -> PlannedCalls:
     return PlannedCalls(calls=[call], combine=itemgetter(0))
 
 
+@torch.no_grad()
 def ask(
     reward_model: Any,
     states: Any,
@@ -71,7 +72,7 @@ def ask(
     max_concurrent: int = MAX_CONCURRENT,
     in_process: CallsInProcess | None = None,
 ) -> Any:
-    """Make all calls of a reward model for these rows, and return its answer, which is not checked.
+    """Make all calls of a reward model for these rows, without gradients, and return its answer, which is not checked.
 
     Args:
         reward_model: A `RewardModel`.

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo import preserved_random_state, seed_everything
+from grpo import Rewards, preserved_random_state, seed_everything
 from grpo._common.global_state import capture_random_state, restore_random_state
 from grpo.arguments import (
     as_advantages,
@@ -117,11 +117,21 @@ def test_a_failed_conversion_is_chained_to_its_cause():
     assert isinstance(caught.value.__cause__, TypeError)
 
 
-def test_a_list_of_tensors_is_stacked_without_gradients():
-    scores = [torch.tensor(1.0, requires_grad=True), torch.tensor(2.0)]
-    rewards = as_rewards("judge", scores, 2)
-    assert rewards.tolist() == [1, 2]
-    assert not rewards.requires_grad
+def test_rewards_with_a_gradient_are_refused_because_no_gradient_flows_through_rewards(subtests):
+    weight = torch.ones(2, requires_grad=True)
+    for value in (weight, weight * 2, [*weight], weight.bfloat16()):
+        with (
+            subtests.test(value=value),
+            pytest.raises(RewardError, match=r"^judge must .*without a gradient.*Return rewards\.detach\(\)"),
+        ):
+            as_rewards("judge", value, 2)
+    for fields in ({"values": weight}, {"values": [1, 2], "components": {"right": weight}}):
+        with subtests.test(**fields), pytest.raises(RewardError, match=r"^Rewards\..*without a gradient"):
+            Rewards(**fields)
+
+
+def test_a_list_of_tensors_is_stacked():
+    assert as_rewards("judge", [torch.tensor(1.0), torch.tensor(2.0)], 2).tolist() == [1, 2]
     assert as_rewards("judge", [torch.zeros(3), torch.ones(3)], 2).tolist() == [[0, 0, 0], [1, 1, 1]]
 
 

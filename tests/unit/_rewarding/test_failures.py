@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import ContractError, RewardError, TrainingInterrupted
+from grpo import ContractError, RewardError, TrainingInterrupted, WeightedRewards
 from grpo._rewarding import calls as reward_calls
 from grpo._rewarding.answers import spread
 from grpo.errors import RewardRaisedError
@@ -403,12 +403,30 @@ def test_counts_of_an_interrupted_call_are_kept() -> None:
     assert calls(ROWS, ROWS).metrics == counts(retries=1, failed_calls=1)
 
 
-def test_the_rewards_of_a_call_need_no_gradient_and_no_other_process_by_default() -> None:
+def test_reward_networks_compute_no_gradients_wherever_they_are_called(subtests: pytest.Subtests) -> None:
+    weight = torch.ones(4, requires_grad=True)
     seen = []
 
     def reward(states: Any, actions: Any) -> Any:
         seen.append(os.getpid())
-        return torch.ones(4, requires_grad=True) * 2
+        return weight * 2
 
-    assert not asked(reward).values.requires_grad
-    assert seen == [os.getpid()]
+    async def judge(states: Any, actions: Any) -> Any:
+        return weight * 2
+
+    def differentiable(states: Any, actions: Any) -> Any:
+        with torch.enable_grad():
+            return weight * 2
+
+    for name, model, config in (
+        ("in this process", reward, {}),
+        ("in another process", reward, {"timeout": 10.0}),
+        ("awaited in a thread", judge, {}),
+        ("awaited with a deadline", judge, {"timeout": 10.0}),
+        ("two parts", WeightedRewards({"a": reward, "b": judge}, {"a": 1.0, "b": 0.0}), {}),
+    ):
+        with subtests.test(name):
+            assert asked(model, **config).values.tolist() == [2.0] * 4
+    assert set(seen) == {os.getpid()}
+    with pytest.raises(RewardError, match=r"^differentiable must .*without a gradient"):
+        asked(differentiable)
