@@ -4,6 +4,7 @@ import asyncio
 import functools
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,9 @@ from grpo.checks import check_reward_model
 from grpo.errors import DeadlineError
 from grpo.reward_model_base import RewardFunction, as_reward_model
 from grpo.rewards import ask_for_rewards, call_in_process, require_killable
+from grpo.types import ObjectiveOutput
 from tests.support.bad_input_places import Plain
+from tests.support.configs import Rows
 from tests.support.objective_inputs import as_users_run_it
 
 
@@ -301,6 +304,7 @@ def test_wrong_fields_of_rewards_are_named(subtests: pytest.Subtests) -> None:
         ({"components": {"a": [1.0]}}, RewardError, f"components['a'] {shape} a list of 1 float. Expand it."),
         ({"components": {"a": torch.ones(2, 1)}}, RewardError, f"components['a'] {shape} [2, 1] float32. Expand it."),
         ({"components": {"a": None}}, RewardError, f"components['a'] {shape} NoneType None. Use a list"),
+        ({"weights": {1: 1.0}}, ContractError, f"weights {named} dict {{1: "),
         ({"weights": [1.0]}, ContractError, f"weights {named} a list of 1"),
         ({"weights": {"a": "1"}}, ContractError, "weights['a'] must be a number; got str '1'"),
         (
@@ -309,8 +313,10 @@ def test_wrong_fields_of_rewards_are_named(subtests: pytest.Subtests) -> None:
             "weights must have names of components, ['b']; got ['a']. Remove these.",
         ),
         ({"lost": mask}, ContractError, f"lost {named} [2] bool"),
+        ({"lost": {b"gone": mask}}, ContractError, f"lost {named} dict {{b'gone': "),
         ({"lost": {"gone": mask.float()}}, ContractError, f"lost['gone'] {of_rows} [2] float32"),
         ({"lost": {"gone": mask[:1]}}, ContractError, f"lost['gone'] {of_rows} [1] bool"),
+        ({"metrics": {("a", "b"): (1, 2.0)}}, ContractError, f"metrics {named} dict {{('a', 'b'): "),
         ({"metrics": {"seconds": 1.0}}, ContractError, f"metrics['seconds'] {pair} float 1.0"),
         ({"metrics": {"seconds": (1,)}}, ContractError, f"metrics['seconds'] {pair} a tuple of 1"),
         ({"metrics": {"seconds": (1, "2")}}, ContractError, f"metrics['seconds'] {pair} a tuple of 2"),
@@ -318,6 +324,16 @@ def test_wrong_fields_of_rewards_are_named(subtests: pytest.Subtests) -> None:
     for fields, error, message in cases:
         with subtests.test(message), as_users_run_it(), pytest.raises(error, match=re.escape(f"Rewards.{message}")):
             Rewards(**{"values": [1.0, 2.0], **fields})
+
+
+def test_metrics_of_batches_and_losses_have_names(subtests: pytest.Subtests) -> None:
+    batch = Rows.example().batch(GRPOConfig())
+    named = r"must be a mapping of names; got dict \{1: "
+    for field in ("metrics", "reward_components", "reward_weights"):
+        with subtests.test(field), as_users_run_it(), pytest.raises(ContractError, match=rf"Batch\.{field} {named}"):
+            replace(batch, **{field: {1: 1.0}})
+    with as_users_run_it(), pytest.raises(ContractError, match=rf"ObjectiveOutput\.metrics {named}"):
+        ObjectiveOutput(loss=torch.zeros(()), metrics={1: torch.zeros(3)})  # type: ignore[dict-item]
 
 
 def test_rewards_of_another_number_of_rows_name_the_function() -> None:
