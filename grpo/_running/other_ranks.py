@@ -29,13 +29,14 @@ def for_other_ranks(checkpoint: Checkpoint, engine: Engine) -> Mapping[str, Any]
             f"{checkpoint.path} was written by {before} ranks in the middle of an iteration, and {now} load it. Start {before} "
             "ranks to finish the iteration, or load an earlier checkpoint."
         )
-    num_ahead, progress = len(parts["ahead"]["pending"]), parts["progress"]
-    if num_ahead:
-        num_draws = progress["num_draws"] - num_ahead  # each of them has drawn its states once
+    ahead, progress, again = parts["ahead"]["pending"], parts["progress"], ""
+    if ahead:
+        num_rows = sum(one["rows"]["group_ids"].shape[0] for one in ahead)
+        again = f", and {len(ahead)} iterations that were sampled ahead ({num_rows} rows per rank) are sampled again"
+        num_draws = progress["num_draws"] - len(ahead)  # each of them has drawn its states once
         parts = {**parts, "ahead": {"pending": []}, "progress": {**progress, "num_draws": num_draws}}
     if engine.rank >= before:
         state, parts = {**state, "random": _new_generators(state, engine.rank)}, {**parts, "replay": {"rows": []}}
-    again = f", and {num_ahead} iterations that were sampled ahead are sampled again" if num_ahead else ""
     warn_user(
         f"{checkpoint.path} was written by {before} ranks, and {now} load it. Exact: weights, optimizer, learning rate, "
         "counters, and the order of states. Not exact: each rank has another share of the states, "

@@ -3,6 +3,7 @@
 One launch runs `sharded_ranks.py`; the tests look at what each rank wrote. A rank that waits for ever fails the launch.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from grpo.engine import OneProcess
 from grpo.errors import GRPOWarning
+from tests.support.ahead_on_other_ranks import NUM_ITERATIONS, made
 from tests.support.launches import run_with_children
 from tests.support.sharded_ranks import CASES, KEPT, trained
 from tests.support.sharded_results import assert_right
@@ -94,6 +96,22 @@ def test_a_run_goes_from_two_ranks_to_one_plain_process_and_to_four_ranks(tmp_pa
         assert (found["num_distinct"], found["norm"]) == (4, ranks[0]["norm"])
     (said,) = ranks[0]["said"]
     assert "was written by 1 ranks, and 4 load it" in said
+
+
+@pytest.mark.slow
+def test_four_ranks_sample_again_what_two_had_sampled_ahead_and_no_state_is_lost_or_doubled(tmp_path: Path) -> None:
+    for num_ranks, last in ((2, 3), (4, NUM_ITERATIONS)):
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        launch += ["-m", "tests.support.ahead_on_other_ranks", str(tmp_path), str(last)]
+        run_with_children(*launch, output=tmp_path / "output", seconds=SECONDS)
+    four = [json.loads((tmp_path / f"rank-{rank}-of-4.json").read_text()) for rank in range(4)]
+    for rank in four:
+        (said,) = rank["said"]
+        assert "2 iterations that were sampled ahead (8 rows per rank) are sampled again." in said
+    unbroken: list[list[int]] = []
+    made(OneProcess(), unbroken).train(list(range(16)), num_iterations=NUM_ITERATIONS, progress=False)
+    found = [sorted(itertools.chain(*shares)) for shares in zip(*(rank["states"] for rank in four), strict=True)]
+    assert found == [sorted(states) for states in unbroken[3:]]
 
 
 @pytest.mark.slow

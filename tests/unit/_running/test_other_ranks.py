@@ -15,6 +15,9 @@ from grpo.checkpoint import Checkpoint
 from grpo.errors import CheckpointError, GRPOWarning
 from tests.support.policies import TablePolicy
 
+WAITING = {"rows": {"group_ids": torch.zeros(4, dtype=torch.long)}}
+"""An iteration of four rows that was sampled ahead."""
+
 
 class Rank(SeveralProcesses):
     """One of several ranks. It never meets the others."""
@@ -36,7 +39,7 @@ def written_by(num_ranks: int, iteration: int = 5, rows: Any = None, num_ahead: 
     checkpoint = object.__new__(Checkpoint)
     counters = {"data_seed": 3, "iteration": iteration}
     parts = {"replay": {"rows": ["old"]}, "policy": {"calls": 2}, "counters": counters, "in_progress": {"rows": rows}}
-    parts |= {"ahead": {"pending": ["rows"] * num_ahead}, "progress": {"num_draws": 9, "best_score": 0.5}}
+    parts |= {"ahead": {"pending": [WAITING] * num_ahead}, "progress": {"num_draws": 9, "best_score": 0.5}}
     whole = {"random": {"torch": "saved"}, "parts": parts}
     for name, value in {"path": Path("run"), "num_ranks": num_ranks, "state": whole}.items():
         object.__setattr__(checkpoint, name, value)
@@ -82,9 +85,11 @@ def test_an_unfinished_iteration_needs_the_same_number_of_ranks() -> None:
 
 def test_iterations_that_were_sampled_ahead_are_sampled_again_in_the_same_states() -> None:
     checkpoint = written_by(2, num_ahead=3)
-    assert for_other_ranks(checkpoint, Rank(0, 2))["parts"]["ahead"] == {"pending": ["rows"] * 3}
+    assert for_other_ranks(checkpoint, Rank(0, 2))["parts"]["ahead"] == {"pending": [WAITING] * 3}
     for rank, now in ((0, 1), (1, 4), (3, 4)):
-        with pytest.warns(GRPOWarning, match="and 3 iterations that were sampled ahead are sampled again[.]"):
+        with pytest.warns(
+            GRPOWarning, match=r"and 3 iterations that were sampled ahead \(12 rows per rank\) are sampled again[.]"
+        ):
             parts = for_other_ranks(checkpoint, Rank(rank, now))["parts"]
         assert parts["ahead"] == {"pending": []}
         assert parts["progress"] == {"num_draws": 6, "best_score": 0.5}
@@ -119,7 +124,7 @@ def test_a_run_with_iterations_ahead_makes_whole_iterations_on_another_number_of
     object.__setattr__(checkpoint, "state", saved[0])
     second = made()
     seen.clear()
-    with pytest.warns(GRPOWarning, match="2 iterations that were sampled ahead are sampled again"):
+    with pytest.warns(GRPOWarning, match=r"2 iterations that were sampled ahead \(8 rows per rank\) are sampled again"):
         second.load_state_dict(for_other_ranks(checkpoint, Rank(0, 1)))
     second.train(states, num_iterations=8, **how)
     assert seen == unbroken[4:]
