@@ -1,9 +1,14 @@
-"""Pages about the package say what pyproject.toml and the installed packages say."""
+"""Pages about the package say what pyproject.toml, the installed packages and the package itself do."""
 
+import asyncio
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import PackageMetadata, PackageNotFoundError, metadata, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,7 +17,12 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import grpo
+from adapters.tracking import RunFolder
+from grpo import GRPOConfig, GRPOTrainer
+from grpo.errors import DeadlineError
+from grpo.rewards import ask_for_rewards
 from tests.faults.conftest import LINES
+from tests.support.policies import TablePolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -86,6 +96,58 @@ def test_licences_are_those_of_the_installed_packages(subtests: pytest.Subtests)
                 found.get("License-Expression"),
                 found.get("License"),
             )
+
+
+def test_each_start_of_vllms_server_listens_on_this_computer_alone() -> None:
+    starts = [
+        line
+        for folder, kind in (("docs", "md"), ("adapters", "py"), ("benchmarks", "py"), ("examples", "py"))
+        for path in (ROOT / folder).rglob(f"*.{kind}")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if "vllm serve " in line and "--" in line
+    ]
+    assert len(starts) >= 3
+    for line in starts:
+        assert "--host 127.0.0.1" in line
+
+
+def test_checkpoints_and_run_folders_follow_the_umask(tmp_path: Path) -> None:
+    for umask in (0o077, 0o022):
+        before, folder = os.umask(umask), tmp_path / oct(umask)
+        try:
+            trainer = GRPOTrainer(
+                config=GRPOConfig(group_size=2),
+                policy=TablePolicy("ab"),
+                reward_model=lambda states, actions: [float(action) for action in actions],
+            )
+            with RunFolder(folder / "run") as sink:
+                options = {"checkpoint_dir": folder / "checkpoints", "sinks": [sink]}
+                trainer.train(["a"], num_iterations=1, progress=False, **options)
+        finally:
+            os.umask(before)
+        found = [path for path in folder.rglob("*") if path.name != ".lock"]
+        assert len(found) >= 8
+        for path in found:
+            whole = 0o777 if path.is_dir() else 0o666
+            assert path.stat().st_mode & 0o777 == whole & ~umask, path
+
+
+def test_a_process_that_an_async_reward_starts_outlives_its_deadline() -> None:
+    """What the page says that a user has to end himself."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    async def reward(states: Any, actions: Any) -> list[float]:
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        await asyncio.sleep(60)
+        return [0.0]
+
+    try:
+        with pytest.raises(DeadlineError, match=r"reward did not answer within 0\.2 s"):
+            ask_for_rewards(reward, ["state"], ["action"], timeout=0.2)
+        assert started[0].poll() is None
+    finally:
+        started[0].kill()
+        started[0].wait()
 
 
 def test_the_lowest_versions_in_the_table_are_those_of_pyproject(subtests: pytest.Subtests) -> None:
