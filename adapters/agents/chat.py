@@ -2,8 +2,10 @@
 
 import asyncio
 import copy
+import hashlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,15 +21,19 @@ from .conversations import Conversation, EndedBy, Segment, Turn, plain_values
 from .messages import Message, as_messages, in_the_order_of_calls, say_the_same
 from .templates import ChatTemplate
 
+MOST_WAITING = 256
+"""Maximum number of requests of a conversation that wait for a turn at the same time."""
+
 
 class ConversationEnded(GRPOError):
-    """The conversation has reached a limit, so the policy says nothing more. An agent program may catch this error and return
-    a reward for what was said; else the reward is 0. `ended_by` says which limit it was."""
+    """A limit was reached, so the policy says nothing more: in the whole conversation ("max_turns"), or in this context
+    ("length"), while others go on. An agent program may catch this error and return a reward for what was said; else the reward
+    is 0. `ended_by` says which limit it was."""
 
     def __init__(self, ended_by: EndedBy) -> None:
         super().__init__(f"The conversation ended by {ended_by!r}. Catch ConversationEnded, and return a reward.")
         self.ended_by = ended_by
-        """Which limit ended the conversation."""
+        """Which limit was reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,8 @@ SampleTurn = Callable[[list[int], int, int, tuple[str, ...]], Awaitable[SampledT
 class Reply:
     """A message of the policy, with its numbers of tokens."""
 
+    id: str
+    """Names the message within its conversation, for rewards by id. Equal requests of a conversation are numbered."""
     message: Message
     """The message."""
     num_context_tokens: int
@@ -58,13 +66,19 @@ class Reply:
     """Number of tokens that it sampled."""
     is_truncated: bool
     """Whether the message reached the maximum of this call."""
+    ends_context: bool
+    """Whether it reached the policy's own maximum, so that this context cannot go on."""
 
 
 class PlaysConversations(Protocol):
     """An agent program: it asks `chat` for the policy's messages, and returns the reward."""
 
-    async def __call__(self, chat: "Chat", state: Any) -> float | Sequence[float]:
-        """Hold one conversation about `state`. Return its reward, or one reward for each message of the policy."""
+    async def __call__(self, chat: "Chat", state: Any) -> float | Sequence[float] | Mapping[str, float]:
+        """Hold one conversation about `state`.
+
+        Return its reward, or one reward for each message of the policy: a list in the order of the replies, or a dict by
+        `Reply.id`, in which a missing message has the reward 0. After requests that waited at the same time, a list is refused.
+        """
         ...
 
 
@@ -85,12 +99,22 @@ class _Context:
     """A segment that grows."""
 
     token_ids: list[int]
+    number: int
+    """Number of earlier contexts that begin with the same tokens."""
+    num_begun: int = field(init=False)
+    """Number of tokens before the first turn."""
     sampled: list[bool] = field(init=False)
     log_probs: list[float] = field(default_factory=list)
     forks: list[int] = field(default_factory=list)
+    turns: list["_Turn"] = field(default_factory=list)
+    is_asked: bool = False
+    """Whether a request waits for its next turn."""
+    is_full: bool = False
+    """Whether there is no room for another turn, or the last turn was truncated."""
 
     def __post_init__(self) -> None:
-        self.sampled = [False] * len(self.token_ids)
+        self.num_begun = len(self.token_ids)
+        self.sampled = [False] * self.num_begun
 
     def add(self, token_ids: Sequence[int], *, sampled: bool) -> None:
         self.token_ids += token_ids
@@ -101,6 +125,7 @@ class _Context:
 class _Turn:
     """A turn of the policy, with all that the policy had read."""
 
+    id: str
     context: _Context
     end: int
     """Number of tokens of the context up to the end of this turn."""
@@ -112,7 +137,12 @@ class _Turn:
     """Whether the other side did not see the end of the turn."""
     state_key: Any
     ends_by_length: bool
-    """Whether the policy's own maximum truncated the message, which ends the conversation."""
+    """Whether the policy's own maximum truncated the message, which ends the context."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a request can go on in the same context."""
+        return self is self.context.turns[-1] and not self.context.is_asked
 
 
 class Chat:
@@ -120,12 +150,14 @@ class Chat:
 
     Pass the whole history each time, as with OpenAI's API. The chat looks for the latest of the policy's turns that the
     history continues:
-    - The history continues the policy's last turn: the new messages are tokenized and appended to the context.
+    - The history continues the last turn of a context: the new messages are tokenized and appended to the context.
     - The history continues an earlier turn: a new context begins with the tokens up to that turn.
-    - The history continues no turn, for example because the agent program has shortened it: the whole history is tokenized,
-      in a new context.
+    - The history continues no turn, for example because the agent program has shortened it, or because another agent asks: the
+      whole history is tokenized, in a new context.
 
-    Calls that are made at the same time are answered one after another.
+    Calls that are made at the same time are sampled together. The random numbers of a turn belong to what the policy reads, and
+    contexts that several tasks, or clients over HTTP, have asked for are in the order of their tokens. So neither depends on
+    which request comes first.
     """
 
     def __init__(
@@ -153,22 +185,27 @@ class Chat:
         """Kept as `Conversation.info`."""
         self.ended_by: EndedBy | None = None
         """Why the conversation ended. None: it goes on."""
+        self.limited_by: EndedBy | None = None
+        """The limit that was reached last. None: no limit was reached."""
         self.counts = {"malformed_calls": 0, "failed_calls": 0}
         """Tool calls that could not be read, and tool calls that failed."""
         self.branch: Branch | None = None
         """The conversation's place in a tree. None: it does not branch."""
         self.fork: Callable[[Sequence[Saved]], None] | None = None
         """Starts the other branches of a fork, given what each begins with."""
-        self._sampling_seed = sampling_seed
+        self.program: asyncio.Future | None = None
+        """The task that plays the conversation."""
+        self._sampling_seed: tuple[int, ...] = (sampling_seed,)
         self._template = template
         self._tokenizer = tokenizer
         self._texts = texts
         self._sample = sample
         self._limits = limits
-        self._seeds = np.random.default_rng(sampling_seed)
         self._contexts: list[_Context] = []
         self._turns: list[_Turn] = []
-        self._lock = asyncio.Lock()
+        self._num_equal: Counter[bytes] = Counter()
+        self._tasks: list[asyncio.Task | None] = []
+        self._is_parallel = False
         self._num_waiting = 0
         self._active_since = time.monotonic()
 
@@ -206,9 +243,9 @@ class Chat:
             # together, because they refer to one another
             chat.messages, chat._contexts, chat._turns = copy.deepcopy((self.messages, self._contexts, self._turns))
             chat.info, chat.counts = dict(self.info), dict.fromkeys(self.counts, 0)
-            chat.branch, chat.fork = branch, None
-            chat._sample, chat._seeds = sampler(branch.leaf), np.random.default_rng([self._sampling_seed, branch.leaf])
-            chat._lock, chat._num_waiting = asyncio.Lock(), 0
+            chat.branch, chat.fork, chat.program = branch, None, None
+            chat._sample, chat._sampling_seed = sampler(branch.leaf), (*self._sampling_seed, branch.leaf)
+            chat._num_equal, chat._tasks, chat._num_waiting = self._num_equal.copy(), [], 0
             chats.append((branch.leaf, chat))
         return chats
 
@@ -232,9 +269,13 @@ class Chat:
 
         Raises:
             ConversationEnded: A limit was reached: of turns, of room in the context, or the message was truncated.
-            ContractError: The chat template does not accept the messages or the tools, or a setting is invalid.
+            ContractError: The chat template does not accept the messages or the tools, a setting is invalid, or too many
+                requests wait.
         """
-        return (await self.reply(messages, tools, max_new_tokens=max_new_tokens, stop=stop)).message
+        reply = await self.reply(messages, tools, max_new_tokens=max_new_tokens, stop=stop)
+        if reply.ends_context:
+            raise ConversationEnded("length")
+        return reply.message
 
     async def reply(
         self,
@@ -244,22 +285,35 @@ class Chat:
         max_new_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Reply:
-        """The policy's next message, with its numbers of tokens. Arguments and errors are those of `chat(messages)`."""
+        """The policy's next message, with its id and numbers of tokens. Arguments and errors are those of `chat(messages)`.
+        A truncated message is returned, and not an error."""
+        if self._num_waiting >= MOST_WAITING:
+            raise ContractError(
+                f"Chat: at most {MOST_WAITING} requests may wait at the same time. Await some of them first."
+            )
+        self._note_task()
         self._num_waiting += 1
         try:
-            async with self._lock:
-                if max_new_tokens is not None and max_new_tokens < 1:
-                    raise ContractError(f"Chat: max_new_tokens must be at least 1; got {max_new_tokens}.")
-                if isinstance(stop, str) or not all(stop):
-                    raise ContractError(
-                        f"Chat: stop must be a list of texts that are not empty; got {stop!r}. Pass stop=[...]."
-                    )
-                limit = min(max_new_tokens or self._limits.max_new_tokens, self._limits.max_new_tokens)
-                history = in_the_order_of_calls(as_messages(messages))
-                return await self._reply(history, tool_schemas(tools) if tools else None, limit, tuple(stop))
+            if max_new_tokens is not None and max_new_tokens < 1:
+                raise ContractError(f"Chat: max_new_tokens must be at least 1; got {max_new_tokens}.")
+            if isinstance(stop, str) or not all(stop):
+                raise ContractError(
+                    f"Chat: stop must be a list of texts that are not empty; got {stop!r}. Pass stop=[...]."
+                )
+            limit = min(max_new_tokens or self._limits.max_new_tokens, self._limits.max_new_tokens)
+            history = in_the_order_of_calls(as_messages(messages))
+            return await self._reply(history, tool_schemas(tools) if tools else None, limit, tuple(stop))
         finally:
             self._num_waiting -= 1
             self._active_since = time.monotonic()
+
+    def _note_task(self) -> None:
+        """Note who asks, and whether another one asks at the same time."""
+        task = asyncio.current_task()
+        others = [other for other in self._tasks if other is not task and other is not self.program]
+        self._is_parallel |= self._num_waiting > 0 or any(not other.done() for other in others if other is not None)
+        if task not in self._tasks:
+            self._tasks.append(task)
 
     async def _reply(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, max_new_tokens: int, stop: tuple[str, ...]
@@ -268,62 +322,75 @@ class Chat:
             raise ContractError("Chat: messages must have at least one message; got none. Pass the whole history.")
         if self.ended_by is not None:
             raise ConversationEnded(self.ended_by)
-        if len(self._turns) >= self._limits.max_turns:
+        if len(self._turns) + self._num_waiting > self._limits.max_turns:
+            self.ended_by = "max_turns"
             raise self._end("max_turns", messages)
+        state_key = self.state_key
         last, new = self._continued(messages, tools)
         held = [] if last is None else last.context.token_ids[: last.end]
-        limit = self._limits.max_tokens
-        if limit is not None and len(held) + len(new) + max_new_tokens > limit:
-            raise self._end("length", messages)
         read = [*held, *new]
-        turn = await self._sample(read, int(self._seeds.integers(2**62)), max_new_tokens, stop)
-        if last is not None and last is self._turns[-1]:
-            last.context.add(new, sampled=False)
+        digest = hashlib.blake2b(np.asarray(read, dtype=np.int64).tobytes(), digest_size=8).digest()
+        number = self._num_equal[digest]
+        goes_on = last is not None and last.is_free
+        context = last.context if last is not None and goes_on else _Context([*read], number)
+        limit = self._limits.max_tokens
+        context.is_full |= limit is not None and len(read) + max_new_tokens > limit
+        if context.is_full:
+            raise self._end("length", messages)
+        self._num_equal[digest] += 1
+        seed = np.random.SeedSequence([*self._sampling_seed, int.from_bytes(digest), number])
+        context.is_asked = True
+        try:
+            turn = await self._sample(read, int(seed.generate_state(1, np.uint64)[0] >> 2), max_new_tokens, stop)
+        finally:
+            context.is_asked = False
+        if goes_on:
+            context.add(new, sampled=False)
         else:
-            self._contexts.append(_Context([*read]))
-        context = self._contexts[-1]
+            self._contexts.append(context)
         context.add(turn.token_ids, sampled=True)
         context.log_probs += turn.log_probs
-        message, was_cut = self._message(read, turn, tools, stop)
+        message, was_cut = self._message(messages, read, turn, tools, stop)
         self.messages = [*messages, message]
         is_truncated = turn.finish_reason == "length"
-        ends_by_length = is_truncated and max_new_tokens == self._limits.max_new_tokens
-        self._turns.append(
-            _Turn(
-                context=context,
-                end=len(context.token_ids),
-                token_ids=list(turn.token_ids),
-                messages=self.messages,
-                tools=tools,
-                was_cut=was_cut,
-                state_key=self.state_key,
-                ends_by_length=ends_by_length,
-            )
+        context.is_full = is_truncated and max_new_tokens == self._limits.max_new_tokens
+        self.limited_by = "length" if context.is_full else None
+        said = _Turn(
+            id=f"turn-{digest.hex()}-{number}",
+            context=context,
+            end=len(context.token_ids),
+            token_ids=list(turn.token_ids),
+            messages=self.messages,
+            tools=tools,
+            was_cut=was_cut,
+            state_key=state_key,
+            ends_by_length=context.is_full,
         )
-        if ends_by_length:
-            raise self._end("length", self.messages)
+        context.turns.append(said)
+        self._turns.append(said)
         return Reply(
-            message=message, num_context_tokens=len(read), num_tokens=len(turn.token_ids), is_truncated=is_truncated
+            id=said.id,
+            message=message,
+            num_context_tokens=len(read),
+            num_tokens=len(turn.token_ids),
+            is_truncated=is_truncated,
+            ends_context=context.is_full,
         )
 
-    def conversation(self, rewards: float | Sequence[float]) -> Conversation:
+    def conversation(self, rewards: float | Sequence[float] | Mapping[str, float]) -> Conversation:
         """The finished conversation. A single reward is given to the last turn.
 
         Raises:
-            ContractError: The reward is no number, or there are several rewards, and not one for each turn.
+            ContractError: The reward is no number, there are several rewards and not one for each turn, or a list of rewards
+                after requests that waited at the same time.
         """
-        count = len(self._turns)
-        try:
-            given = np.asarray(rewards, dtype=np.float64)
-        except (TypeError, ValueError):
-            given = np.zeros((0, 0))
+        contexts = self._contexts
+        if len(self._tasks) > 1:  # requests come in any order
+            contexts = sorted(contexts, key=lambda context: (context.token_ids[: context.num_begun], context.number))
+        turns = [turn for context in contexts for turn in context.turns]
+        given = self._rewards(rewards, turns)
         is_repeated = self.branch is not None and self.branch.num_leaves > 1
-        listed = [*[0.0] * (count - 1), given.item()][:count] if given.ndim == 0 else given.tolist()
-        if given.ndim > 1 or len(listed) != count or rewards is None:
-            raise ContractError(
-                f"An agent program must return one reward, or one for each of the policy's messages = {count}; got "
-                f"{describe(rewards)}. Return their sum, or one number for each message."
-            )
+        messages = self.messages if contexts is self._contexts or not contexts else contexts[-1].turns[-1].messages
         return Conversation(
             segments=tuple(
                 Segment(
@@ -331,29 +398,66 @@ class Chat:
                     sampled=tuple(context.sampled),
                     log_probs=tuple(context.log_probs),
                     forks=tuple(sorted({*context.forks, *([len(context.token_ids)] if is_repeated else [])})),
+                    messages=tuple(plain_values(message) for message in context.turns[-1].messages),
                 )
-                for context in self._contexts
+                for context in contexts
             ),
             turns=tuple(
                 Turn(
                     num_tokens=len(turn.token_ids),
-                    reward=float(reward),
+                    reward=given[turn.id],
+                    message=plain_values(turn.messages[-1]),
                     state_key=None if turn.state_key is None else repr(turn.state_key),
-                    continues=self.branch is not None and i > 0 and turn.state_key == self._turns[i - 1].state_key,
+                    continues=self.branch is not None and i > 0 and turn.state_key == turns[i - 1].state_key,
                     is_truncated=turn.ends_by_length,
                 )
-                for i, (turn, reward) in enumerate(zip(self._turns, listed, strict=True))
+                for i, turn in enumerate(turns)
             ),
-            messages=tuple(plain_values(message) for message in self.messages),
-            ended_by=self.ended_by or "environment",
+            messages=tuple(plain_values(message) for message in messages),
+            ended_by=self.ended_by or self._reached(contexts) or "environment",
             info=plain_values(self.info),
         )
+
+    def _reached(self, contexts: Sequence[_Context]) -> EndedBy | None:
+        """The limit that ended the conversation: of contexts that go on beside one another, all must have reached it."""
+        if contexts is self._contexts or not contexts:
+            return self.limited_by
+        return "length" if all(context.is_full for context in contexts) else None
+
+    def _rewards(self, rewards: Any, turns: Sequence[_Turn]) -> dict[str, float]:
+        """The reward of each turn, by its id."""
+        required = f"An agent program must return one reward, or one for each of the policy's messages = {len(turns)}"
+        listed = list(rewards.values()) if isinstance(rewards, Mapping) else rewards
+        try:
+            given = np.asarray(listed, dtype=np.float64)
+        except (TypeError, ValueError):
+            given = np.zeros((0, 0))
+        ids = [turn.id for turn in turns]
+        if isinstance(rewards, Mapping) and given.shape == (len(rewards),):
+            if unknown := [name for name in rewards if name not in ids]:
+                raise ContractError(
+                    f"{required}, by Reply.id; got {unknown[:4]}, which no message has. Return the replies' ids."
+                )
+            return dict.fromkeys(ids, 0.0) | dict(zip(rewards, given.tolist(), strict=True))
+        if given.ndim == 0 and rewards is not None:
+            return dict.fromkeys(ids, 0.0) | {name: given.item() for name in ids[-1:]}
+        if given.shape != (len(turns),):
+            raise ContractError(
+                f"{required}; got {describe(rewards)}. Return their sum, one number for each message, or a dict by Reply.id."
+            )
+        if self._is_parallel and len(turns) > 1:
+            raise ContractError(
+                "An agent program whose messages are asked for at the same time must return rewards by message, because these "
+                f"may come in any order; got {describe(rewards)}. Return {{reply.id: reward}}, with reply = await "
+                "chat.reply(...), or with the id of the response over HTTP."
+            )
+        return {turn.id: reward for turn, reward in zip(self._turns, given.tolist(), strict=True)}
 
     def _end(self, ended_by: EndedBy, messages: list[Message]) -> ConversationEnded:
         """End with these messages. What the other side said last stays in the transcript, though nobody answers it."""
         if say_the_same(messages[: len(self.messages)], self.messages):
             self.messages = messages
-        self.ended_by = ended_by
+        self.limited_by = ended_by
         return ConversationEnded(ended_by)
 
     def _continued(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> tuple[_Turn | None, list[int]]:
@@ -362,8 +466,9 @@ class Chat:
         found = None
         for turn in reversed(self._turns):
             count = len(turn.messages)
-            is_longer = count < len(messages) and (found is None or count > len(found.messages))
-            if is_longer and turn.tools == tools and say_the_same(messages[:count], turn.messages):
+            is_better = found is None or (count, turn.is_free) > (len(found.messages), found.is_free)
+            is_better = is_better and count < len(messages) and turn.tools == tools
+            if is_better and say_the_same(messages[:count], turn.messages):
                 found = turn
         if found is not None and not found.was_cut:
             said, new_messages = found.messages[-1], messages[len(found.messages) :]
@@ -373,7 +478,12 @@ class Chat:
         return None, self._template.render(messages, tools)
 
     def _message(
-        self, context: list[int], turn: SampledTurn, tools: list[dict[str, Any]] | None, stop: tuple[str, ...]
+        self,
+        history: list[Message],
+        context: list[int],
+        turn: SampledTurn,
+        tools: list[dict[str, Any]] | None,
+        stop: tuple[str, ...],
     ) -> tuple[Message, bool]:
         """The turn as a message, and whether its end was cut off."""
         [text] = self._texts.decode([turn.token_ids])
@@ -390,7 +500,7 @@ class Chat:
             turn.token_ids,
             shown,
             tools,
-            number=len(self._turns),
+            number=sum(message["role"] == "assistant" for message in history),
             hidden=self._texts.hidden,
         )
         self.counts["malformed_calls"] += is_malformed

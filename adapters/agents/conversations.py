@@ -27,6 +27,8 @@ class Segment:
     """Log-prob of each sampled token under the sampling distribution."""
     forks: tuple[int, ...] = ()
     """Numbers of tokens after which other rows of the group may go on differently. Up to there, they are computed once."""
+    messages: tuple[Message, ...] = field(default=(), hash=False)
+    """What was said in this context, up to the policy's last message. Empty: not recorded."""
 
     @property
     def num_context_tokens(self) -> int:
@@ -42,6 +44,8 @@ class Turn:
     """Number of sampled tokens, including the end-of-turn token."""
     reward: float
     """Reward for this turn. NaN: the environment failed, so the reward is not known."""
+    message: Message | None = field(default=None, hash=False)
+    """The message. None: not recorded."""
     state_key: str | None = None
     """What the environment's `state_key()` returned before the turn. None: the environment has no such method. With
     `Branching`: the last fork before the turn."""
@@ -57,11 +61,12 @@ class Conversation:
     """A whole conversation of the policy with an environment, or with an agent program."""
 
     segments: tuple[Segment, ...]
-    """The contexts. There is more than one if the chat template or the agent program rewrote the history."""
+    """The contexts. There is more than one if the chat template or the agent program rewrote the history, or if several agents
+    spoke. Those of agents that ask at the same time are in the order of their tokens, so that it does not depend on time."""
     turns: tuple[Turn, ...]
     """The policy's messages. Their tokens are the sampled tokens of all segments, in order."""
     messages: tuple[Message, ...] = field(hash=False)
-    """The transcript: the messages of the last context, and what followed."""
+    """The messages of the last context, and what followed. `segments` has the messages of each context."""
     ended_by: EndedBy
     """Why the conversation ended."""
     info: dict[str, Any] = field(hash=False)
@@ -77,6 +82,22 @@ class Conversation:
     def __len__(self) -> int:
         """Number of steps: all tokens that the policy sampled."""
         return sum(turn.num_tokens for turn in self.turns)
+
+    @property
+    def contexts(self) -> tuple[tuple[tuple[Message, ...], tuple[float, ...]], ...]:
+        """What was said in each context, with what followed, and the rewards of the policy's messages in it."""
+        if not all(segment.messages for segment in self.segments) or not self.segments:
+            return ((self.messages, self.rewards),)
+        found, left = [], list(self.turns)
+        for segment in self.segments:
+            count, num_left = 0, sum(segment.sampled)
+            while num_left > 0:
+                num_left, count = num_left - left[count].num_tokens, count + 1
+            own, left = left[:count], left[count:]
+            goes_on = self.messages[: len(segment.messages)] == segment.messages
+            said = self.messages if goes_on else segment.messages
+            found.append((said, tuple(turn.reward for turn in own)))
+        return tuple(found)
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -104,7 +125,7 @@ class Conversation:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Conversation":
         """The inverse of `to_state`."""
-        segments = tuple(Segment(**segment) for segment in state["segments"])
+        segments = tuple(Segment(**part | {"messages": tuple(part["messages"])}) for part in state["segments"])
         turns = tuple(Turn(**turn) for turn in state["turns"])
         return cls(**state | {"segments": segments, "turns": turns, "messages": tuple(state["messages"])})
 

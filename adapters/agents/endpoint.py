@@ -103,12 +103,12 @@ class ChatEndpoint:
                 rewards = await thread.run(program, url, state)
                 outcome = "environment"
             except Exception as error:
-                if chat.ended_by is None:
+                if chat.limited_by is None:
                     raise
                 chat.info["error"] = f"{type(error).__name__}: {error}"
-                raise ConversationEnded(chat.ended_by) from error
+                raise ConversationEnded(chat.limited_by) from error
             finally:
-                self._hang_up(token, chat.ended_by or outcome)
+                self._hang_up(token, chat.limited_by or outcome)
                 try:  # a thread that hangs holds up this task, and is counted
                     await thread.run(lambda: None)
                 finally:
@@ -148,7 +148,7 @@ class ChatEndpoint:
             future = asyncio.run_coroutine_threadsafe(line.chat.reply(**arguments), line.loop)
             line.waiting.add(future)
         try:
-            return response_body(future.result(), request, secrets.token_hex(12))
+            return response_body(future.result(), request)
         except ConversationEnded as end:
             raise _gone(end.ended_by) from end
         except concurrent.futures.CancelledError as error:

@@ -78,7 +78,7 @@ def read_request(body: bytes, sampling: SamplingConfig) -> tuple[dict[str, Any],
     }
 
 
-def response_body(reply: Reply, request: Mapping[str, Any], name: str) -> tuple[str, bytes]:
+def response_body(reply: Reply, request: Mapping[str, Any]) -> tuple[str, bytes]:
     """The type and the bytes of a response: a chat completion or, with `stream`, its events."""
     said = reply.message
     calls = [
@@ -93,7 +93,7 @@ def response_body(reply: Reply, request: Mapping[str, Any], name: str) -> tuple[
     finish_reason = "length" if reply.is_truncated else "tool_calls" if calls else "stop"
     read, sampled = reply.num_context_tokens, reply.num_tokens
     usage = {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
-    head = {"id": f"chatcmpl-{name}", "created": int(time.time()), "model": str(request.get("model", "policy"))}
+    head = {"id": reply.id, "created": int(time.time()), "model": str(request.get("model", "policy"))}
     if not request.get("stream"):
         choice = {
             "index": 0,

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,8 @@ PATIENCE = 0.2
 """How long a batch waits for conversations that are still busy, as a share of the time that the last batch took."""
 SHORTEST_WAIT = 0.02
 """The least that a batch waits, in seconds, if conversations are still busy. Most environments answer within it."""
+SETTLE_SECONDS = 0.005
+"""How long a batch waits for more requests of conversations that wait already, once a conversation had several at a time."""
 GRACE_SECONDS = 1.0
 """How long a cancelled conversation may take to end before its environment is given up."""
 BLOCKED_SECONDS = 10.0
@@ -93,7 +96,7 @@ class Rollouts:
             DeadlineError: Too many environments hang, or an agent program blocks the event loop.
             GRPOError: An environment or an agent program breaks its contract.
         """
-        batches = _Batches(self._timeout)
+        batches = _Batches(self._timeout, self._concurrency)
         finished: list[Any] = []
 
         async def hold() -> None:
@@ -163,7 +166,7 @@ class Rollouts:
             await asyncio.wait(tasks, timeout=2 * GRACE_SECONDS)
 
     async def _hold(self, job: Job, chat: Chat) -> tuple[Chat, Conversation]:
-        task = asyncio.ensure_future(self._play(chat, job.state))
+        chat.program = task = asyncio.ensure_future(self._play(chat, job.state))
         try:
             while not task.done() and chat.ended_by != "timeout":
                 left = None if self._timeout is None else self._timeout - chat.seconds_without_request
@@ -196,7 +199,8 @@ class Rollouts:
         error = RuntimeError("the agent program was cancelled") if task.cancelled() else task.exception()
         if error is None:
             return task.result()
-        if isinstance(error, ConversationEnded):  # nothing went wrong, and `play` had no other reward to give
+        if (limit := _limit(error)) is not None:  # nothing went wrong, and `play` had no other reward to give
+            chat.ended_by = chat.ended_by or limit.ended_by
             return 0.0
         if isinstance(error, GRPOError) or not isinstance(error, Exception):
             raise error
@@ -212,15 +216,27 @@ class Rollouts:
         return float("nan")
 
 
+def _limit(error: BaseException) -> ConversationEnded | None:
+    """The limit that an agent program did not catch. A task group raises those of its tasks together."""
+    while isinstance(error, BaseExceptionGroup) and error.split(ConversationEnded)[1] is None:
+        error = error.exceptions[0]
+    return error if isinstance(error, ConversationEnded) else None
+
+
 class _Batches:
     """Requests on their way from the conversations' thread to the caller's thread, and turns on their way back."""
 
-    def __init__(self, timeout: float | None) -> None:
+    def __init__(self, timeout: float | None, max_requests: int) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.main: asyncio.Task | None = None
         self.seconds = 1.0
         """How long the last batch took. Before the first batch, a guess."""
         self._requests: queue.SimpleQueue[Request | str] = queue.SimpleQueue()
+        self._max_requests = max_requests
+        self._left: list[Request] = []
+        """Requests that the last batch had no place for."""
+        self._is_parallel = False
+        """Whether a conversation has had several requests at a time."""
         self._num_active = 0
         self._timeout = timeout
         self._has_ended = False
@@ -253,21 +269,43 @@ class _Batches:
         self._requests.put("end")
 
     def next(self) -> list[Request]:
-        """The next batch, in the order of the conversations. Empty after the last one."""
-        requests: list[Request] = []
-        until = float("inf")
-        while not self._has_ended and (not requests or len(requests) < self._num_active):
+        """The next batch, in the order of the conversations. Empty after the last one.
+
+        Each conversation has its first request in the batch before another one has its second, and what does not fit waits.
+        """
+        requests, self._left = self._left, []
+        until = time.monotonic() + self._patience() if requests else float("inf")
+        while not self._has_ended:
+            asking = {request.index for request in requests}
+            is_complete = bool(requests) and len(asking) >= self._num_active
+            self._is_parallel |= len(asking) < len(requests)
+            seconds = until - time.monotonic()
+            if is_complete:  # other requests of the same conversations come right after
+                seconds = min(seconds, SETTLE_SECONDS if self._is_parallel else 0.0)
             try:
-                item = self._get(None if not requests else max(0.0, until - time.monotonic()))
+                item = self._get(None if not requests else max(0.0, seconds))
             except queue.Empty:
                 break
             if item == "end":
                 self._has_ended = True
             elif isinstance(item, Request):
                 if not requests:
-                    until = time.monotonic() + max(SHORTEST_WAIT, PATIENCE * self.seconds)
+                    until = time.monotonic() + self._patience()
                 requests.append(item)
-        return [] if self._has_ended else sorted(requests, key=lambda request: request.index)
+        if self._has_ended:
+            return []
+        places: Counter[int] = Counter()
+        order = []
+        for request in requests:
+            order.append((places[request.index], request.index))
+            places[request.index] += 1
+        fair = sorted(range(len(requests)), key=order.__getitem__)
+        self._left = [requests[i] for i in sorted(fair[self._max_requests :])]
+        return sorted((requests[i] for i in fair[: self._max_requests]), key=lambda request: request.index)
+
+    def _patience(self) -> float:
+        """How long a batch waits for conversations that are still busy."""
+        return max(SHORTEST_WAIT, PATIENCE * self.seconds)
 
     def answer(self, requests: Sequence[Request], turns: Sequence[SampledTurn]) -> None:
         """Give the turns to their conversations."""

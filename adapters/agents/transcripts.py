@@ -15,6 +15,7 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: anywhere }
 .message { margin: .5rem 0; padding: .3rem .7rem; border-left: 4px solid #aaa; white-space: pre-wrap }
 .assistant { border-color: #2563eb; background: #eff4ff } .tool { border-color: #b45309; background: #fff8ed }
+h2 { font-size: 1rem }
 summary { font-weight: 600 } summary span, .role { font-weight: 400; color: #555 } .role, code { display: block }
 """.strip()
 PAGE = (
@@ -29,7 +30,8 @@ def save_transcripts(
 ) -> None:
     """Write one JSON object per conversation, one per line.
 
-    Each has `title`, `messages`, `rewards` (one for each turn of the policy), `reward`, `ended_by` and `info`. A number that
+    Each has `title`, `messages`, `rewards` (one for each turn of the policy), `reward`, `ended_by` and `info`. With several
+    contexts, `contexts` has the messages and rewards of each, and `messages` those of the last. A number that
     JSON does not have, such as the reward of a failed environment, is null. Token ids are left out.
 
     Args:
@@ -62,9 +64,14 @@ def transcript_page(
     """
     parts = []
     for number, record in enumerate(_records(conversations, titles), 1):
-        # the transcript has the turns of the last context, and may begin with an assistant's messages that are not the policy's
-        rewards = list(record["rewards"])
-        messages = [_message(message, rewards) for message in reversed(record["messages"])][::-1]
+        contexts = record.get("contexts", [record])
+        messages = []
+        for place, context in enumerate(contexts, 1):
+            if len(contexts) > 1:
+                messages.append(f"<h2>Context {place} of {len(contexts)}</h2>")
+            # a context may begin with an assistant's messages that are not the policy's
+            rewards = list(context["rewards"])
+            messages += [_message(message, rewards) for message in reversed(context["messages"])][::-1]
         info = f"<p>info: {_json(record['info'])}</p>" if record["info"] else ""
         title = html.escape(f"{number}. {record['title']}".strip())
         facts = f"<span>reward {_number(record['reward'])}, ended by {record['ended_by']}</span>"
@@ -78,6 +85,9 @@ def _records(conversations: Sequence[Conversation], titles: Sequence[str] | None
     require_lengths("transcripts", len(conversations), titles=titles)
     names = ("messages", "rewards", "reward", "ended_by", "info")
     parts = [{name: getattr(row, name) for name in names} for row in conversations]
+    for part, row in zip(parts, conversations, strict=True):
+        if len(row.contexts) > 1:
+            part["contexts"] = [{"messages": said, "rewards": rewards} for said, rewards in row.contexts]
     return [_finite({"title": title, **part}) for title, part in zip(titles, parts, strict=True)]
 
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adapters.llm import HFPolicy, SamplingConfig
+from adapters.llm import HFPolicy, RowLimit, SamplingConfig
 from grpo.errors import ContractError
 
 from .chat import SampledTurn
@@ -39,26 +39,23 @@ class ModelTurns:
         return sys.maxsize
 
     def __call__(self, requests: Sequence[Request]) -> list[SampledTurn]:
-        """One turn for each request. Requests with equal limits and stop strings are sampled together."""
-        turns: dict[int, SampledTurn] = {}
-        for limit, stop in dict.fromkeys((request.max_new_tokens, request.stop) for request in requests):
-            part = [i for i, other in enumerate(requests) if (other.max_new_tokens, other.stop) == (limit, stop)]
-            own = {
-                "max_new_tokens": limit,
-                "min_new_tokens": min(self._config.min_new_tokens, limit),
-                "stop": tuple(dict.fromkeys((*self._config.stop, *self._template.stop, *stop))),
-            }
-            sampled = self._policy.sample_tokens(
-                [requests[i].context for i in part],
-                seeds=[requests[i].seed for i in part],
-                end_token_ids=self._template.end_token_ids + self._template.opening_token_ids,
-                **self._sampling | own,
-            )
-            self.is_exact = self.is_exact and sampled.policy_log_probs is sampled.behaviour_log_probs
-            rows = zip(part, sampled.token_ids, sampled.behaviour_log_probs, sampled.finish_reasons, strict=True)
-            for i, token_ids, log_probs, reason in rows:
-                turns[i] = SampledTurn(token_ids=token_ids, log_probs=log_probs, finish_reason=reason)
-        return [turns[i] for i in range(len(requests))]
+        """One turn for each request. All are sampled together, each with its own limit and stop strings."""
+        always = (*self._config.stop, *self._template.stop)
+        sampled = self._policy.sample_tokens(
+            [request.context for request in requests],
+            seeds=[request.seed for request in requests],
+            end_token_ids=self._template.end_token_ids + self._template.opening_token_ids,
+            limits=[
+                RowLimit(max_new_tokens=request.max_new_tokens, stop=tuple(dict.fromkeys((*always, *request.stop))))
+                for request in requests
+            ],
+            **self._sampling,
+        )
+        self.is_exact = self.is_exact and sampled.policy_log_probs is sampled.behaviour_log_probs
+        rows = zip(sampled.token_ids, sampled.behaviour_log_probs, sampled.finish_reasons, strict=True)
+        return [
+            SampledTurn(token_ids=ids, log_probs=log_probs, finish_reason=reason) for ids, log_probs, reason in rows
+        ]
 
 
 class ScriptedTurns:

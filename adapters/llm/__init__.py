@@ -40,7 +40,7 @@ from .rewards.gsm8k_rewards import correctness_first, hybrid_reward
 from .rewards.json_schema import JSONSchemaMatch
 from .rewards.math_answers import MathMatch
 from .rewards.verifiers import Between, ExactMatch, OverlongPunishment, PerToken, RegexMatch, tags_pattern
-from .sampling.samplers import SampledTokens, Sampler
+from .sampling.samplers import LimitsRows, RowLimit, SampledTokens, Sampler
 from .sampling.sampling_config import SamplingConfig
 from .sampling.vllm_engine import VLLMSampler
 from .sampling.vllm_server import VLLMServerSampler
@@ -57,10 +57,12 @@ __all__ = [
     "HFOptions",
     "HFPolicy",
     "JSONSchemaMatch",
+    "LimitsRows",
     "MathMatch",
     "OverlongPunishment",
     "PerToken",
     "RegexMatch",
+    "RowLimit",
     "SampledTokens",
     "Sampler",
     "SamplingConfig",

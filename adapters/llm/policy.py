@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +41,15 @@ from .sampling.continuous import ContinuousSampler
 from .sampling.decoding import DecodingSampler
 from .sampling.kept_prefixes import KeptPrefixes
 from .sampling.recorded.sampler import RecordedSampler
-from .sampling.samplers import ReadsByUnit, SampledTokens, Sampler, SamplesBeside
+from .sampling.samplers import (
+    LimitsRows,
+    ReadsByUnit,
+    RowLimit,
+    SampledTokens,
+    Sampler,
+    SamplesBeside,
+    sample_by_limit,
+)
 from .sampling.sampling_config import SamplingConfig
 from .scoring import check_scores, score_forked_rows, score_tokens
 from .texts import CompletionTexts
@@ -331,6 +340,7 @@ class HFPolicy:
         *,
         seeds: Sequence[int],
         end_token_ids: Sequence[int] = (),
+        limits: Sequence[RowLimit] | None = None,
         **sampling: Any,
     ) -> SampledTokens:
         """One completion of each prompt. The prompts are token ids, and a row depends on its seed and not on the batch.
@@ -339,19 +349,27 @@ class HFPolicy:
             prompts: Token ids of N prompts.
             seeds: N seeds below 2**63.
             end_token_ids: Tokens that end a completion, in addition to the policy's own.
+            limits: Where each of the N rows ends. None: at `max_new_tokens` and `stop` of the settings.
             sampling: Settings of `SamplingConfig` for this call only.
 
         Returns:
             The samples. `policy_log_probs` is None if decoding and scoring round differently (below float32).
         """
-        config = SamplingConfig.from_dict(self.sampling.to_dict() | sampling)
+        given = self.sampling.to_dict() | sampling
+        if limits is not None:
+            longest = max(limit.max_new_tokens for limit in limits)
+            given |= {"max_new_tokens": longest, "min_new_tokens": min(given["min_new_tokens"], longest)}
+        config = SamplingConfig.from_dict(given)
         self._require_room([len(prompt) + config.max_new_tokens for prompt in prompts], "prompts with max_new_tokens")
         ends = sorted({*self.end_token_ids, *end_token_ids})
         distinct = list(dict.fromkeys(map(tuple, prompts)))
         size, rest = divmod(len(prompts), len(distinct))
         if rest or [tuple(prompt) for prompt in prompts] != [prompt for prompt in distinct for _ in range(size)]:
             distinct, size = [tuple(prompt) for prompt in prompts], 1
-        sampled = self._sampler.sample(distinct, size, config, end_token_ids=ends, seeds=seeds)
+        sampler: Any = self._sampler
+        limits_rows = isinstance(sampler, LimitsRows)
+        sample = sampler.sample if limits_rows else partial(sample_by_limit, sampler)
+        sampled = sample(distinct, size, config, end_token_ids=ends, seeds=seeds, limits=limits)
         return sampled if self._lm.computes_in_float32 else replace(sampled, policy_log_probs=None)
 
     @contextmanager

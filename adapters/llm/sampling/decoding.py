@@ -26,7 +26,7 @@ from adapters.llm.prompts.control_tokens import special_tokens
 
 from .decoding_batch import DecodingBatch
 from .kept_prefixes import KeptPrefixes, continued_batch
-from .samplers import Ints, SampledTokens
+from .samplers import Ints, LimitsRows, RowLimit, SampledTokens
 from .sampling_config import SamplingConfig
 from .token_draw import TokenDraw
 
@@ -67,34 +67,41 @@ class StopStrings:
 class Progress:
     """Records which of N rows are unfinished, and why the other rows ended."""
 
-    def __init__(self, draw: TokenDraw, stops: StopStrings, config: SamplingConfig, count: int) -> None:
+    def __init__(self, draw: TokenDraw, tokenizer: Any, config: SamplingConfig, limits: Sequence[RowLimit]) -> None:
         self._draw = draw
-        self._stops = stops
-        self._config = config
+        stops = {limit.stop: StopStrings(tokenizer, limit.stop) for limit in limits if limit.stop}
+        # a string before the minimal length does not count, now or later
+        begins = [max(min(config.min_new_tokens, limit.max_new_tokens) - 1, 0) for limit in limits]
+        self._searches = [
+            (stops[limit.stop], begin) if limit.stop else None for limit, begin in zip(limits, begins, strict=True)
+        ]
+        self._is_exact = config.is_exact
         self.max_steps = config.max_new_tokens
-        self.alive = [True] * count
-        self.lengths = [config.max_new_tokens] * count
-        self.reasons: list[FinishReason] = ["length"] * count
+        self.alive = [True] * len(limits)
+        self.lengths = [limit.max_new_tokens for limit in limits]
+        self.reasons: list[FinishReason] = ["length"] * len(limits)
 
     def advance(self, rows: Sequence[int], tokens: Int[Tensor, " R"], steps: Sequence[int]) -> None:
         """Record which of `rows` end with these tokens, drawn at `steps`. Tokens of finished rows are ignored."""
         ended = self._draw.ends(tokens).tolist()
         stopped = self._stopped(rows, steps)
         for row, step, has_ended in zip(rows, steps, ended, strict=True):
-            if self.alive[row] and (has_ended or row in stopped or step + 1 == self.max_steps):
+            if self.alive[row] and (has_ended or row in stopped or step + 1 == self.lengths[row]):
                 self.alive[row] = False
                 self.lengths[row] = step + 1
                 self.reasons[row] = "end" if has_ended else "stop" if row in stopped else "length"
 
     def _stopped(self, rows: Sequence[int], steps: Sequence[int]) -> set[int]:
-        """The rows whose last tokens contain a stop string. A string before the minimal length does not count, now or later."""
+        """The rows whose last tokens contain one of their stop strings."""
+        alike: dict[tuple[StopStrings, int, int], list[int]] = {}
+        for row, step in zip(rows, steps, strict=True):
+            search = self._searches[row]
+            if search is not None and step >= search[1]:
+                alike.setdefault((*search, step), []).append(row)
         found: set[int] = set()
-        begin = max(self._config.min_new_tokens - 1, 0)
-        for step in {*steps} if self._config.stop else ():
-            if step >= begin:
-                at_step = [row for row, own in zip(rows, steps, strict=True) if own == step]
-                texts = self._stops.found(self._draw.tokens[at_step, begin : step + 1])
-                found |= {row for row, is_found in zip(at_step, texts, strict=True) if is_found}
+        for (stops, begin, step), some in alike.items():
+            texts = stops.found(self._draw.tokens[some, begin : step + 1])
+            found |= {row for row, is_found in zip(some, texts, strict=True) if is_found}
         return found
 
     def sampled(self) -> SampledTokens:
@@ -109,12 +116,12 @@ class Progress:
             token_ids=cut(draw.tokens),
             finish_reasons=self.reasons,
             behaviour_log_probs=behaviour,
-            policy_log_probs=behaviour if self._config.is_exact else cut(draw.policy_log_probs),
+            policy_log_probs=behaviour if self._is_exact else cut(draw.policy_log_probs),
             entropies=None if draw.entropies is None else cut(draw.entropies),
         )
 
 
-class DecodingSampler:
+class DecodingSampler(LimitsRows):
     """Samples from the model that is trained.
 
     Args:
@@ -151,11 +158,20 @@ class DecodingSampler:
     def _loop(self) -> Literal["own", "generate"]:
         return self._given_loop if self._lm.shares_prompts else "generate"
 
+    limits_rows = True
+
     @torch.no_grad()
     def sample(
-        self, prompts: Sequence[Ints], num_per_prompt: int, config: SamplingConfig, *, end_token_ids: Ints, seeds: Ints
+        self,
+        prompts: Sequence[Ints],
+        num_per_prompt: int,
+        config: SamplingConfig,
+        *,
+        end_token_ids: Ints,
+        seeds: Ints,
+        limits: Sequence[RowLimit] | None = None,
     ) -> SampledTokens:
-        """Sample completions; see `Sampler.sample`."""
+        """Sample completions; see `Sampler.sample` and `LimitsRows`."""
         rows = [list(prompt) for prompt in prompts for _ in range(num_per_prompt)]
         draw = TokenDraw(
             config,
@@ -165,7 +181,7 @@ class DecodingSampler:
             device=self._lm.device,
             with_entropy=self._with_entropy,
         )
-        progress = Progress(draw, StopStrings(self._tokenizer, config.stop), config, len(rows))
+        progress = Progress(draw, self._tokenizer, config, limits or [RowLimit.of(config)] * len(rows))
         with self._lm.evaluating():  # with gradient checkpointing, layers in training mode store no cache
             match self._loop:
                 case "own":

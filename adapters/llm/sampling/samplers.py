@@ -1,7 +1,7 @@
 """The protocol of samplers, which draw completions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from adapters.llm.completions import FinishReason
@@ -15,6 +15,27 @@ Ints: TypeAlias = Sequence[int]
 
 class SamplerError(GRPOError, RuntimeError):
     """A sampling engine or server did not answer, or rejected a request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLimit:
+    """Where one row ends, in place of the limits in `SamplingConfig`."""
+
+    max_new_tokens: int
+    """Maximum number of tokens. A smaller one than `min_new_tokens` counts."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the row."""
+
+    @classmethod
+    def of(cls, config: SamplingConfig) -> "RowLimit":
+        """The limit of rows for which nothing else is said."""
+        return cls(max_new_tokens=config.max_new_tokens, stop=config.stop)
+
+    def applied_to(self, config: SamplingConfig) -> SamplingConfig:
+        """The settings with this limit."""
+        longest = self.max_new_tokens
+        changed = {"max_new_tokens": longest, "min_new_tokens": min(config.min_new_tokens, longest), "stop": self.stop}
+        return SamplingConfig.from_dict(config.to_dict() | changed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +82,10 @@ class SampledTokens:
                 )
 
 
+FIELDS = tuple(each.name for each in fields(SampledTokens))
+"""The names of what is sampled of each row."""
+
+
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
@@ -88,6 +113,14 @@ class Sampler(Protocol):
 
 
 @runtime_checkable
+class LimitsRows(Protocol):
+    """A sampler whose `sample` takes `limits=...`, one `RowLimit` per row, or None. The settings have the largest limit."""
+
+    limits_rows: bool
+    """Whether rows of one call can end at different limits."""
+
+
+@runtime_checkable
 class SamplesBeside(Protocol):
     """A sampler that can sample in a second thread while the model is updated, such as a server."""
 
@@ -102,3 +135,39 @@ class ReadsByUnit(Protocol):
     reads_by_unit: bool
     """Whether layers that `Sharded` divides among the ranks may be gathered and dropped one after another. All ranks then call
     `merged_weights` in `sync`, and no rank ever has all weights. Otherwise all weights are gathered for `sync`."""
+
+
+def sample_by_limit(
+    sampler: Sampler,
+    prompts: Sequence[Ints],
+    num_per_prompt: int,
+    config: SamplingConfig,
+    *,
+    end_token_ids: Ints,
+    seeds: Ints,
+    limits: Sequence[RowLimit] | None = None,
+) -> SampledTokens:
+    """Sample with any sampler. If it does not limit single rows, the rows of each limit are sampled by themselves.
+
+    Arguments are those of `Sampler.sample`, and one limit for each of the N rows. None: those of the settings.
+    """
+    if limits is None or {*limits} == {RowLimit.of(config)}:
+        return sampler.sample(prompts, num_per_prompt, config, end_token_ids=end_token_ids, seeds=seeds)
+    found: dict[int, tuple[Any, ...]] = {}
+    for limit in dict.fromkeys(limits):
+        rows = [row for row, own in enumerate(limits) if own == limit]
+        part = sampler.sample(
+            [prompts[row // num_per_prompt] for row in rows],
+            1,
+            limit.applied_to(config),
+            end_token_ids=end_token_ids,
+            seeds=[seeds[row] for row in rows],
+        )
+        columns = [getattr(part, name) for name in FIELDS]
+        entries = zip(*(column or [None] * len(rows) for column in columns), strict=True)
+        found |= dict(zip(rows, entries, strict=True))
+    whole: dict[str, Any] = {
+        name: [found[row][place] for row in range(len(seeds))] for place, name in enumerate(FIELDS)
+    }
+    missing: dict[str, Any] = {name: None for name, column in whole.items() if None in column}
+    return SampledTokens(**whole | missing)

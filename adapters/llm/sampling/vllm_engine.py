@@ -10,14 +10,14 @@ from grpo import preserved_random_state
 from grpo.arguments import install_command
 from grpo.errors import ConfigError
 
-from .samplers import Ints, SampledTokens, SamplerError
+from .samplers import Ints, LimitsRows, RowLimit, SampledTokens, SamplerError
 from .sampling_config import SamplingConfig
-from .vllm_requests import Answer, request_settings, require_room, sampled_tokens
+from .vllm_requests import Answer, require_room, row_settings, sampled_tokens
 
 IN_OTHER_PROCESSES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
-class VLLMSampler:
+class VLLMSampler(LimitsRows):
     """A vLLM engine on the same device as the trained model. Weights are transferred in memory.
 
     vLLM's kernels round differently, so its log-probs differ slightly from the trainer's: set `objective.sampler_correction`.
@@ -41,6 +41,8 @@ class VLLMSampler:
         Kwon et al. 2023, arXiv:2309.06180.
     """
 
+    limits_rows = True
+
     def __init__(self, model: str | Path, **engine_options: Any) -> None:
         spread = {name: engine_options[name] for name in IN_OTHER_PROCESSES if engine_options.get(name, 1) != 1}
         if spread:
@@ -63,20 +65,29 @@ class VLLMSampler:
         self._max_length: int = self.engine.llm_engine.vllm_config.model_config.max_model_len
 
     def sample(
-        self, prompts: Sequence[Ints], num_per_prompt: int, config: SamplingConfig, *, end_token_ids: Ints, seeds: Ints
+        self,
+        prompts: Sequence[Ints],
+        num_per_prompt: int,
+        config: SamplingConfig,
+        *,
+        end_token_ids: Ints,
+        seeds: Ints,
+        limits: Sequence[RowLimit] | None = None,
     ) -> SampledTokens:
-        """Sample completions; see `Sampler.sample`. Each row is a request, and vLLM's prefix cache shares the prompts.
+        """Sample completions; see `Sampler.sample` and `LimitsRows`.
+
+        Each row is a request, and vLLM's prefix cache shares the prompts.
 
         Raises:
             ConfigError: VLLM does not support a setting, or a prompt is too long.
             SamplerError: VLLM did not complete a request.
         """
         require_room(prompts, config, self._max_length)
-        settings = request_settings(config, end_token_ids)
+        settings = row_settings(config, end_token_ids, limits, len(seeds))
         with preserved_random_state():  # vLLM uses the global generators although every row has a seed
             outputs = self.engine.generate(
                 [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(num_per_prompt)],
-                [self._params(seed=seed, detokenize=bool(config.stop), **settings) for seed in seeds],
+                [self._params(seed=seed, **own) for seed, own in zip(seeds, settings, strict=True)],
                 use_tqdm=False,
             )
         return sampled_tokens([_answer(request.outputs[0]) for request in outputs], config)

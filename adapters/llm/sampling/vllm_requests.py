@@ -7,7 +7,7 @@ from typing import Any
 from adapters.llm.completions import FinishReason
 from grpo.errors import ConfigError
 
-from .samplers import SampledTokens, SamplerError
+from .samplers import RowLimit, SampledTokens, SamplerError
 from .sampling_config import SamplingConfig
 
 
@@ -58,6 +58,17 @@ def request_settings(config: SamplingConfig, end_token_ids: Sequence[int]) -> di
         "ignore_eos": True,  # only `end_token_ids` end a completion
         "logprobs": 0,  # report the log-prob of the sampled token only
     }
+
+
+def row_settings(
+    config: SamplingConfig, end_token_ids: Sequence[int], limits: Sequence[RowLimit] | None, count: int
+) -> list[dict[str, Any]]:
+    """`request_settings` of each of N rows, with its own limits, and whether vLLM has to search for stop strings."""
+    own = {
+        limit: request_settings(limit.applied_to(config), end_token_ids) | {"detokenize": bool(limit.stop)}
+        for limit in dict.fromkeys(limits or [RowLimit.of(config)])
+    }
+    return [own[limit] for limit in limits or [RowLimit.of(config)] * count]
 
 
 def require_room(prompts: Sequence[Sequence[int]], config: SamplingConfig, max_length: int) -> None:

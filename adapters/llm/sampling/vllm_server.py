@@ -16,10 +16,10 @@ from grpo.arguments import describe
 from grpo.engine import Engine, OneProcess
 from grpo.errors import ConfigError, warn_user
 
-from .samplers import Ints, SampledTokens, SamplerError
+from .samplers import Ints, LimitsRows, RowLimit, SampledTokens, SamplerError
 from .sampling_config import SamplingConfig
 from .vllm_http import ServerLostError, ServerTimeoutError
-from .vllm_requests import Answer, request_settings, require_room, sampled_tokens
+from .vllm_requests import Answer, require_room, row_settings, sampled_tokens
 from .vllm_worker import FIRST_VERSION, VLLMWorker
 
 MAX_LOSSES = 3
@@ -32,7 +32,7 @@ SECONDS_BETWEEN_POLLS = 0.5
 """While no server works, all servers are looked for so often."""
 
 
-class VLLMServerSampler:
+class VLLMServerSampler(LimitsRows):
     """vLLM servers on other devices or other machines. Weights are transferred through a shared folder.
 
     Start each server with the model that is trained::
@@ -72,6 +72,7 @@ class VLLMServerSampler:
         >>> policy = HFPolicy.from_pretrained("Qwen/Qwen3-0.6B", sampler=sampler)  # doctest: +SKIP
     """
 
+    limits_rows = True
     samples_beside = True
     """The server has its own weights, and each request its own seed."""
     reads_by_unit = True
@@ -119,17 +120,26 @@ class VLLMServerSampler:
         """When to look for each lost server again. The other servers work."""
 
     def sample(
-        self, prompts: Sequence[Ints], num_per_prompt: int, config: SamplingConfig, *, end_token_ids: Ints, seeds: Ints
+        self,
+        prompts: Sequence[Ints],
+        num_per_prompt: int,
+        config: SamplingConfig,
+        *,
+        end_token_ids: Ints,
+        seeds: Ints,
+        limits: Sequence[RowLimit] | None = None,
     ) -> SampledTokens:
-        """Sample completions; see `Sampler.sample`. Each row is a request, and vLLM's prefix cache shares the prompts.
+        """Sample completions; see `Sampler.sample` and `LimitsRows`.
+
+        Each row is a request, and vLLM's prefix cache shares the prompts.
 
         Raises:
             ConfigError: VLLM does not support a setting, a prompt is too long, or a server was started with other options.
             SamplerError: No server answers, one rejects a request, or one has weights of another client.
         """
-        settings = request_settings(config, end_token_ids) | {"detokenize": bool(config.stop)}
+        settings = row_settings(config, end_token_ids, limits, len(seeds))
         bodies = [
-            {"token_ids": list(prompts[row // num_per_prompt]), "sampling_params": settings | {"seed": seed}}
+            {"token_ids": list(prompts[row // num_per_prompt]), "sampling_params": settings[row] | {"seed": seed}}
             for row, seed in enumerate(seeds)
         ]
         answers: dict[int, Answer] = {}

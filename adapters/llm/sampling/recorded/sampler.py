@@ -13,8 +13,8 @@ from torch import Tensor
 
 from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.model.shared_prompts import prefill
-from adapters.llm.sampling.decoding import DecodingSampler, Progress, StopStrings
-from adapters.llm.sampling.samplers import Ints, SampledTokens
+from adapters.llm.sampling.decoding import DecodingSampler, Progress
+from adapters.llm.sampling.samplers import Ints, RowLimit, SampledTokens
 from adapters.llm.sampling.sampling_config import SamplingConfig
 from adapters.llm.sampling.token_draw import TokenDraw
 
@@ -57,10 +57,9 @@ class RecordedSampler(DecodingSampler):
 
     @torch.no_grad()
     def sample(
-        self, prompts: Sequence[Ints], num_per_prompt: int, config: SamplingConfig, *, end_token_ids: Ints, seeds: Ints
+        self, prompts: Sequence[Ints], num_per_prompt: int, config: SamplingConfig, **request: Any
     ) -> SampledTokens:
-        """Sample completions; see `Sampler.sample`."""
-        request: dict[str, Any] = {"end_token_ids": end_token_ids, "seeds": seeds}
+        """Sample completions; see `DecodingSampler.sample`."""
         if self.records:
             try:
                 return self._sample(prompts, num_per_prompt, config, **request)
@@ -122,7 +121,14 @@ class RecordedSampler(DecodingSampler):
         return None if gap < tolerance else f"its log-probs differ by {gap:.2g} with a fixed shape"
 
     def _sample(
-        self, prompts: Sequence[Ints], num_per_prompt: int, config: SamplingConfig, *, end_token_ids: Ints, seeds: Ints
+        self,
+        prompts: Sequence[Ints],
+        num_per_prompt: int,
+        config: SamplingConfig,
+        *,
+        end_token_ids: Ints,
+        seeds: Ints,
+        limits: Sequence[RowLimit] | None = None,
     ) -> SampledTokens:
         lm = self._lm
         draw = TokenDraw(
@@ -133,7 +139,7 @@ class RecordedSampler(DecodingSampler):
             device=torch.device("cpu"),  # it holds what has been copied from the room
             with_entropy=self._with_entropy,
         )
-        progress = Progress(draw, StopStrings(self._tokenizer, config.stop), config, len(seeds))
+        progress = Progress(draw, self._tokenizer, config, limits or [RowLimit.of(config)] * len(seeds))
         begin = 0
         for chosen, size in _passes(len(prompts), num_per_prompt, self._max_rows):
             some = prompts[chosen]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from adapters.agents import AgentPolicy, Chat, Message, rollouts
-from adapters.llm import SamplingConfig
+from adapters.llm import RowLimit, SamplingConfig
 from grpo.errors import ContractError
 from tests.support.agents import Scripted, chat_tokenizer, converse, language_model, lookup, says_call
 from tests.support.llm_models import forward_shapes
@@ -119,7 +119,7 @@ def test_settings_of_a_message_reach_only_its_sampling_and_tokens_do_not_depend_
     real, settings = policy.sample_tokens, []
 
     def noting(prompts: Any, **options: Any) -> Any:
-        settings.append((options["max_new_tokens"], options["min_new_tokens"], options["stop"]))
+        settings.extend(options["limits"])
         return real(prompts, **options)
 
     policy.sample_tokens = noting
@@ -132,51 +132,52 @@ def test_settings_of_a_message_reach_only_its_sampling_and_tokens_do_not_depend_
     assert found[0] == found[1]
     template = agent.template.stop
     assert set(settings) == {
-        (3, 3, ("c", *template)),
-        (5, 4, ("c", *template)),
-        (3, 3, ("c", *template, "a", "b")),
-        (5, 4, ("c", *template, "a", "b")),
-        (9, 4, ("c", *template)),
+        RowLimit(max_new_tokens=limit, stop=("c", *template, *stop))
+        for limit, stop in ((3, ()), (5, ()), (3, ("a", "b")), (5, ("a", "b")), (9, ()))
     }
 
 
 def test_several_histories_go_on_each_with_its_own_tokens() -> None:
-    """Two histories in turn, then a second answer to the first one. No turn is tokenized again: odd spaces stay."""
+    """Two histories in turn, then a second answer to an earlier turn of each. No turn is tokenized again: odd spaces stay."""
 
-    async def play(chat: Chat, state: Any) -> list[float]:
+    async def play(chat: Chat, state: Any) -> dict[str, float]:
         other: list[Message] = [{"role": "user", "content": "they"}]
-        a, b = await asyncio.gather(chat(ASKED, [lookup]), chat(other, [lookup]))
+        said = [*await asyncio.gather(chat.reply(ASKED, [lookup]), chat.reply(other, [lookup]))]
+        a, b = said[0].message, said[1].message
         results = [
-            {"role": "tool", "content": f"is {text}", "tool_call_id": said["tool_calls"][0]["id"]}
-            for text, said in (("1", a), ("2", b))
+            {"role": "tool", "content": f"is {text}", "tool_call_id": message["tool_calls"][0]["id"]}
+            for text, message in (("1", a), ("2", b))
         ]
-        await chat([*ASKED, a, results[0]], [lookup])
-        await chat([*other, b, results[1]], [lookup])
-        await chat(asks(chat.messages[-1], "go on", chat.messages[:-1]), [lookup])
-        await chat([*ASKED, a, results[0]], [lookup])
-        await chat(asks({"role": "assistant", "content": "B"}, "again", [*other, b, results[1]]), [lookup])
-        return [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+        said.append(await chat.reply([*ASKED, a, results[0]], [lookup]))
+        said.append(await chat.reply([*other, b, results[1]], [lookup]))
+        said.append(await chat.reply(asks(chat.messages[-1], "go on", chat.messages[:-1]), [lookup]))
+        said.append(await chat.reply([*ASKED, a, results[0]], [lookup]))
+        said.append(
+            await chat.reply(asks({"role": "assistant", "content": "B"}, "again", [*other, b, results[1]]), [lookup])
+        )
+        return {reply.id: 1.0 + place for place, reply in enumerate(said)}
 
     call = '<tool_call>{"name":  "lookup", "arguments": {"topic": "x"}}</tool_call>'
     (found,) = converse(says(call, call, "A", "B", "C", "D", "E", max_new_tokens=100), play)
     texts = text_and_sampled(found)
     begins = [text.split("<|im_start|>user\n")[1].split("<|im_end|>")[0] for text, _ in texts]
-    assert begins == ["you", "they", "you", "they", "you", "they"]
+    assert begins == ["they", "they", "you", "you"]  # several tasks asked, so the order is that of the tokens
     end = "<|im_end|>"
     assert [sampled for _, sampled in texts] == [
-        call + end,
-        call + end,
-        "A" + end,
-        f"B{end}|C{end}",
-        "D" + end,
+        f"{call}{end}|B{end}|C{end}",
         "E" + end,
+        f"{call}{end}|A{end}",
+        "D" + end,
     ]
-    assert texts[5][0] == texts[3][0].replace("go on", "again").replace("C<", "E<")
+    assert texts[1][0] == texts[0][0].replace("go on", "again").replace("C<", "E<")
     assert all(call + end in text for text, _ in texts)
-    assert found.segments[2].token_ids[:-2] == found.segments[4].token_ids[:-2]
-    assert found.segments[2].token_ids[: len(found.segments[0].token_ids)] == found.segments[0].token_ids
-    assert found.rewards == (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
-    assert [turn.num_tokens for turn in found.turns] == [len(call) + 1] * 2 + [2] * 5
+    assert found.segments[2].token_ids[:-2] == found.segments[3].token_ids[:-2]
+    assert found.rewards == (2.0, 4.0, 5.0, 7.0, 1.0, 3.0, 6.0)
+    assert [turn.num_tokens for turn in found.turns] == [len(call) + 1, 2, 2, 2, len(call) + 1, 2, 2]
+    assert [turn.message["content"] for turn in found.turns] == ["", "B", "C", "E", "", "A", "D"]
+    for segment, last in zip(found.segments, "CEAD", strict=True):
+        assert segment.messages[-1]["content"] == last
+    assert found.messages == found.segments[-1].messages
 
 
 def test_log_probs_of_several_histories_are_those_of_scoring_and_no_prefix_is_computed_twice() -> None:
@@ -197,9 +198,11 @@ def test_log_probs_of_several_histories_are_those_of_scoring_and_no_prefix_is_co
     sampled = agent.sample_actions(["you"], 1)
     (row,) = sampled.actions[0]
     computed = sum(rows * columns for rows, columns in shapes)
-    one, two, three, four = (len(segment.token_ids) for segment in row.segments)
-    assert computed == three - 1 + four - 1
-    assert (one, two) < (three, four)
+    assert computed == sum(len(segment.token_ids) - 1 for segment in row.segments)
+    assert [len(segment.log_probs) for segment in row.segments] == [
+        sum(turn.num_tokens for turn in row.turns[:2]),
+        sum(turn.num_tokens for turn in row.turns[2:]),
+    ]
     scores = agent.score_actions([None], [row])
     torch.testing.assert_close(scores.log_probs, sampled.behaviour_log_probs, atol=1e-5, rtol=0)
 
@@ -246,5 +249,5 @@ def test_requests_with_different_settings_are_sampled_in_one_wait(monkeypatch: p
     real, sizes = policy.sample_tokens, []
     policy.sample_tokens = lambda prompts, **options: (sizes.append(len(prompts)), real(prompts, **options))[1]
     rows = [row for group in AgentPolicy(policy, play).generate_actions([0, 1, 2], 2) for row in group]
-    assert sizes == [2, 2, 2]
+    assert sizes == [6]
     assert [row.reward for row in rows] == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]

@@ -245,7 +245,7 @@ def test_a_program_that_blocks_the_event_loop_is_named(monkeypatch: pytest.Monke
 
 def test_conversations_may_end_while_the_caller_waits_or_samples(subtests: pytest.Subtests) -> None:
     with subtests.test("waits"):  # the wait times out at the moment at which the last conversation ends
-        batches = rollouts._Batches(0.001)
+        batches = rollouts._Batches(0.001, 8)
         batches.loop = asyncio.new_event_loop()
         batches.loop.close()
         batches._require_running_loop()

@@ -1,0 +1,321 @@
+"""Several agents in one conversation: their requests come in any order, and nothing depends on it."""
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adapters.agents import (
+    AgentPolicy,
+    Chat,
+    ChatEndpoint,
+    ConversationEnded,
+    Message,
+    save_transcripts,
+    transcript_page,
+)
+from adapters.llm import RowLimit, SamplingConfig
+from grpo.errors import ContractError
+from tests.support.agents import Scripted, converse, language_model
+from tests.unit.adapters.agents.test_endpoint import raw
+
+NAMES = ("you", "they", "we", "she")
+
+
+def asked(name: str) -> list[Message]:
+    return [{"role": "user", "content": name}]
+
+
+def in_tasks(jitter: Callable[[], float]) -> Any:
+    """Four sub-agents with two turns each. The reward of a turn is its own: by who spoke, and what was said."""
+
+    async def play(chat: Chat, state: Any) -> dict[str, float]:
+        rewards = {}
+
+        async def talk(place: int, name: str) -> None:
+            messages = asked(name)
+            for turn in range(2):
+                await asyncio.sleep(jitter())
+                reply = await chat.reply(messages, max_new_tokens=5)
+                rewards[reply.id] = 100.0 * place + 10.0 * turn + len(reply.message["content"])
+                messages = [*messages, reply.message, {"role": "user", "content": "more"}]
+
+        await asyncio.gather(*(talk(place, name) for place, name in enumerate(NAMES)))
+        return rewards
+
+    return play
+
+
+def over_http(jitter: Callable[[], float]) -> Any:
+    """The same over HTTP, in four threads."""
+
+    def program(base_url: str, state: Any) -> dict[str, float]:
+        rewards = {}
+
+        def talk(place: int, name: str) -> None:
+            messages: list[Any] = asked(name)
+            for turn in range(2):
+                time.sleep(jitter())
+                status, body = raw(base_url, body={"model": "m", "messages": messages, "max_tokens": 5})
+                assert status == 200
+                said = body["choices"][0]["message"]
+                rewards[body["id"]] = 100.0 * place + 10.0 * turn + len(said["content"] or "")
+                messages += [said, {"role": "user", "content": "more"}]
+
+        threads = [threading.Thread(target=talk, args=pair) for pair in enumerate(NAMES)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return rewards
+
+    return program
+
+
+def rewards_by_speaker(conversation: Any) -> dict[str, list[float]]:
+    """Who spoke in each context, and the rewards of its turns without what they say of the text."""
+    found, turns = {}, list(conversation.turns)
+    for segment in conversation.segments:
+        count = sum(message["role"] == "assistant" for message in segment.messages)
+        own, turns = turns[:count], turns[count:]
+        found[segment.messages[0]["content"]] = [turn.reward - len(turn.message["content"]) for turn in own]
+    return found
+
+
+def without_rounding(conversation: Any) -> dict[str, Any]:
+    """All of a conversation. Log-probs round differently in another batch."""
+    state = conversation.to_state()
+    for segment in state["segments"]:
+        segment["log_probs"] = [round(log_prob, 3) for log_prob in segment["log_probs"]]
+    return state
+
+
+@pytest.mark.parametrize("is_http", [False, True], ids=["tasks", "http"])
+def test_rewards_reach_their_own_turns_and_one_seed_gives_one_result_at_any_timing(is_http: bool) -> None:
+    draw = random.Random(0)
+    model = language_model(sampling=SamplingConfig(max_new_tokens=6, min_new_tokens=2))
+    found = []
+    for longest in (0.0, 0.03, 0.1):
+        jitter = lambda longest=longest: draw.random() * longest  # noqa: E731
+        torch.manual_seed(3)
+        with ChatEndpoint(model) as endpoint:
+            agent = AgentPolicy(model, endpoint.runs(over_http(jitter)) if is_http else in_tasks(jitter))
+            rows = [row for group in agent.generate_actions([0, 1], 2) for row in group]
+        for row in rows:
+            assert rewards_by_speaker(row) == {name: [100.0 * i, 100.0 * i + 10] for i, name in enumerate(NAMES)}
+            assert len(row.segments) == 4
+        found.append([without_rounding(row) for row in rows])
+    assert found[0] == found[1] == found[2]
+    assert found[0][0]["segments"] != found[0][1]["segments"]
+
+
+def test_equal_requests_have_turns_of_their_own() -> None:
+    async def play(chat: Chat, state: Any) -> float:
+        said = await asyncio.gather(*(chat.reply(asked("you")) for _ in range(4)))
+        assert len({reply.id for reply in said}) == 4
+        return 1.0
+
+    torch.manual_seed(0)
+    model = language_model(sampling=SamplingConfig(max_new_tokens=8, min_new_tokens=8))
+    ((row,),) = AgentPolicy(model, play).generate_actions([0], 1)
+    assert len({segment.token_ids for segment in row.segments}) == 4
+
+
+def test_all_that_wait_are_one_batch_whatever_their_limits() -> None:
+    """Sixteen conversations of four agents with other limits and stop strings, three turns each."""
+
+    async def play(chat: Chat, state: int) -> float:
+        async def talk(place: int) -> None:
+            messages = asked(NAMES[place])
+            for _ in range(3):
+                said = await chat(messages, max_new_tokens=2 + place + state % 3, stop=["a"] * (place % 2))
+                messages = [*messages, said, {"role": "user", "content": "more"}]
+
+        await asyncio.gather(*(talk(place) for place in range(4)))
+        return 1.0
+
+    model = language_model(sampling=SamplingConfig(max_new_tokens=20))
+    real, sizes = model.sample_tokens, []
+    model.sample_tokens = lambda prompts, **options: (sizes.append(len(prompts)), real(prompts, **options))[1]
+    AgentPolicy(model, play, max_turns=12).generate_actions(list(range(8)), 2)
+    assert sum(sizes) == 16 * 4 * 3
+    assert len(sizes) <= 6  # three, unless this machine is busy
+    sizes.clear()
+    AgentPolicy(model, play, concurrency=16, max_turns=12).generate_actions(list(range(8)), 2)
+    assert max(sizes) == 16  # no batch is larger, and none leaves a conversation out for another's second request
+
+
+def test_a_batch_has_a_request_of_each_conversation_before_the_second_of_any() -> None:
+    seen = []
+
+    async def play(chat: Chat, state: int) -> float:
+        await asyncio.gather(
+            *(chat(asked(f"{state}{place}"), max_new_tokens=1) for place in range(3 if state == 0 else 1))
+        )
+        return 1.0
+
+    model = language_model(max_new_tokens=2)
+    real = model.sample_tokens
+    texts = lambda prompts: [model.tokenizer.decode(prompt) for prompt in prompts]  # noqa: E731
+    model.sample_tokens = lambda prompts, **options: (seen.append(texts(prompts)), real(prompts, **options))[1]
+    AgentPolicy(model, play, concurrency=2, max_turns=3).generate_actions([0, 1], 1)
+    assert [len(batch) for batch in seen] == [2, 2]
+    assert sum("user\n1" in text for text in seen[0]) == 1
+
+
+def test_a_truncated_agent_ends_alone() -> None:
+    async def play(chat: Chat, state: Any) -> dict[str, float]:
+        async def talk(name: str) -> float:
+            said = await chat.reply(asked(name))
+            if said.ends_context:
+                with pytest.raises(ConversationEnded, match="'length'"):
+                    await chat.reply([*asked(name), said.message, {"role": "user", "content": "more"}])
+                return {said.id: -1.0}
+            again = await chat.reply([*asked(name), said.message, {"role": "user", "content": "more"}])
+            return {said.id: 0.0, again.id: 1.0}
+
+        first, second = await asyncio.gather(talk("you"), talk("they"))
+        return first | second
+
+    (row,) = converse(Scripted(("abcdefghij", "b", "c"), max_new_tokens=6).policy, play)
+    assert sorted(row.rewards) == [-1.0, 0.0, 1.0]
+    assert [turn.is_truncated for turn in row.turns].count(True) == 1
+    assert row.ended_by == "environment"
+
+
+def test_over_http_a_truncated_agent_gets_its_message_with_the_reason_and_the_others_go_on() -> None:
+    def program(base_url: str, state: Any) -> float:
+        status, body = raw(base_url, body={"model": "m", "messages": asked("you")})
+        assert (status, body["choices"][0]["finish_reason"]) == (200, "length")
+        messages = [*asked("you"), body["choices"][0]["message"], {"role": "user", "content": "more"}]
+        status, refused = raw(base_url, body={"model": "m", "messages": messages})
+        assert (status, refused["error"]["ended_by"]) == (410, "length")
+        status, body = raw(base_url, body={"model": "m", "messages": asked("they")})
+        assert (status, body["choices"][0]["finish_reason"]) == (200, "stop")
+        return 1.0
+
+    model = Scripted(("abcdefghij", "b"), max_new_tokens=6).policy
+    with ChatEndpoint(model) as endpoint:
+        (row,) = converse(model, endpoint.runs(program))
+    assert (row.reward, row.ended_by, len(row.segments)) == (1.0, "environment", 2)
+
+
+def test_transcripts_and_reward_functions_see_every_context(tmp_path: Path) -> None:
+    async def play(chat: Chat, state: Any) -> dict[str, float]:
+        said = await asyncio.gather(*(chat.reply(asked(name)) for name in NAMES[:2]))
+        more = [*asked(NAMES[0]), said[0].message, {"role": "user", "content": "more"}]
+        return {said[0].id: 1.0, said[1].id: 2.0, (await chat.reply(more)).id: 3.0}
+
+    (row,) = converse(Scripted(("a", "b", "c")).policy, play)
+    texts = [[message["content"] for message in said] for said, _ in row.contexts]
+    assert sorted(texts[0][0] + texts[1][0]) == sorted("youthey")
+    assert (texts, [rewards for _, rewards in row.contexts]) == (
+        [["they", texts[0][1]], ["you", texts[1][1], "more", "c"]],
+        [(2.0,), (1.0, 3.0)],
+    )
+    assert {texts[0][1], texts[1][1]} == {"a", "b"}
+    save_transcripts(tmp_path / "said.jsonl", [row])
+    (record,) = map(json.loads, (tmp_path / "said.jsonl").read_text().splitlines())
+    assert [[message["content"] for message in context["messages"]] for context in record["contexts"]] == texts
+    assert [context["rewards"] for context in record["contexts"]] == [[2.0], [1.0, 3.0]]
+    page = transcript_page([row])
+    places = [
+        page.index(text) for text in ("Context 1 of 2", "they", "reward 2", "Context 2 of 2", "reward 1", "reward 3")
+    ]
+    assert places == sorted(places)
+
+
+def test_an_agent_in_a_task_group_that_reaches_a_limit_is_no_failure() -> None:
+    async def play(chat: Chat, state: Any) -> float:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(chat(asked("you")))
+        return 1.0
+
+    (row,) = converse(Scripted(("abcdefghij",), max_new_tokens=6).policy, play)
+    assert (row.reward, row.ended_by) == (0.0, "length")
+
+
+def test_rewards_of_several_agents_need_ids(subtests: pytest.Subtests) -> None:
+    async def together(chat: Chat) -> list[str]:
+        return [reply.id for reply in await asyncio.gather(*(chat.reply(asked(name)) for name in NAMES[:2]))]
+
+    async def one_by_one(chat: Chat) -> list[str]:
+        return [(await chat.reply(asked(name))).id for name in NAMES[:2]]
+
+    cases: list[tuple[Any, Any, str | list[float]]] = [
+        (together, lambda ids: [1.0, 2.0], "must return rewards by message, because"),
+        (together, lambda ids: {ids[0]: 1.0, "turn-1": 2.0}, "by Reply.id; got .'turn-1'., which no message has"),
+        (together, lambda ids: {ids[0]: "good"}, "must return one reward, or one for each"),
+        (together, lambda ids: {ids[0]: 1.0}, [0.0, 1.0]),  # "they" comes before "you"
+        (together, lambda ids: 3.0, [0.0, 3.0]),
+        (one_by_one, lambda ids: [1.0, 2.0], [1.0, 2.0]),
+        (one_by_one, lambda ids: {ids[1]: 2.0}, [0.0, 2.0]),
+    ]
+    for number, (talk, rewards, expected) in enumerate(cases):
+
+        async def play(chat: Chat, state: Any, talk: Any = talk, rewards: Any = rewards) -> Any:
+            return rewards(await talk(chat))
+
+        model = Scripted(("a", "b"), max_new_tokens=6).policy
+        with subtests.test(number):
+            if isinstance(expected, str):
+                with pytest.raises(ContractError, match=expected):
+                    converse(model, play)
+            else:
+                assert list(converse(model, play)[0].rewards) == expected
+
+
+def test_the_number_of_requests_that_wait_is_bounded() -> None:
+    async def play(chat: Chat, state: Any) -> float:
+        await asyncio.gather(*(chat(asked(str(place))) for place in range(257)))
+        return 1.0
+
+    with pytest.raises(ContractError, match="at most 256 requests may wait"):
+        AgentPolicy(language_model(max_new_tokens=1), play, max_turns=1000).generate_actions([0], 1)
+
+
+def test_rows_of_one_call_end_at_their_own_limits_as_in_calls_of_their_own(subtests: pytest.Subtests) -> None:
+    prompts = [[5, 6, 7], [8, 9], [5, 6, 7], [10]]
+    limits = [RowLimit(max_new_tokens=3), RowLimit(max_new_tokens=9, stop=("a", "b")), RowLimit(max_new_tokens=9),
+              RowLimit(max_new_tokens=1, stop=("a",))]  # fmt: skip
+    for options in ({}, {"max_rows_per_decode": 2}, {"sampler": "recorded"}):
+        with subtests.test(**options):
+            model = language_model(sampling=SamplingConfig(max_new_tokens=12, min_new_tokens=2), **options)
+            together = model.sample_tokens(prompts, seeds=[1, 2, 3, 4], limits=limits)
+            for row, limit in enumerate(limits):
+                own = {"max_new_tokens": limit.max_new_tokens, "min_new_tokens": min(2, limit.max_new_tokens)}
+                alone = model.sample_tokens([prompts[row]], seeds=[row + 1], stop=limit.stop, **own)
+                assert together.token_ids[row] == alone.token_ids[0]
+                assert together.finish_reasons[row] == alone.finish_reasons[0]
+                torch.testing.assert_close(
+                    torch.tensor(together.behaviour_log_probs[row]), torch.tensor(alone.behaviour_log_probs[0])
+                )
+            assert [len(row) for row in together.token_ids] != [12] * 4
+
+
+def test_a_sampler_without_limits_of_rows_samples_each_limit_by_itself() -> None:
+    model = language_model(sampling=SamplingConfig(max_new_tokens=12))
+    limits = [RowLimit(max_new_tokens=1 + row % 3) for row in range(6)]
+    prompts = [[5, 6 + row] for row in range(6)]
+    expected = model.sample_tokens(prompts, seeds=range(6), limits=limits)
+    inner, sizes = model._sampler, []
+
+    class Plain:
+        def sample(self, prompts: Any, num_per_prompt: int, config: Any, *, end_token_ids: Any, seeds: Any) -> Any:
+            sizes.append(len(prompts))
+            return inner.sample(prompts, num_per_prompt, config, end_token_ids=end_token_ids, seeds=seeds)
+
+        def sync(self, model: Any) -> None: ...
+
+    model._sampler = Plain()
+    found = model.sample_tokens(prompts, seeds=range(6), limits=limits)
+    assert found.token_ids == expected.token_ids
+    assert found.finish_reasons == expected.finish_reasons
+    assert sizes == [2, 2, 2]
