@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: what it holds, how large every file is and which hash it has. It is written last.
 
-Every field is checked before any other file is opened, and the manifest's own hash covers all its bytes.
+Its own hash covers all its bytes, and is checked before any other file is opened.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ LARGEST_COUNT = 2**53
 """No count, and no size in bytes, is as large."""
 RANK_FOLDER = re.compile(r"rank-(0|[1-9][0-9]{0,8})(?:\.([1-9][0-9]{0,8}))?")
 """The folder of a rank's files. The number after the dot tells how often the checkpoint was replaced."""
-HASH = re.compile(r"[0-9a-f]{64}")
-FIELDS = ("schema", "iteration", "update", "score", "num_ranks", "files", "sha256")
+
+FIELDS = {"iteration", "update", "score", "num_ranks", "files"}
 
 
 class OtherSchemaError(DamagedCheckpointError):
@@ -82,11 +82,10 @@ def without_files(*, iteration: int, update: int | None, score: float | None, nu
         ContractError: `iteration` or `update` is not a count.
     """
     for name, value in {"iteration": iteration, "update": update}.items():
-        required = _problem_with(name, value)
-        if required:
+        if not _is_count(value) and (value is not None or name == "iteration"):
             raise ContractError(
-                f"The {name} of a checkpoint must be {required.replace('null', 'None')}; got {value!r}. "
-                "Pass a number of finished iterations or updates."
+                f"The {name} of a checkpoint must be a whole number, at least 0{', or None' if name == 'update' else ''}; got "
+                f"{value!r}. Pass a number of finished iterations or updates."
             )
     score = None if score is None or not math.isfinite(score) else float(score)
     return Manifest(iteration=iteration, update=update, score=score, num_ranks=num_ranks, files={})
@@ -106,7 +105,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of a checkpoint.
 
     Raises:
-        DamagedCheckpointError: The manifest is missing, damaged, or of another program. The message names the field.
+        DamagedCheckpointError: The manifest is missing, damaged, or of another program. The message names the file.
     """
     path = folder / MANIFEST
     size = size_of(folder, MANIFEST)
@@ -118,97 +117,49 @@ def read_manifest(folder: Path) -> Manifest:
     with opened(folder, MANIFEST) as file:
         read_exactly(file, memoryview(data), path)
     try:
-        fields = json.loads(bytes(data))
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(
-            f"{path} is not a manifest ({type(error).__name__}). Use another checkpoint."
-        ) from error
-    _require_fields(path, fields)
-    body, ending = bytes(data[: -len(_ending("0" * 64))]), bytes(data[-len(_ending("0" * 64)) :])
-    if ending != _ending(fields["sha256"]) or hashlib.sha256(body + b"}").hexdigest() != fields["sha256"]:
+        found = json.loads(bytes(data))
+    except (ValueError, RecursionError):
+        found = None
+    match found:
+        case {"schema": int(schema)} if schema != SCHEMA:
+            advice = "Update model-agnostic-grpo" if schema > SCHEMA else "Load it with the version that wrote it"
+            raise OtherSchemaError(f"{path} has schema {schema}; this version reads {SCHEMA}. {advice}.")
+        case {"schema": int(), "sha256": str(sha256), **fields}:
+            ending = _ending(sha256)
+        case _:
+            raise DamagedCheckpointError(f"{path} is not a manifest. Use another checkpoint.")
+    if not data.endswith(ending) or hashlib.sha256(data.removesuffix(ending) + b"}").hexdigest() != sha256:
         raise DamagedCheckpointError(
             f"{path} is damaged: its contents do not match its field sha256. Use another checkpoint."
         )
-    files = {name: FileRecord(**record) for name, record in fields["files"].items()}
-    return Manifest(**{name: fields[name] for name in ("iteration", "update", "score", "num_ranks")}, files=files)
-
-
-def _require_fields(path: Path, fields: Any) -> None:
-    """Require exactly the fields of this version, each with an allowed value."""
-    if not isinstance(fields, dict):
+    manifest = _checked(fields)
+    if manifest is None:  # who wrote it knows the hash, and no manifest
         raise DamagedCheckpointError(
-            f"{path} must hold a JSON object; got a {type(fields).__name__}. Use another checkpoint."
+            f"{path} must hold an iteration, an update, a score, a number of ranks, and the size and sha256 of each rank's "
+            f"{STATE} and {TENSORS}; got {reprlib.repr(fields)}. Use another checkpoint."
         )
-    schema = fields.get("schema")
-    if type(schema) is int and schema != SCHEMA:
-        advice = "Update model-agnostic-grpo" if schema > SCHEMA else "Load it with the version that wrote it"
-        raise OtherSchemaError(f"{path} has schema {schema}; this version reads {SCHEMA}. {advice}.")
-    for name in FIELDS:
-        if name not in fields:
-            raise DamagedCheckpointError(f"{path} lacks the field {name}. Use another checkpoint.")
-        required = _problem_with(name, fields[name])
-        if required:
-            raise DamagedCheckpointError(
-                f"{path}: {name} must be {required}; got {reprlib.repr(fields[name])}. Use another checkpoint."
-            )
-    unknown = sorted(set(fields) - set(FIELDS))
-    if unknown:
-        raise DamagedCheckpointError(f"{path} has the unknown field {unknown[0][:200]!r}. Use another checkpoint.")
-    _require_files(path, fields["files"], fields["num_ranks"])
+    return manifest
 
 
-def _problem_with(name: str, value: Any) -> str:
-    """Return what a field must be if `value` is not allowed, else an empty string."""
-    match name:
-        case "schema":
-            return "" if type(value) is int else "a whole number"
-        case "iteration" | "size":
-            return "" if _is_count(value) else "a whole number, at least 0"
-        case "update":
-            return "" if value is None or _is_count(value) else "null or a whole number, at least 0"
-        case "score":
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            return "" if value is None or (is_number and _is_finite(value)) else "null or a finite number"
-        case "num_ranks":
-            return "" if _is_count(value) and value > 0 else "a whole number, at least 1"
-        case "files":
-            return "" if isinstance(value, dict) else "an object"
-        case _:
-            return "" if isinstance(value, str) and HASH.fullmatch(value) else "64 lower-case hexadecimal digits"
+def _checked(fields: Mapping[Any, Any]) -> Manifest | None:
+    """The manifest with these fields, or None if they are not the fields of a manifest, with values of the right types."""
+    if set(fields) != FIELDS or not isinstance(fields["files"], dict):
+        return None
+    files, num_ranks, score = fields["files"], fields["num_ranks"], fields["score"]
+    counts = [fields["iteration"], num_ranks, 0 if fields["update"] is None else fields["update"]]
+    if not all(map(_is_count, counts)) or not (score is None or (type(score) is float and math.isfinite(score))):
+        return None
+    generation = generation_of(next(iter(files), "").split("/")[0])
+    # counted first: the declared number of ranks may be absurd
+    if not 0 < 2 * num_ranks == len(files) or set(files) != {
+        f"{rank_folder(rank, generation)}/{name}" for rank in range(num_ranks) for name in (STATE, TENSORS)
+    }:
+        return None
+    for record in files.values():
+        if not (isinstance(record, dict) and set(record) == {"size", "sha256"} and _is_count(record["size"])):
+            return None
+    return Manifest(**{**fields, "files": {name: FileRecord(**record) for name, record in files.items()}})
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < LARGEST_COUNT
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer that no float can hold
-        return False
-
-
-def _require_files(path: Path, files: Mapping[str, Any], num_ranks: int) -> None:
-    """Require two files for each rank, all of one generation, each with a size and a hash."""
-    generation = generation_of(next(iter(files), "").split("/")[0])
-    # counted first: the declared number of ranks may be absurd
-    if len(files) != 2 * num_ranks or set(files) != _names(num_ranks, generation):
-        raise DamagedCheckpointError(
-            f"{path} names {str(sorted(files)[:4])[:300]} as files; for {num_ranks} ranks, a checkpoint has "
-            f"rank-0/{STATE}, rank-0/{TENSORS} and so on. Use another checkpoint."
-        )
-    for name, record in files.items():
-        if not isinstance(record, dict) or set(record) != {"size", "sha256"}:
-            raise DamagedCheckpointError(
-                f"{path}: files[{name!r}] must have a size and a sha256; got {reprlib.repr(record)}. Use another checkpoint."
-            )
-        for key, value in record.items():
-            required = _problem_with(key, value)
-            if required:
-                raise DamagedCheckpointError(
-                    f"{path}: {key} of files[{name!r}] must be {required}; got {reprlib.repr(value)}. Use another checkpoint."
-                )
-
-
-def _names(num_ranks: int, generation: int) -> set[str]:
-    return {f"{rank_folder(rank, generation)}/{name}" for rank in range(num_ranks) for name in (STATE, TENSORS)}

@@ -9,18 +9,18 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from grpo.errors import DamagedCheckpointError
 
-from .files import CHUNK, HashingWriter, opened, read_exactly, size_of
+from .files import CHUNK, HashingWriter, opened, read_exactly
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -42,8 +42,6 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """The dtypes that a file can hold, by their names in the format."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-LARGEST_HEADER = 100_000_000
-"""Bytes. The safetensors package refuses longer headers, too."""
 METADATA = "__metadata__"
 """A key of the header that names no tensor."""
 
@@ -148,30 +146,17 @@ class TensorFile:
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
-        size = size_of(folder, name)
         with opened(folder, name) as file:
             try:
-                start, header = self._header(file, size)
-                self.places = _places(header, start, size)
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                with safe_open(folder / name, framework="numpy"):  # refuses a header that does not describe the file
+                    length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+                self.places = {key: _place(entry, 8 + length) for key, entry in header.items() if key != METADATA}
+            except (SafetensorError, ValueError, KeyError) as error:
                 raise DamagedCheckpointError(
                     f"{folder / name} is damaged: its header does not describe the file ({error}). Use another checkpoint."
                 ) from error
         """Where each tensor is, by name."""
-
-    def _header(self, file: FileIO, size: int) -> tuple[int, Any]:
-        """Return the position of the first tensor, and the header."""
-        if size < 8:
-            raise ValueError(f"the file has {size} bytes")
-        path = self._folder / self._name
-        head = bytearray(8)
-        read_exactly(file, memoryview(head), path)
-        length = int.from_bytes(head, "little")
-        if length > min(size - 8, LARGEST_HEADER):
-            raise ValueError(f"it declares {length} bytes in a file of {size} bytes")
-        text = bytearray(length)
-        read_exactly(file, memoryview(text), path)
-        return 8 + length, json.loads(bytes(text))
 
     def read(self, name: str) -> Tensor:
         """Read one tensor into new memory.
@@ -198,37 +183,9 @@ class TensorFile:
         return data.view(place.dtype).reshape(shape)
 
 
-def _places(header: Any, start: int, size: int) -> dict[str, Place]:
-    """Return where each tensor is. The tensors must fill the file without a gap or an overlap."""
-    if not isinstance(header, dict):
-        raise TypeError("it is not a JSON object")
-    places = {name: _place(name, entry, start) for name, entry in header.items() if name != METADATA}
-    end = start
-    for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].size)):
-        if place.start != end:
-            raise ValueError(f"{name!r} starts at byte {place.start}, and the tensor before it ends at {end}")
-        end += place.size
-    if end != size:
-        raise ValueError(f"its tensors end at byte {end} of {size}")
-    return places
-
-
-def _place(name: str, entry: Any, start: int) -> Place:
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name!r} must have a dtype, a shape and data_offsets")
-    shape, offsets = entry["shape"], entry["data_offsets"]
-    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or len(shape) > 64:
-        raise ValueError(f"the shape or the data_offsets of {name!r} are not lists of counts")
-    if math.prod(max(length, 1) for length in shape) > sys.maxsize:
-        raise ValueError(f"the shape of {name!r} is too large")
-    dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
-    if dtype is None:
-        raise ValueError(f"{name!r} has an unknown dtype")
-    begin, end = offsets
-    if math.prod(shape) * dtype.itemsize != end - begin:
-        raise ValueError(f"the shape of {name!r} does not have as many bytes as its data_offsets")
-    return Place(dtype=dtype, shape=tuple(shape), start=start + begin, size=end - begin)
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value <= sys.maxsize for value in values)
+def _place(entry: Mapping[str, Any], start: int) -> Place:
+    """Where a tensor is, by its entry in the header. Tensors begin at `start`."""
+    if math.prod(max(length, 1) for length in entry["shape"]) > sys.maxsize:
+        raise ValueError(f"the shape {entry['shape']} is too large")
+    begin, end = entry["data_offsets"]
+    return Place(dtype=DTYPES[entry["dtype"]], shape=tuple(entry["shape"]), start=start + begin, size=end - begin)

@@ -158,7 +158,7 @@ def test_unexpected_file_names_in_a_manifest_are_refused_and_never_opened(
         with subtests.test(name=name):
             damaged, further = copied(whole, tmp_path), {name: {"size": 6, "sha256": "0"}}
             rewritten(damaged, lambda manifest, further=further: manifest["files"].update(further))
-            with pytest.raises(CheckpointError, match=r"manifest\.json names"):
+            with pytest.raises(CheckpointError, match=r"manifest\.json must hold"):
                 read_checkpoint(damaged)
 
 

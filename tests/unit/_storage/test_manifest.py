@@ -1,4 +1,4 @@
-"""Every field of a manifest, missing, mistyped or absurd, is refused by its name before anything large is read."""
+"""What is no manifest, is damaged or has absurd fields, is refused before anything large is read."""
 
 import hashlib
 import json
@@ -47,63 +47,52 @@ def rewrite(path: Path, fields: Any, digest: str | None = None) -> None:
 
 
 HUGE = 20 * 2**30
+RECORD = {"size": 8, "sha256": "0" * 64}
 ABSURD: list[tuple[str, Any]] = [
     *(("iteration", value) for value in (-1, True, 1.0, "5", None, [5], {}, 2**53, 10**400)),
     *(("update", value) for value in (-1, False, 0.5, "1", [], {}, 2**60)),
     *(("score", value) for value in (float("nan"), float("inf"), -float("inf"), True, "0.5", [], {}, 10**400)),
-    *(("num_ranks", value) for value in (0, -1, True, 1.0, "1", None, [])),
-    *(("files", value) for value in (None, [], "x", 3)),
-    *(("schema", value) for value in (None, "2", 2.0, True, [])),
+    *(("num_ranks", value) for value in (0, -1, True, 1.0, "1", None, [], 2, 2**40)),
+    *(("files", value) for value in (None, [], "x", 3, {}, {FIRST: RECORD})),
+    *(("files", {FIRST: RECORD, SECOND: value}) for value in (None, [], {"size": 1}, {**RECORD, "more": 1})),
+    *(("files", {FIRST: RECORD, SECOND: {**RECORD, "size": size}}) for size in (-1, True, 1.0, "8", None, 2**53)),
+    *(
+        ("files", {FIRST: RECORD, name: RECORD})
+        for name in ("../secret.json", "rank-1/state.json", "rank-0.1/state.json")
+    ),
+    ("extra", 1),
 ]
 
 
-def test_absurd_fields_are_refused_by_name_and_the_older_checkpoint_is_read(
+def test_rightly_hashed_fields_of_no_manifest_are_refused_and_the_older_checkpoint_is_read(
     subtests: pytest.Subtests, path: Path
 ) -> None:
     write_checkpoint(path.parent / "older", small(4), iteration=4)
     fields = fields_of(path)
     for name, value in ABSURD:
-        with subtests.test(name=name, value=str(value)[:30]):
+        with subtests.test(name=name, value=str(value)[:90]):
             rewrite(path, {**fields, name: value})
-            with pytest.raises(DamagedCheckpointError, match=rf"manifest\.json: {name} must be .*; got "):
+            with pytest.raises(DamagedCheckpointError, match=r"manifest\.json must hold .*; got "):
                 read_checkpoint(path)
-            with pytest.warns(GRPOWarning, match=f"newer checkpoints are damaged: .*{name} must be"):
-                assert read_checkpoint(path.parent)["n"] == 4
+    with pytest.warns(GRPOWarning, match=r"newer checkpoints are damaged: .*manifest\.json must hold"):
+        assert read_checkpoint(path.parent)["n"] == 4
+    for name in fields:
+        with subtests.test(missing=name):
+            rewrite(path, {key: value for key, value in fields.items() if key != name})
+            with pytest.raises(DamagedCheckpointError, match=r"manifest\.json (must hold|is not a manifest)"):
+                read_checkpoint(path)
+    for schema in (None, "4", 4.5, []):
+        with subtests.test(schema=schema):
+            rewrite(path, {**fields, "schema": schema})
+            with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is not a manifest"):
+                read_checkpoint(path)
+    for size in (HUGE, 0):
+        with subtests.test(size=size):
+            rewrite(path, {**fields, "files": {**fields["files"], SECOND: {**RECORD, "size": size}}})
+            with pytest.raises(DamagedCheckpointError, match=rf"tensors\.safetensors is damaged.* size says {size}\."):
+                read_checkpoint(path)
     rewrite(path, fields)
     assert read_checkpoint(path.parent)["n"] == 5
-
-
-def test_numbers_that_json_writes_otherwise_are_refused_by_name(subtests: pytest.Subtests, path: Path) -> None:
-    text = json.dumps(fields_of(path))
-    for name, old, new in [
-        ("score", '"score": 0.5', '"score": 1e400'),
-        ("score", '"score": 0.5', '"score": -1E+999'),
-        ("score", '"score": 0.5', '"score": NaN'),
-        ("iteration", '"iteration": 5', '"iteration": 5.0'),
-        ("iteration", '"iteration": 5', '"iteration": 1e2'),
-    ]:
-        with subtests.test(new=new):
-            changed = text.replace(old, new)
-            assert changed != text
-            digest = hashlib.sha256(changed.encode()).hexdigest()
-            (path / "manifest.json").write_text(changed[:-1] + f', "sha256": "{digest}"}}')
-            with pytest.raises(DamagedCheckpointError, match=rf"manifest\.json: {name} must be "):
-                read_checkpoint(path)
-
-
-def test_missing_and_unknown_fields_are_named(subtests: pytest.Subtests, path: Path) -> None:
-    fields = fields_of(path)
-    for name in fields:
-        with subtests.test(name=name):
-            rewrite(path, {key: value for key, value in fields.items() if key != name})
-            with pytest.raises(DamagedCheckpointError, match=rf"manifest\.json lacks the field {name}"):
-                read_checkpoint(path)
-    (path / "manifest.json").write_text(json.dumps(fields))
-    with pytest.raises(DamagedCheckpointError, match="lacks the field sha256"):
-        read_checkpoint(path)
-    rewrite(path, {**fields, "extra": 1})
-    with pytest.raises(DamagedCheckpointError, match="has the unknown field 'extra'"):
-        read_checkpoint(path)
 
 
 def test_the_hash_of_the_manifest_must_be_right_to_the_letter(subtests: pytest.Subtests, path: Path) -> None:
@@ -119,64 +108,6 @@ def test_the_hash_of_the_manifest_must_be_right_to_the_letter(subtests: pytest.S
             (path / "manifest.json").write_text(changed)
             with pytest.raises(DamagedCheckpointError, match="do not match its field sha256"):
                 read_checkpoint(path)
-
-
-def test_absurd_files_are_refused(subtests: pytest.Subtests, path: Path) -> None:
-    fields = fields_of(path)
-    record = fields["files"][SECOND]
-    for size in (-1, True, 1.0, "8", None, 2**53):
-        with subtests.test(size=size):
-            rewrite(path, {**fields, "files": {**fields["files"], SECOND: {**record, "size": size}}})
-            with pytest.raises(
-                DamagedCheckpointError, match=r"size of files\['rank-0/tensors\.safetensors'\] must be a whole"
-            ):
-                read_checkpoint(path)
-    for size in (record["size"] + 1, record["size"] - 1, HUGE, 0):
-        with subtests.test(size=size):
-            rewrite(path, {**fields, "files": {**fields["files"], SECOND: {**record, "size": size}}})
-            with pytest.raises(DamagedCheckpointError, match=rf"tensors\.safetensors is damaged.* size says {size}\."):
-                read_checkpoint(path)
-    for sha256 in (None, 3, "", "x" * 64, "0" * 63, "A" * 64):
-        with subtests.test(sha256=sha256):
-            rewrite(path, {**fields, "files": {**fields["files"], SECOND: {**record, "sha256": sha256}}})
-            with pytest.raises(
-                DamagedCheckpointError, match=r"sha256 of files\['rank-0/tensors\.safetensors'\] must be"
-            ):
-                read_checkpoint(path)
-    for broken in (None, [], {"size": 1}, {**record, "more": 1}):
-        with subtests.test(broken=str(broken)):
-            rewrite(path, {**fields, "files": {**fields["files"], SECOND: broken}})
-            with pytest.raises(DamagedCheckpointError, match=r"files\['rank-0/tensors\.safetensors'\] must have"):
-                read_checkpoint(path)
-
-
-def test_other_file_names_are_refused_and_never_opened(subtests: pytest.Subtests, path: Path) -> None:
-    fields = fields_of(path)
-    record = fields["files"][FIRST]
-    outside = path.parent / "secret.json"
-    outside.write_text("{}")
-    cases: list[dict[str, Any]] = [
-        {},
-        {FIRST: record},
-        {**fields["files"], "rank-0/extra.bin": record},
-        {**fields["files"], "../secret.json": record},
-        {"../secret.json": record, SECOND: record},
-        {"/etc/hostname": record, SECOND: record},
-        {"rank-0/../rank-0/state.json": record, SECOND: record},
-        {"rank-00/state.json": record, "rank-00/tensors.safetensors": record},
-        {"rank-1/state.json": record, "rank-1/tensors.safetensors": record},
-        {"rank-0.0/state.json": record, "rank-0.0/tensors.safetensors": record},
-        {"rank-0.1/state.json": record, SECOND: record},
-        {"state.json": record, "tensors.safetensors": record},
-    ]
-    for files in cases:
-        with subtests.test(files=list(files)):
-            rewrite(path, {**fields, "files": files})
-            with pytest.raises(DamagedCheckpointError, match=r"manifest\.json names .* as files; for 1 ranks"):
-                read_checkpoint(path)
-    rewrite(path, {**fields, "num_ranks": 2**40})
-    with pytest.raises(DamagedCheckpointError, match=r"as files; for 1099511627776 ranks"):
-        read_checkpoint(path)
 
 
 def test_contents_that_are_no_manifest_are_refused(subtests: pytest.Subtests, path: Path) -> None:
@@ -196,14 +127,6 @@ def test_contents_that_are_no_manifest_are_refused(subtests: pytest.Subtests, pa
             with pytest.raises(DamagedCheckpointError, match=r"manifest\.json"):
                 read_checkpoint(path)
             assert open_checkpoint(path.parent, None).path == older
-    nested: Any = []
-    for _ in range(800):
-        nested = [nested]
-    for name in ("score", "files", "extra"):
-        with subtests.test(nested=name):
-            rewrite(path, {**fields_of(older), name: nested})
-            with pytest.raises(DamagedCheckpointError, match=name):
-                read_checkpoint(path)
 
 
 def test_a_manifest_above_the_limit_is_refused_unread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
