@@ -74,9 +74,6 @@ METHODS = ("on_iteration", "on_evaluation", "on_checkpoint", "on_interrupt")
 class Callbacks:
     """Calls several callbacks, in order.
 
-    Args:
-        callbacks: The callbacks.
-
     Raises:
         ConfigError: An object has none of the methods, or a method whose name is nearly one of them.
     """

@@ -131,9 +131,6 @@ class MetricSink(Protocol):
 class GuardedSinks:
     """Calls several sinks. A sink that raises is reported as a `GRPOWarning`, and is not called again.
 
-    Args:
-        sinks: The sinks.
-
     Raises:
         ConfigError: `sinks` is not a list of sinks, or a `log_every` is not an integer from 1.
     """

@@ -35,9 +35,6 @@ def require_readable_calls(tokenizer: Any, template: ChatTemplate) -> None:
     """Write calls with the chat template, and read them back: a simple call, one with values of all types, and two calls.
 
     Not checked are a template that does not write tools, which refuses tools, and calls that a small vocabulary cannot write.
-
-    Raises:
-        ConfigError: What was read is not what was written.
     """
     for functions in ([SIMPLE], [TYPED], [SIMPLE, SECOND]) if template.shows_tools else ():
         calls = [{"id": f"call0000{i + 1}", "type": "function", "function": f} for i, f in enumerate(functions)]

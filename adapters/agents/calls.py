@@ -17,11 +17,7 @@ from .messages import Message, tool_message
 
 
 def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """The JSON schema of each tool: a schema as it is, or that of a function with type hints and a Google-style docstring.
-
-    Raises:
-        ContractError: A tool is neither, or a function's docstring lacks an argument.
-    """
+    """The JSON schema of each tool: a schema as it is, or that of a function with type hints and a Google-style docstring."""
     schemas = []
     for tool in tools:
         if isinstance(tool, Mapping):
@@ -112,14 +108,6 @@ async def call_functions(
     """Results of the message's tool calls, in the order of the calls, and how many of the calls failed.
 
     A call of an unknown tool, with wrong arguments, or that raises an error has a result that says so.
-
-    Args:
-        message: The policy's message.
-        functions: The tools by name.
-        run: Calls a function with arguments, in the environment's thread.
-
-    Raises:
-        ContractError: A tool returned something that is neither text nor can be written as JSON.
     """
     results, num_failed = [], 0
     for call in message.get("tool_calls", []):

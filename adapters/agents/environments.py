@@ -100,11 +100,7 @@ def _settle(future: asyncio.Future, result: Any, error: BaseException | None) ->
 
 
 class EnvironmentLoop:
-    """Plays environments: asks the policy for messages, gives them to the environment, and adds up the rewards.
-
-    Args:
-        make: Makes the environment of one conversation from its state, `make(state)`.
-    """
+    """Plays environments: asks the policy for messages, gives them to the environment, and adds up the rewards."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self._make = make

@@ -41,9 +41,6 @@ def as_messages(given: Any, action: Message | None = None) -> list[Message]:
         given: A text, a message or a sequence of messages. A text answers the action's tool call if there is exactly one, and
             else is a message of the user.
         action: The assistant's message that the observation answers.
-
-    Raises:
-        ContractError: The observation has another type, or a message has no role.
     """
     calls = [] if action is None else action.get("tool_calls", [])
     if isinstance(given, str):

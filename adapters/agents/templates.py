@@ -251,11 +251,7 @@ class ChatTemplate:
         return text[len(prompt) : place], [] if place is None else self._encode(text[place:])[:1]
 
     def _needs_parts(self) -> bool:
-        """Whether the template reads a message's text from a list of parts, as templates of models with images do.
-
-        Raises:
-            ConfigError: The template cannot render a question and an answer.
-        """
+        """Whether the template reads a message's text from a list of parts, as templates of models with images do."""
         got: Any = None
         for in_parts in (False, True):
             self._in_parts = in_parts

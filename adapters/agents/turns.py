@@ -15,13 +15,7 @@ from .templates import ChatTemplate
 
 
 class ModelTurns:
-    """Samples the turns that conversations wait for.
-
-    Args:
-        policy: The language model.
-        template: Its chat template.
-        sampling: Settings of `SamplingConfig` that replace those of the policy.
-    """
+    """Samples the turns that conversations wait for."""
 
     def __init__(self, policy: HFPolicy, template: ChatTemplate, sampling: Mapping[str, Any]) -> None:
         self._policy, self._template, self._sampling = policy, template, dict(sampling)
@@ -59,16 +53,7 @@ class ModelTurns:
 
 
 class ScriptedTurns:
-    """Gives each conversation the turns of its script. Their log-probs are NaN, because nobody sampled them.
-
-    Args:
-        policy: The language model.
-        template: Its chat template.
-        scripts: The turns of each conversation, as texts or messages.
-
-    Raises:
-        ContractError: A turn is longer than `sampling.max_new_tokens`, or the template cannot write it.
-    """
+    """Gives each conversation the turns of its script. Their log-probs are NaN, because nobody sampled them."""
 
     def __init__(self, policy: HFPolicy, template: ChatTemplate, scripts: Sequence[Sequence[str | Message]]) -> None:
         self._turns = [[template.turn(said) for said in script] for script in scripts]

@@ -14,11 +14,7 @@ EXPLAINED = 0.05
 
 
 class ExpertRounding:
-    """Compares log-probs at sampling with those of the first scores after it, and logs once if they differ.
-
-    Args:
-        lm: The model, which samples itself.
-    """
+    """Compares log-probs at sampling with those of the first scores after it, and logs once if they differ."""
 
     def __init__(self, lm: CausalLM) -> None:
         self._lm = lm

@@ -170,14 +170,6 @@ def check_scores(lm: CausalLM, sampler: Sampler | None) -> None:
 
     If a model with windows or states fails with shared prompts, it computes each row as a whole from now on, and is checked
     again. The check uses no global random numbers.
-
-    Args:
-        lm: The model.
-        sampler: The sampler of this model. None: only scoring is checked.
-
-    Raises:
-        ConfigError: Sampling or scoring differs: the model's cache, state or padding does not work.
-        ContractError: The model raised an error.
     """
     if lm.shares_prompts and not lm.has_plain_cache:
         try:

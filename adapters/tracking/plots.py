@@ -90,15 +90,7 @@ def _changes(values: np.ndarray) -> bool:
 
 
 def _plot_line(axis: Any, name: str, iterations: np.ndarray, values: np.ndarray, *, is_higher: bool | None) -> None:
-    """Plot one metric, with its last value at the line's end. Evaluations, and a single value, are dots.
-
-    Args:
-        axis: Where to plot.
-        name: The metric.
-        iterations: [S].
-        values: [S].
-        is_higher: Whether this line ends above the other one, so that their labels do not overlap. None: there is no other.
-    """
+    """Plot one metric, with its last value at the line's end. Evaluations, and a single value, are dots."""
     is_evaluation = name.startswith("eval/")
     colour = EVALUATION if is_evaluation else TRAINING
     known = np.flatnonzero(np.isfinite(values))

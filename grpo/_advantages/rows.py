@@ -127,9 +127,6 @@ def decoupled_advantages(
         std_ddof: Divisor n - ddof.
         std_eps: Added to each standard deviation.
 
-    Raises:
-        ConfigError: There are no named rewards, or they are rewards per step.
-
     Source:
         Liu et al. 2026 (GDPO), arXiv:2601.05242.
     """

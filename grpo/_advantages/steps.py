@@ -34,11 +34,7 @@ class Estimate:
 
 
 def finite_rewards(rewards: Real[Tensor, "N *T"], mask: Bool[Tensor, "N T"] | None = None) -> Float[Tensor, "N *T"]:
-    """Rewards as floats, 0 outside the mask. Integers become float64.
-
-    Raises:
-        RewardError: A reward is NaN or infinite. With a mask [N, T]: inside the mask.
-    """
+    """Rewards as floats, 0 outside the mask. Integers become float64."""
     rewards = rewards if rewards.is_floating_point() else rewards.double()
     rewards = rewards if mask is None else zero_outside(rewards, mask.to(rewards.device))
     require_finite_values("rewards", rewards, error=RewardError)
@@ -175,9 +171,6 @@ def state_group_advantages(
 
     `relative` computes A_row and A_state. If there is one reward per row, it counts as the reward of the row's last step.
     `weight` is the paper's omega: larger gives the comparison of equal states more weight.
-
-    Raises:
-        ConfigError: There are no state keys.
 
     Source:
         Feng et al. 2025 (GiGPO), arXiv:2505.10978, eq. 3 to 8.

@@ -89,9 +89,6 @@ def gather_rewards(batch: ExperienceBatch, engine: Engine) -> tuple[ExperienceBa
 
     On several ranks, the batch has no states, no actions, no log-probs and no entropy. Metrics are added up over ranks, but
     `rewards/mean_drawn` is averaged, and times are the times of this rank.
-
-    Raises:
-        ContractError: The ranks' batches have different fields.
     """
     if engine.num_ranks == 1:
         return batch, slice(0, batch.num_rows)

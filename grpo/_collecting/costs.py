@@ -25,14 +25,7 @@ class Costs:
 
 
 class CallCosts:
-    """What the calls of this rank have cost since the last report.
-
-    Args:
-        asked: The calls of the reward model.
-        sample: The calls that sample.
-        scoring: Forward passes without gradient.
-        updating: Forward passes of updates.
-    """
+    """What the calls of this rank have cost since the last report."""
 
     def __init__(self, asked: RewardCalls, sample: SampleCalls, scoring: PassSizes, updating: PassSizes) -> None:
         self._asked = asked

@@ -14,11 +14,7 @@ from grpo.types import Rows
 
 
 def groups_of(states: Rows, group_by: Callable[[Any], Hashable] | None) -> Int[Tensor, " B"]:
-    """The group of each state: its position, or the position of the first state with the same key.
-
-    Raises:
-        ConfigError: A key cannot be compared, such as a list.
-    """
+    """The group of each state: its position, or the position of the first state with the same key."""
     if group_by is None:
         return torch.arange(len(states))
     first: dict[Hashable, int] = {}

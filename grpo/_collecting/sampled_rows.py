@@ -34,12 +34,7 @@ class SampledRows:
     """Costs and counts of the sampling, by metric name."""
 
     def with_rewards(self, rewards: KeptRewards, metrics: Mapping[str, float]) -> ExperienceBatch:
-        """The rows that have a reward, as a batch.
-
-        Args:
-            rewards: The rewards of the rows.
-            metrics: Costs of the rewards, by metric name.
-        """
+        """The rows that have a reward, as a batch."""
         states, actions, group_ids, mask, known = self.states, self.actions, self.group_ids, self.mask, dict(self.known)
         if rewards.kept is not None:  # rows without a reward leave the batch
             kept = rewards.kept.nonzero().squeeze(1)
@@ -66,18 +61,7 @@ class SampledRows:
 def sampled_with(
     name: str, work: Callable[[], SampledActions], states: Rows, groups: Int[Tensor, " B"], group_size: int
 ) -> SampledRows:
-    """The rows that a function of `BeginsSampling` samples, in any thread.
-
-    Args:
-        name: The name of the policy.
-        work: Samples the actions.
-        states: B states.
-        groups: The group of each state.
-        group_size: Actions per state.
-
-    Raises:
-        ContractError: The function returned something else, or no behaviour log-probs.
-    """
+    """The rows that a function of `BeginsSampling` samples, in any thread."""
     start, owner = time.perf_counter(), f"{name}.begin_sampling"
     with torch.no_grad():
         sampled = check_sampled(owner, work(), len(states) * group_size)

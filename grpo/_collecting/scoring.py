@@ -33,12 +33,7 @@ ScoreRows = Callable[[Rows, Rows, Tensor], ActionScores]
 
 
 class Scorer:
-    """Scores rows by the best method that a policy has: `score_groups`, else `score_actions`, else its plain log-probs.
-
-    Args:
-        policy: A `PolicyModel`. Its capabilities are looked up here, once.
-        autocast: Returns the context manager in which the policy computes.
-    """
+    """Scores rows by the best method that a policy has: `score_groups`, else `score_actions`, else its plain log-probs."""
 
     def __init__(self, policy: Any, autocast: Autocast = nullcontext) -> None:
         self._policy, self._autocast = policy, autocast
@@ -86,10 +81,6 @@ class ReferenceScorer:
         policy: The policy that is trained.
         reference_policy: A frozen `PolicyModel`. None: ask `policy.reference_log_probabilities`.
         autocast: Returns the context manager in which the reference computes.
-
-    Raises:
-        ProtocolError: `reference_policy` lacks methods.
-        ConfigError: There is no `reference_policy`, and the policy cannot score a reference.
     """
 
     def __init__(self, policy: Any, reference_policy: Any, autocast: Autocast) -> None:

@@ -146,11 +146,7 @@ def as_rewards(
 
 
 def as_reward_values(required: str, value: Any) -> Float[Tensor, "..."]:
-    """Copy real numbers of any shape to a CPU tensor, as `as_rewards` does. `required` begins the message of an error.
-
-    Raises:
-        RewardError: `value` is anything else.
-    """
+    """Copy real numbers of any shape to a CPU tensor, as `as_rewards` does. `required` begins the message of an error."""
     rewards = as_tensor(required, value, RewardError)
     if rewards.requires_grad:
         raise RewardError(f"{required}, without a gradient, which GRPO would not follow. Return rewards.detach().")

@@ -13,11 +13,7 @@ from .conversion import describe
 
 
 def require_methods(value: Any, methods: Sequence[str], role: str, protocol: str) -> None:
-    """Check that `value` is an instance with all of `methods`.
-
-    Raises:
-        ProtocolError: Methods are missing. The message names every missing method.
-    """
+    """Check that `value` is an instance with all of `methods`."""
     if isinstance(value, type):
         raise ProtocolError(f"{role} must be an instance; got the class {value.__name__}. Pass {value.__name__}(...).")
     missing = [name for name in methods if not callable(getattr(value, name, None))]
@@ -30,11 +26,7 @@ def require_methods(value: Any, methods: Sequence[str], role: str, protocol: str
 
 
 def refuse_near_misses(value: Any, role: str, capabilities: Sequence[type]) -> None:
-    """Refuse a method that is one letter off an optional method of eight letters or more, because nothing would call it.
-
-    Raises:
-        ProtocolError: `value` has such a method, and lacks the optional method.
-    """
+    """Refuse a method that is one letter off an optional method of eight letters or more, because nothing would call it."""
     names = sorted(name for name in {*dir(type(value)), *getattr(value, "__dict__", {})} if name[0] != "_")
     wanted = [(name, capability) for capability in capabilities for name in vars(capability) if len(name) >= 8]
     for right, capability in wanted:
@@ -49,11 +41,7 @@ def refuse_near_misses(value: Any, role: str, capabilities: Sequence[type]) -> N
 
 
 def parameters_of(policy: Any) -> Mapping[str, Tensor]:
-    """Return the policy's parameters by name.
-
-    Raises:
-        ContractError: `get_parameters` returned anything but tensors by name.
-    """
+    """Return the policy's parameters by name."""
     found = policy.get_parameters()
     entries = found.items() if isinstance(found, Mapping) else [("the result", found)]
     for name, value in entries:

@@ -19,11 +19,7 @@ def takes(function: Callable[..., Any], num_arguments: int) -> bool:
 
 
 def require_states_and_actions(name: str, function: Callable[..., Any]) -> None:
-    """Refuse a function that cannot be called as `function(states, actions)`, and one that takes TRL's arguments by name.
-
-    Raises:
-        ProtocolError: The function has other arguments.
-    """
+    """Refuse a function that cannot be called as `function(states, actions)`, and one that takes TRL's arguments by name."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # recovery: a function without a readable signature is called as it is

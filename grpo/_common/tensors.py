@@ -53,11 +53,7 @@ _NONE = _Rule(spelled="None", holds=lambda _, value, __: value is None)
 
 
 def as_group_ids(owner: str, value: Any) -> Int[Tensor, " N"]:
-    """Convert group ids to integers [N]. Integers stay as they are; texts, tuples and the like are numbered as they appear.
-
-    Raises:
-        ContractError: The ids are not one integer, or one other hashable value, per row. Floats are refused.
-    """
+    """Convert group ids to integers [N]. Integers stay as they are; texts, tuples and the like are numbered as they appear."""
     required = f"{owner}: group_ids must be [N], one integer or text per row, at least one"
     entries = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else value
     not_names = (float, complex, np.number, np.bool_, Tensor, types.NoneType)
@@ -72,15 +68,7 @@ def as_group_ids(owner: str, value: Any) -> Int[Tensor, " N"]:
 
 
 def require_tensors(function: Callable[..., Any], **values: Any) -> None:
-    """Check arguments of a function against its annotations: tensors of the right dtypes and shapes, finite numbers, names.
-
-    Args:
-        function: The function whose arguments they are.
-        values: The arguments to check, by name.
-
-    Raises:
-        ContractError: An argument does not fit its annotation. The message names the argument.
-    """
+    """Check arguments of a function against its annotations: tensors of the right dtypes and shapes, finite numbers, names."""
     if torch.compiler.is_compiling():
         return
     rules, sizes = _rules(function), Sizes()
@@ -93,11 +81,7 @@ class TensorFields:
     """Base of data classes that hold tensors: every field is checked on construction against its annotation."""
 
     def __post_init__(self) -> None:
-        """Check every field against its annotation.
-
-        Raises:
-            ContractError: A field does not fit its annotation. The message names the field.
-        """
+        """Check every field against its annotation."""
         if torch.compiler.is_compiling():
             return
         kind: Any = type(self)
@@ -111,11 +95,7 @@ class TensorFields:
 def require_finite_values(
     owner: str, values: Tensor, mask: Tensor | None = None, error: type[GRPOError] = ContractError
 ) -> None:
-    """Check that a tensor has no NaN and no infinity. With a mask [N, T]: inside the mask.
-
-    Raises:
-        GRPOError: Of the given type, if a value is not finite.
-    """
+    """Check that a tensor has no NaN and no infinity. With a mask [N, T]: inside the mask."""
     wrong = ~values.isfinite()
     if bool((wrong if mask is None else wrong & mask.to(values.device)).any()):
         raise error(f"{owner} must be finite; got NaN or infinity. Remove these rows first.")

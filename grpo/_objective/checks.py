@@ -13,11 +13,7 @@ from grpo.types import ObjectiveInputs
 
 
 def require_step_loss(function: Any, value: Any, mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N #T"]:
-    """Check that a surrogate or a sampler correction has returned one number per step, or one per row: [N, T] or [N, 1].
-
-    Raises:
-        ContractError: The shape is another one.
-    """
+    """Check that a surrogate or a sampler correction has returned one number per step, or one per row: [N, T] or [N, 1]."""
     shapes = (tuple(mask.shape), (len(mask), 1))
     is_number = isinstance(value, Tensor) and value.is_floating_point() and value.element_size() > 1 and is_dense(value)
     if not is_number or tuple(value.shape) not in shapes:
@@ -30,11 +26,7 @@ def require_step_loss(function: Any, value: Any, mask: Bool[Tensor, "N T"]) -> F
 
 
 def require_finite_inputs(loss: Float[Tensor, ""], inputs: ObjectiveInputs) -> None:
-    """Check that NaN or infinity in the inputs have not reached the loss. Other devices than the CPU would have to wait.
-
-    Raises:
-        ContractError: The loss is not finite, and an input is not finite where it counts. The message names the input.
-    """
+    """Check that NaN or infinity in the inputs have not reached the loss. Other devices than the CPU would have to wait."""
     if torch.compiler.is_compiling() or loss.device.type != "cpu" or bool(loss.isfinite()):
         return
     for field in fields(inputs):

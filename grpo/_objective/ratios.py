@@ -23,11 +23,6 @@ def log_ratio_at_level(x: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], level
       row_step  value of `row`, gradient of `step`    GSPO-token: for advantages that differ within a row
       none      value 0, gradient of `step`           no importance weight: REINFORCE
 
-    Args:
-        x: 0 outside the mask.
-        mask: The valid steps.
-        level: See above.
-
     Returns:
         [N, T], or [N, 1] for one ratio per row. Not clamped.
 

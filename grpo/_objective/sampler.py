@@ -107,11 +107,7 @@ class Mask(_Bounds):
 
 
 def require_order(low_name: str, low: float | None, high_name: str, high: float | None) -> None:
-    """Check that a lower bound does not exceed its upper bound. None means that there is no bound.
-
-    Raises:
-        ConfigError: The lower bound exceeds the upper bound.
-    """
+    """Check that a lower bound does not exceed its upper bound. None means that there is no bound."""
     if low is not None and high is not None and low > high:
         raise ConfigError(f"{low_name}={low} must not exceed {high_name}={high}.")
 

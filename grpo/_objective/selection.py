@@ -42,11 +42,7 @@ def choose_steps(
 def kept_by_entropy(
     mask: Bool[Tensor, "N T"], entropy: Float[Tensor, "N T"] | None, fraction: float, gather: Gather | None = None
 ) -> Bool[Tensor, "N T"] | None:
-    """The steps with the highest entropy among the update's steps. None: the fraction is 1, so all steps count.
-
-    Raises:
-        ConfigError: There is no exact entropy to choose by.
-    """
+    """The steps with the highest entropy among the update's steps. None: the fraction is 1, so all steps count."""
     if fraction >= 1.0:
         return None
     if entropy is None:
@@ -65,16 +61,7 @@ def selected_by(
     generator: torch.Generator | None = None,
     gather: Gather | None = None,
 ) -> Bool[Tensor, "N T"] | None:
-    """The steps that a surrogate's own `select` chooses among the update's steps. None: it has no `select`.
-
-    Args:
-        select: See `Select`.
-        mask: The valid steps.
-        log_probs: Log-probs at collection.
-        advantages: A, per row or per step.
-        generator: Makes random choices; it is in the same state on every rank.
-        gather: Collects the values of all ranks. None: there is one rank.
-    """
+    """The steps that a surrogate's own `select` chooses among the update's steps. None: it has no `select`."""
     if select is None:
         return None
     log_probs = as_float32(log_probs.detach())

@@ -51,13 +51,7 @@ class Process:
         self._end_of_worker = ""
 
     def run(self, calls: Sequence[NamedCall], timeout: float) -> list[Any]:
-        """Make the calls one after another, and return their answers. Each call has `timeout` seconds.
-
-        Raises:
-            DeadlineError: A call did not answer in time.
-            CallError: The process died, or an answer cannot be pickled.
-            Exception: What a call raised.
-        """
+        """Make the calls one after another, and return their answers. Each call has `timeout` seconds."""
         self._start(calls)
         answers: list[Any] = []
         error = None

@@ -59,16 +59,7 @@ WAIT_SECONDS = 0.2
 
 
 class Ahead:
-    """The iterations of a run that are sampled before the policy is updated on them.
-
-    Args:
-        config: How many iterations are sampled ahead, and what to do when a reward fails.
-        collector: Samples, and asks for rewards.
-        sampler: Keeps a separate sampler's weights up to date.
-        engine: Joins the ranks.
-        interrupts: The signals that stop a run.
-        counters: The number of finished iterations, and the seed of the data.
-    """
+    """The iterations of a run that are sampled before the policy is updated on them."""
 
     def __init__(
         self,
@@ -127,10 +118,6 @@ class Ahead:
 
     def next_rows(self, draw: Callable[[], Rows], num_left: int) -> ExperienceBatch | None:
         """The rows of the next iteration. Before it waits for them, it samples the iterations whose policy this is.
-
-        Args:
-            draw: Returns the states of an iteration.
-            num_left: Number of iterations that the run still has to make.
 
         Returns:
             The rows, with their rewards. None: nothing is sampled ahead.

@@ -10,11 +10,7 @@ Result = TypeVar("Result")
 
 
 class Task(Generic[Result]):
-    """One piece of work, done once, in any thread.
-
-    Args:
-        work: Returns the result.
-    """
+    """One piece of work, done once, in any thread."""
 
     def __init__(self, work: Callable[[], Result]) -> None:
         self.done = threading.Event()

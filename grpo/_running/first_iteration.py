@@ -26,18 +26,7 @@ def check_first_iteration(
     *,
     has_own_reference: bool,
 ) -> None:
-    """Check an iteration that was the first of its run, by its rows and its metrics.
-
-    Args:
-        rows: The rows of the iteration.
-        metrics: The metrics of the iteration.
-        context: What updates use.
-        optimizer_step: Knows the trained parameters.
-        has_own_reference: Whether the policy itself gives the reference.
-
-    Raises:
-        ContractError: Every gradient was exactly 0 although rows had advantages, because no log-prob depends on a parameter.
-    """
+    """Check an iteration that was the first of its run, by its rows and its metrics."""
     if metrics.get("train/zero_gradients") == 1 and not context.engine.divides_weights:
         _require_dependence(rows, context, optimizer_step)
     if has_own_reference and getattr(context.collector.policy, "reference_is_start", True):

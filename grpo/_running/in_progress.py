@@ -12,12 +12,7 @@ from .state import Snapshot
 
 
 class IterationInProgress:
-    """The rows of the iteration whose updates are being made, and the metrics of its updates so far.
-
-    Args:
-        context: What the updates of all iterations use.
-        meter: Adds up the metrics.
-    """
+    """The rows of the iteration whose updates are being made, and the metrics of its updates so far."""
 
     def __init__(self, context: UpdateContext, meter: Meter) -> None:
         self.rows: UpdateRows | None = None

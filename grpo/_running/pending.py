@@ -37,12 +37,7 @@ class CollectedRewards:
 
 
 class Pending:
-    """An iteration between its sampling and its updates.
-
-    Args:
-        rows: Samples the rows, or has sampled them.
-        ask: Returns the rewards of rows.
-    """
+    """An iteration between its sampling and its updates."""
 
     def __init__(self, rows: Task[SampledRows], ask: Callable[[SampledRows], CollectedRewards]) -> None:
         self.rows = rows
@@ -58,11 +53,7 @@ class Pending:
         return Task(lambda: self._ask(self.rows.result()))
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows, and their rewards if they are there. Waits while the rows are being sampled.
-
-        Raises:
-            CheckpointError: The rows could not be sampled. The weights that should have sampled them may be gone.
-        """
+        """The rows, and their rewards if they are there. Waits while the rows are being sampled."""
         self.rows.done.wait()
         if self.rows.error is not None:
             raise CheckpointError(

@@ -28,9 +28,6 @@ def load_into(run_state: RunState, path: str | Path, engine: Engine, policy: Any
         engine: Joins the ranks.
         policy: The policy, whose tensors are in memory already when its own state is read.
         at_least: Refuse a checkpoint of an earlier iteration.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or does not fit. Nothing is changed.
     """
 
     def check(checkpoint: Checkpoint) -> None:
@@ -55,11 +52,7 @@ def load_into(run_state: RunState, path: str | Path, engine: Engine, policy: Any
 
 
 def require_sound(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose counters or learning rates are not numbers that a run can have.
-
-    Raises:
-        DamagedCheckpointError: Names the value.
-    """
+    """Refuse a checkpoint whose counters or learning rates are not numbers that a run can have."""
     if wrong := list(_wrong_numbers(checkpoint.state.get("parts"))):
         raise DamagedCheckpointError(
             f"{checkpoint.path}: counters must be integers of at least 0, the optimizer's settings finite, and learning rates "

@@ -128,11 +128,7 @@ class Run:
         )
 
     def _is_done(self) -> bool:
-        """Whether the trainer has made all iterations.
-
-        Raises:
-            ConfigError: All iterations are made, and this call does not resume a run.
-        """
+        """Whether the trainer has made all iterations."""
         is_done = self.position >= self.num_iterations
         if is_done and not self.resumes:
             raise ConfigError(
@@ -230,11 +226,7 @@ class Run:
 
 
 class Stopwatch:
-    """Measures the time since it was made, or restarted.
-
-    Args:
-        clock: Returns seconds.
-    """
+    """Measures the time since it was made, or restarted."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -268,12 +260,7 @@ def beside_the_bar() -> AbstractContextManager[None]:
 def opened_folder(
     path: str | Path | None, keep_last: int, resume: str | None, engine: Engine, *, asynchronous: bool
 ) -> Iterator[CheckpointFolder | None]:
-    """Lock the folder of a run's checkpoints. Yields None without a path.
-
-    Raises:
-        ConfigError: `resume` has another value than None or "auto", or there is no folder to resume from.
-        CheckpointError: Another process writes to the folder.
-    """
+    """Lock the folder of a run's checkpoints. Yields None without a path."""
     resumes = isinstance(resume, str) and resume == "auto"
     if not (resumes or resume is None) or (resumes and path is None):
         raise ConfigError(

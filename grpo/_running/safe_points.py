@@ -28,15 +28,6 @@ class SafePoints:
 
     The weights and the optimizer change only in an optimizer step, and a safe point follows each step. A checkpoint of the last
     safe point is therefore the current weights, with the noted state.
-
-    Args:
-        run_state: The state that is noted.
-        interrupts: The signals that stop a run at a safe point.
-        engine: Joins the ranks.
-        optimizer_step: Knows whether weights are being changed.
-        in_progress: The iteration whose updates are being made.
-        progress: The progress of the run.
-        counters: The number of finished iterations.
     """
 
     def __init__(

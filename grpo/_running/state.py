@@ -54,14 +54,7 @@ class HasSnapshot(Protocol):
 
 
 class RunState:
-    """The state of a trainer, which is captured between two changes of the weights, and restored completely or not at all.
-
-    Args:
-        parts: The parts of the trainer.
-        config: The settings, which a state repeats so that changes are noticed.
-        engine: Knows which values this rank holds.
-        snapshots: Parts that know what of their states has to be copied, by name. The states of other parts are copied whole.
-    """
+    """The state of a trainer, which is captured between two changes of the weights, and restored completely or not at all."""
 
     def __init__(
         self, parts: Parts, config: GRPOConfig, engine: Engine, snapshots: Mapping[str, HasSnapshot] | None = None
@@ -116,9 +109,6 @@ class RunState:
             state: The state, or a checkpoint's state with placeholders for tensors.
             load: Replaces the placeholders among the weights. The default is for a state without placeholders.
             load_part: Replaces the placeholders in the state of a part, when the weights are in place. None: `load`.
-
-        Raises:
-            CheckpointError: Names the item that is missing, has another type, or has another shape. Nothing is changed.
         """
         present = self.state_dict()
         self._require_fit(present, state)

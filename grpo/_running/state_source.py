@@ -69,11 +69,7 @@ class StateSource:
         return self._draw(iteration)
 
     def num_iterations(self, num_epochs: float) -> int:
-        """The number of iterations in which each state is drawn `num_epochs` times, rounded up.
-
-        Raises:
-            ConfigError: `num_epochs` is not above 0, or nobody knows how many states there are.
-        """
+        """The number of iterations in which each state is drawn `num_epochs` times, rounded up."""
         given: Any = num_epochs
         if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
             raise ConfigError(

@@ -41,18 +41,7 @@ SHARED = "checkpoint_dir must lie on a file system that all ranks share"
 
 
 def commit(target: Path, encode: Encode, manifest: Manifest, engine: Engine) -> None:
-    """Write the checkpoint `target`. All ranks call this function, and it returns when the checkpoint is on the disk.
-
-    Args:
-        target: The checkpoint's folder.
-        encode: Converts the state of this rank.
-        manifest: Says what the checkpoint holds. Its files are added here.
-        engine: Joins the ranks.
-
-    Raises:
-        CheckpointError: The disk is full or not writable, `target` is not a checkpoint, or the ranks do not share a file
-            system. Earlier checkpoints are intact, and the temporary folder is removed.
-    """
+    """Write the checkpoint `target`. All ranks call this function, and it returns when the checkpoint is on the disk."""
     plan: tuple[Path, int] | None = None
     try:
         with engine.together(), typed_errors(target):
@@ -134,11 +123,7 @@ def _prepare(target: Path) -> tuple[Path, int]:
 
 
 def _replaceable(target: Path) -> Manifest | None:
-    """Return the manifest of the checkpoint `target`. None: the folder is empty, or holds only a damaged checkpoint.
-
-    Raises:
-        CheckpointError: `target` is something else, which is never replaced.
-    """
+    """Return the manifest of the checkpoint `target`. None: the folder is empty, or holds only a damaged checkpoint."""
     refused = CheckpointError(f"{target} exists and is not a checkpoint, so it is not replaced. Choose another path.")
     if not target.is_dir():
         raise refused

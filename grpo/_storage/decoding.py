@@ -64,16 +64,7 @@ class SavedObject:
 
 
 def decode(text: bytes, places: Mapping[str, Place]) -> Any:
-    """Return the state with placeholders for tensors, arrays and objects.
-
-    Args:
-        text: What `encode` wrote.
-        places: The dtype and shape of each stored tensor by name.
-
-    Raises:
-        CheckpointError: An object's class is not imported, or is not a frozen dataclass that can be restored.
-        ValueError: The text is not what `encode` writes.
-    """
+    """Return the state with placeholders for tensors, arrays and objects."""
     return _Decoder(places).value(json.loads(text), 0)
 
 
@@ -154,9 +145,6 @@ def loaded(
         read: Reads a tensor.
         read_rows: Reads a tensor that is divided among the files of the ranks. None: there is none.
         objects: The objects that were restored for other parts, by their numbers. The objects of this part are added.
-
-    Raises:
-        CheckpointError: `from_state` of a class raised.
     """
     return _Loader(read, objects, read_rows).value(value)
 

@@ -25,11 +25,7 @@ class DividedTensors:
         self._files, self._engine = files, engine
 
     def read(self, saved: SavedRows) -> Tensor:
-        """Read the whole tensor, or the rows of this rank as a divided tensor.
-
-        Raises:
-            DamagedCheckpointError: The ranks' rows are not those of one tensor.
-        """
+        """Read the whole tensor, or the rows of this rank as a divided tensor."""
         if self._engine is None or not self._engine.divides_weights:
             return self._rows(saved, slice(0, saved.shape[0]))
         rows = own_rows(saved.shape[0], self._engine.rank, self._engine.num_ranks)

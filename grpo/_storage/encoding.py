@@ -36,9 +36,6 @@ def encode(state: Mapping[str, Any], sink: Callable[[bytes], object]) -> dict[st
     """Pass the JSON text of `state` to `sink` in parts, and return the tensors and arrays that it refers to by name.
 
     Tensors are not copied. Equal views of one storage are stored once, and so is an object with `to_state` that occurs again.
-
-    Raises:
-        CheckpointError: A value has a type that a checkpoint cannot hold. The message names its place.
     """
     encoder = _Encoder(sink)
     encoder.encode(state, "state")

@@ -162,11 +162,7 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def size_of(folder: Path, name: str) -> int:
-    """Return the size of a regular file in a checkpoint. `name` may have one folder, as `rank-0/state.json` has.
-
-    Raises:
-        DamagedCheckpointError: The file is missing, or the file or its folder is a link or not a regular file.
-    """
+    """Return the size of a regular file in a checkpoint. `name` may have one folder, as `rank-0/state.json` has."""
     path = folder / name
     try:
         above = [(folder / part).lstat() for part in Path(name).parents[:-1]]
@@ -229,11 +225,7 @@ def _hash_of_block(folder: Path, name: str, begin: int) -> bytes:
 
 
 def read_exactly(file: FileIO, buffer: memoryview, path: Path) -> None:
-    """Fill `buffer` from the file's position.
-
-    Raises:
-        DamagedCheckpointError: The file ends too early.
-    """
+    """Fill `buffer` from the file's position."""
     filled = 0
     while filled < len(buffer):
         count = file.readinto(buffer[filled : filled + 16 * CHUNK])

@@ -42,11 +42,7 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def __enter__(self) -> "FolderLock":
-        """Take the lock.
-
-        Raises:
-            CheckpointError: Another process, or another trainer of this process, holds the lock; or the file cannot be made.
-        """
+        """Take the lock."""
         key = str(self._path)
         with _guard:
             if _held.get(key) == os.getpid():

@@ -76,11 +76,7 @@ def generation_of(rank_folder: str) -> int:
 
 
 def without_files(*, iteration: int, update: int | None, score: float | None, num_ranks: int) -> Manifest:
-    """A manifest of a checkpoint that is about to be written. A score that is not finite becomes None: it is never the best.
-
-    Raises:
-        ContractError: `iteration` or `update` is not a count.
-    """
+    """A manifest of a checkpoint that is about to be written. A score that is not finite becomes None: it is never the best."""
     for name, value in {"iteration": iteration, "update": update}.items():
         if not _is_count(value) and (value is not None or name == "iteration"):
             raise ContractError(
@@ -102,11 +98,7 @@ def _ending(sha256: str) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of a checkpoint.
-
-    Raises:
-        DamagedCheckpointError: The manifest is missing, damaged, or of another program. The message names the file.
-    """
+    """Read and check the manifest of a checkpoint."""
     path = folder / MANIFEST
     size = size_of(folder, MANIFEST)
     if size > LARGEST_MANIFEST:

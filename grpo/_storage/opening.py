@@ -117,11 +117,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The folders in `folder` that have a manifest, intact or not. Links and hidden folders are left out.
-
-    Raises:
-        CheckpointError: The folder cannot be listed.
-    """
+    """The folders in `folder` that have a manifest, intact or not. Links and hidden folders are left out."""
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries if entry.name[0] != "." and entry.is_dir(follow_symlinks=False)]

@@ -134,15 +134,7 @@ def _pieces(value: Any) -> Iterator[Any]:
 
 
 class TensorFile:
-    """A file of tensors whose header fits its size. Its tensors are read one at a time.
-
-    Args:
-        folder: The checkpoint.
-        name: The file's name in the folder.
-
-    Raises:
-        DamagedCheckpointError: The header does not describe the file. No tensor has been read.
-    """
+    """A file of tensors whose header fits its size. Its tensors are read one at a time."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
@@ -159,11 +151,7 @@ class TensorFile:
         """Where each tensor is, by name."""
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor into new memory.
-
-        Raises:
-            DamagedCheckpointError: The file has changed, or is missing.
-        """
+        """Read one tensor into new memory."""
         place = self.places[name]
         return self._values(place, place.start, place.shape)
 

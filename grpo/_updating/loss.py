@@ -19,13 +19,7 @@ REPORTED_AS |= {"value_coef": "value_loss", "auxiliary_loss": "auxiliary_loss"}
 
 
 class MeteredObjective:
-    """Calls the loss, checks its result, and adds its metrics to a meter.
-
-    Args:
-        config: The settings of the loss, and whether it is compiled.
-        own: The user's whole objective. None: `grpo_objective`.
-        meter: Adds up the metrics.
-    """
+    """Calls the loss, checks its result, and adds its metrics to a meter."""
 
     def __init__(self, config: GRPOConfig, own: Objective | None, meter: Meter) -> None:
         self._config, self._meter = config.objective, meter

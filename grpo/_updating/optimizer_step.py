@@ -27,9 +27,6 @@ class OptimizerStep:
         lr_scheduler: Stepped once per applied update. A function builds it from the optimizer.
         engine: Adds up the gradients of several ranks.
         meter: Records the gradient norm and the learning rate of each update.
-
-    Raises:
-        ConfigError: The optimizer holds none of the policy's parameters, or float16 is set and the engine divides weights.
     """
 
     def __init__(
@@ -96,12 +93,7 @@ class OptimizerStep:
         self.clear()
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this micro-batch. Do nothing if the policy has no trainable parameters.
-
-        Raises:
-            ContractError: The loss has no gradient but there are parameters to train, or the loss has a gradient but there
-                are none.
-        """
+        """Add the gradient of this micro-batch. Do nothing if the policy has no trainable parameters."""
         if bool(self.parameters) != loss.requires_grad:
             found = "carry" if loss.requires_grad else "do not carry"
             wanted = "no tensor that requires" if loss.requires_grad else "tensors that require"
@@ -118,10 +110,6 @@ class OptimizerStep:
 
         Args:
             sum_of_scores: The sum over the update's steps on this rank. It is finite only if every score is finite.
-
-        Raises:
-            ContractError: A log-prob is not finite, or no parameter has received a gradient.
-            NonFiniteGradientError: `config.max_skipped_updates` updates in a row had to be skipped.
         """
         if not self.parameters:
             self._require_finite(self._engine.sum(sum_of_scores).item())

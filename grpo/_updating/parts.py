@@ -47,14 +47,7 @@ class RewardModelState:
 
 
 class Parts:
-    """The parts of a learner that have a state, the weights of its policies, and the global random generators.
-
-    Args:
-        policy: The policy.
-        reference_policy: The reference. None: there is none.
-        reward_model: The reward model.
-        engine: Knows which values this rank holds.
-    """
+    """The parts of a learner that have a state, the weights of its policies, and the global random generators."""
 
     def __init__(self, policy: Any, reference_policy: Any, reward_model: Any, engine: Engine) -> None:
         self.policy, self.reference_policy, self.reward_model = policy, reference_policy, reward_model

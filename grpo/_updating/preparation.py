@@ -19,9 +19,6 @@ def prepare(config: GRPOConfig, engine: Engine, policy: Any, reward_model: Any, 
 
     Returns:
         The seed for the order of rows and states. It is equal on all ranks.
-
-    Raises:
-        ConfigError: The reference is not sound, there is no such device, or the ranks start from different weights.
     """
     require_reference(config, policy, reference_policy)
     policies = [policy] if reference_policy is None else [policy, reference_policy]

@@ -112,12 +112,7 @@ def require_optimizer(optimizer: Any) -> None:
 
 
 def require_batch(batch: Any) -> None:
-    """Check that the rows of an update are complete, and that their rewards are finite numbers on the CPU.
-
-    Raises:
-        ContractError: `batch` is no `ExperienceBatch`, has no rows, or its fields have different numbers of rows.
-        RewardError: A reward of a step that counts is NaN or infinite, or a part of a reward is infinite.
-    """
+    """Check that the rows of an update are complete, and that their rewards are finite numbers on the CPU."""
     if not isinstance(batch, ExperienceBatch):
         raise ContractError(
             f"update needs an ExperienceBatch; got {describe(batch)}. Pass the result of collect() or "

@@ -7,12 +7,7 @@ from grpo.policy_base import SyncsSampler
 
 
 class SamplerSync:
-    """Keeps the weights of a policy's separate sampler up to date. Does nothing if the policy has no `sync_sampler`.
-
-    Args:
-        policy: The policy.
-        num_steps: Returns the number of optimizer steps that have begun.
-    """
+    """Keeps the weights of a policy's separate sampler up to date. Does nothing if the policy has no `sync_sampler`."""
 
     def __init__(self, policy: Any, num_steps: Callable[[], int]) -> None:
         self._syncer = policy if isinstance(policy, SyncsSampler) else None

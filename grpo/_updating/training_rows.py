@@ -124,9 +124,6 @@ class ReplayBuffer:
 
     The ratio of a replayed row compares the policy with the policy at its collection, so clipping bounds how far the policy has
     moved since then, for any number of iterations.
-
-    Args:
-        limit: Number of iterations; 0 keeps nothing.
     """
 
     def __init__(self, limit: int) -> None:

@@ -46,15 +46,7 @@ def live_positions(rows: TrainingRows, selected: RowIndex) -> RowIndex:
 
 
 class Update:
-    """One optimizer step on some of the rows of an iteration.
-
-    Args:
-        rows: The rows of the iteration.
-        selected: The rows of the update.
-        context: What all updates use.
-        counts: `counts_of` this update, summed over all ranks. None: there is one rank.
-        is_first: Whether no update of this iteration came before.
-    """
+    """One optimizer step on some of the rows of an iteration."""
 
     def __init__(
         self,

@@ -17,15 +17,7 @@ from .update_context import UpdateContext
 
 
 class UpdateRows:
-    """The rows of one iteration as its updates read them.
-
-    Args:
-        rows: The rows of this rank.
-        context: What the updates of all iterations use.
-        all_ranks: The rows of all ranks.
-        row_order: The state of the generator of the order of rows. None: its present state.
-        counts: `counts_of` each update, summed over all ranks. None: the ranks have not told one another.
-    """
+    """The rows of one iteration as its updates read them."""
 
     def __init__(
         self,

@@ -16,12 +16,7 @@ from .update_rows import UpdateRows
 
 
 class Updates:
-    """Prepares the updates of each iteration.
-
-    Args:
-        context: What the updates of all iterations use.
-        advantages: `AdvantageEstimator`, or a user's `ExperienceBatch -> [N] or [N, T]`.
-    """
+    """Prepares the updates of each iteration."""
 
     def __init__(self, context: UpdateContext, advantages: Callable[[ExperienceBatch], Tensor]) -> None:
         self.context, self._advantages = context, advantages

@@ -143,9 +143,6 @@ def run_rules(
         subject: The object that each rule is called with.
         prepare: Called before each rule that needs another rule.
         skip: Names of rules to leave out.
-
-    Raises:
-        ConfigError: `skip` contains an unknown name.
     """
     names = [rule.name for rule in rules]
     unknown = sorted(set(skip) - set(names))

@@ -75,12 +75,7 @@ def compare_policies(
 
 
 def _as_measured(original: PolicyMeasurement, states: Rows, given: dict[str, int | None]) -> dict[str, Any]:
-    """Return the settings with which `original` was measured, to measure the trained policy in the same way.
-
-    Raises:
-        ConfigError: An argument differs from the setting with which `original` was measured.
-        ContractError: `original` was measured in other states.
-    """
+    """Return the settings with which `original` was measured, to measure the trained policy in the same way."""
     _require_same_states(original, states)
     measured = {name: getattr(original, name) for name in given}
     changed = [name for name, value in given.items() if value is not None and value != measured[name]]

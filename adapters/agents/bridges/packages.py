@@ -7,11 +7,7 @@ from grpo.errors import ConfigError
 
 
 def needed(package: str, *, by: str, install: str) -> Any:
-    """The package, imported.
-
-    Raises:
-        ConfigError: The package is not installed. This error stops training; other errors end one conversation.
-    """
+    """The package, imported."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

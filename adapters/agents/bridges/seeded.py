@@ -16,11 +16,6 @@ class Seeded:
     Many games draw from `random` or `numpy.random`, which all threads share. While this environment is made, reset and stepped,
     the shared generators have its own state, and other such environments wait. A slow environment would hold them up.
 
-    Args:
-        make: Makes the environment.
-        args: Arguments of `make`.
-        options: Keyword arguments of `make`.
-
     Example:
         Games of GEM::
 

@@ -98,22 +98,7 @@ def save_with_card(
     private: bool | None,
     token: str | None,
 ) -> None:
-    """Save a model and write its card, and upload what was written if `push_to_hub` names a repository.
-
-    Args:
-        save: Writes everything but the card to the folder.
-        folder: The folder.
-        base_model: Name on the Hub of the model that was trained. None: it is not on the Hub.
-        sampling: The sampling settings.
-        trainer: The `GRPOTrainer` of the run, whose settings and results the card has. None: they are not known.
-        is_adapter: Whether only an adapter is saved.
-        push_to_hub: Repository, `user/name`. None uploads nothing.
-        private: Whether a new repository is private. None uses the default of the account.
-        token: Token of the account. None uses the token of `hf auth login`.
-
-    Raises:
-        ConfigError: `push_to_hub` is not the name of a repository, or `trainer` has no settings.
-    """
+    """Save a model and write its card, and upload what was written if `push_to_hub` names a repository."""
     if push_to_hub is not None and not _is_repository(push_to_hub):
         raise ConfigError(
             "HFPolicy.save_pretrained: push_to_hub must be the name of a repository, 'user/name', or None; got "

@@ -46,9 +46,6 @@ class CausalLM:
 
     Args:
         model: A `PreTrainedModel` with an output head, or a `PeftModel` around one.
-
-    Raises:
-        ContractError: The model has no decoder or no output head, or its adapter uses virtual tokens.
     """
 
     def __init__(self, model: Any) -> None:
@@ -233,9 +230,6 @@ class CausalLM:
     def check_logits(self) -> None:
         """Check that the head, applied to the decoder's hidden states, gives the logits of the whole model, and that no logits
         depend on later tokens.
-
-        Raises:
-            ContractError: The logits differ, or depend on later tokens.
         """
         # several tokens, because the embedding of a padding token may be 0, and then its logits are 0
         row = torch.arange(8, device=self.device)
@@ -301,11 +295,7 @@ def _refuse_unusable(model: Any) -> None:
 
 
 def _refuse_adapters(model: Any, adapters: Mapping[str, Any]) -> None:
-    """Refuse adapters that do not act where the decoder is called, and adapters that are merged.
-
-    Raises:
-        ContractError: An adapter would not be trained, or scores would not be those of the adapted model.
-    """
+    """Refuse adapters that do not act where the decoder is called, and adapters that are merged."""
     for config in adapters.values():
         kind = getattr(config.peft_type, "value", str(config.peft_type))
         cause = OUTSIDE_LAYERS.get(kind)

@@ -148,9 +148,6 @@ def keep_differentiable(model: Any) -> None:
 
     On some CPUs, bitsandbytes packs 4-bit weights at their first evaluation, for a kernel without a gradient. Training would
     then continue without an error, although no gradient passes through these weights.
-
-    Raises:
-        ConfigError: An adapter is trained, and the weights are packed already. Unpacking would lose precision.
     """
     linears = [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
     for linear in linears:
@@ -166,18 +163,7 @@ def keep_differentiable(model: Any) -> None:
 
 
 def save_model(model: Any, tokenizer: Any, folder: str | Path, *, merge: bool = False) -> None:
-    """Save weights, configuration and tokenizer in Hugging Face's format. An adapted model saves only its adapter.
-
-    Args:
-        model: A plain or adapted model.
-        tokenizer: The model's tokenizer.
-        folder: Folder to write to. It is created if it does not exist.
-        merge: Whether to save the whole model with the adapter merged into its weights.
-
-    Raises:
-        ConfigError: A reader would not find all that was trained.
-        ContractError: The merged model, read back, computes something else.
-    """
+    """Save weights, configuration and tokenizer in Hugging Face's format. An adapted model saves only its adapter."""
     if merge and is_adapted(model):
         _save_merged(model, folder)
     else:

@@ -148,11 +148,7 @@ def _require_mergeable(model: Any, plain: Any) -> None:
 
 
 def _require_equal_ties(plain: Any) -> None:
-    """Check that tied weights stay equal after merging, because the sampler's model has only one weight for both.
-
-    Raises:
-        ConfigError: An adapter changes only one of the tied weights.
-    """
+    """Check that tied weights stay equal after merging, because the sampler's model has only one weight for both."""
     pair = plain.get_input_embeddings(), plain.get_output_embeddings()
     if None in pair or _original(pair[0]).weight is not _original(pair[1]).weight:
         return

@@ -30,12 +30,6 @@ def pack_of_rows(
     A pack of L positions costs L (1 + L / 6H) for the hidden size H: linear layers take 24 H^2 operations per position, and
     attention 4 H per pair of positions.
 
-    Args:
-        prompt_lengths: Number of tokens P of each of B prompts.
-        prompt_of_row: Index of the prompt of each of N rows.
-        lengths: Number of completion tokens of each row.
-        hidden_size: H.
-
     Returns:
         The pack of each row, and the prompt of each pack.
     """
@@ -62,14 +56,7 @@ def pack_of_rows(
 def hidden_of_packs(
     lm: CausalLM, prompts: Sequence[Sequence[int]], prompt_of_row: Int[Tensor, " N"], completions: Int[Tensor, "N T"]
 ) -> Float[Tensor, "N T H"]:
-    """Hidden states that predict the completions' tokens, by one forward pass without a cache.
-
-    Args:
-        lm: The model.
-        prompts: Token ids of B prompts.
-        prompt_of_row: Index of the prompt of each row.
-        completions: Token ids of the completions, padded on the right with any token.
-    """
+    """Hidden states that predict the completions' tokens, by one forward pass without a cache."""
     width = max(completions.shape[1] - 1, 0)  # the last token of a completion predicts nothing
     packs, prompt_of_pack = pack_of_rows(
         [len(prompt) for prompt in prompts], prompt_of_row.tolist(), [width] * len(completions), lm.embedding_size

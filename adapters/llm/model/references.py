@@ -25,9 +25,6 @@ class OwnReference:
     Args:
         lm: The model, as training begins.
         kind: "start": the model as it is now. "base": the model without its adapter.
-
-    Raises:
-        ConfigError: The model without its adapter is not the base model.
     """
 
     def __init__(self, lm: CausalLM, kind: Literal["start", "base"]) -> None:

@@ -27,9 +27,6 @@ class RouterBalance:
         lm: The model.
         coef: The coefficient c. A larger value keeps the experts more equally busy, and moves the policy more.
 
-    Raises:
-        ConfigError: The model gives no logits of routers.
-
     Source:
         Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6; per row as in DeepSeek-AI 2024, arXiv:2412.19437, eq. 17 to 20.
     """

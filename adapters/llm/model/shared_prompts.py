@@ -122,13 +122,6 @@ def hidden_of_whole_rows(
 
     One forward pass runs over the prompt and the completion of every row. Rows are padded on the right, and no token attends
     to later positions, so no architecture needs masks or position ids.
-
-    Args:
-        lm: The model.
-        prompts: Token ids of B prompts.
-        prompt_of_row: Index of the prompt of each row.
-        completions: Token ids of the completions, padded on the right with any token.
-        lengths: Number of tokens of each completion. Hidden states after them are arbitrary.
     """
     of_rows = zip(prompt_of_row.tolist(), completions.tolist(), lengths.tolist(), strict=True)
     rows = [[*prompts[prompt], *row[:length]] for prompt, row, length in of_rows]
@@ -141,13 +134,7 @@ def hidden_of_whole_rows(
 
 
 class Rows:
-    """The prompt of each row, and operations that copy values of prompts to rows.
-
-    Args:
-        prompt: Index of the prompt of each row, on the CPU.
-        num_prompts: Number of prompts, B.
-        device: Device of the model.
-    """
+    """The prompt of each row, and operations that copy values of prompts to rows."""
 
     def __init__(self, prompt: Int[Tensor, " N"], num_prompts: int, device: torch.device) -> None:
         size, rest = divmod(len(prompt), num_prompts)

@@ -86,16 +86,7 @@ def hidden_of_trees(
     tokens: Int[Tensor, "E W"],
     lengths: Int[Tensor, " E"],
 ) -> Float[Tensor, "E W H"]:
-    """Hidden states that predict the tokens of edges. Each prompt and each edge is computed once.
-
-    Args:
-        lm: The model.
-        prompts: Token ids of B prompts.
-        prompt_of_edge: Index of the prompt of each edge.
-        parent: The edge that each edge continues, or -1.
-        tokens: Token ids of the edges, padded on the right with any token.
-        lengths: Number of tokens of each edge.
-    """
+    """Hidden states that predict the tokens of edges. Each prompt and each edge is computed once."""
     prefilled = prefill(lm, prompts)
     layers: list[Any] = prefilled.cache.layers
     last, before = prefilled.last_hidden, prefilled.lengths

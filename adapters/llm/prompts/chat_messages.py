@@ -15,13 +15,6 @@ def readable_messages(chat: Sequence[Mapping[str, Any]], whose: str) -> tuple[li
     - Keys that are None are left out, and so are arguments: a `datasets.Dataset` gives each row the keys of all others. A null
       that is meant is kept in arguments that are JSON text.
     - A content that is None, as OpenAI's API has it beside calls, becomes an empty text.
-
-    Args:
-        chat: The messages.
-        whose: Whose chat it is, for errors.
-
-    Raises:
-        ContractError: A content or a call has another form.
     """
     empty: list[str] = []
     return [_message(message, f"message {i} of {whose}", empty) for i, message in enumerate(chat)], empty
@@ -75,11 +68,7 @@ def _call(call: Mapping[str, Any], whose: str, empty: list[str]) -> dict[str, An
 
 
 def readable_tools(tools: Any, whose: str) -> list[Any]:
-    """The schemas or functions of a row's column `tools`: a list, its JSON text, or a list of such texts.
-
-    Raises:
-        ContractError: The tools have another form.
-    """
+    """The schemas or functions of a row's column `tools`: a list, its JSON text, or a list of such texts."""
     listed = _from_json(tools or [], f"The tools of {whose}")
     listed = (
         [_from_json(tool, f"A tool of {whose}") for tool in listed] if isinstance(listed, list | tuple) else [listed]

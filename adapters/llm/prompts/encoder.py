@@ -53,12 +53,7 @@ class PromptEncoder:
         self._control: ControlTokens | None = None
 
     def __call__(self, states: Sequence[PromptState]) -> list[list[int]]:
-        """Token ids of each state's prompt. Repeated states are encoded once.
-
-        Raises:
-            ContractError: A prompt has no token or a token that the model does not have; or a chat has a part that is not text,
-                ends with the assistant, or does not fit the chat template; or a column of the row has a wrong form.
-        """
+        """Token ids of each state's prompt. Repeated states are encoded once."""
         held = list(states)  # a Dataset creates rows on access; keeping them keeps their ids different
         known: dict[Hashable, list[int]] = {}
         encoded = []

@@ -13,11 +13,7 @@ PromptState: TypeAlias = Prompt | Mapping[str, Any]
 
 
 def prompt_of(state: PromptState, column: str = "prompt") -> Prompt:
-    """The prompt of a state: the state itself, or the prompt column of a row.
-
-    Raises:
-        ContractError: The row does not have the column, or the prompt is neither text, nor chat messages, nor token ids.
-    """
+    """The prompt of a state: the state itself, or the prompt column of a row."""
     prompt: Any = state
     if isinstance(state, Mapping):
         if column not in state:

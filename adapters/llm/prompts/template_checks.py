@@ -22,14 +22,7 @@ _CALLING: list[Any] = [
 
 
 class TemplateChecks:
-    """Tries the chat template of a tokenizer, and says once what it lacks.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        options: Options of `tokenizer.apply_chat_template`.
-        ends: Tokens that end a completion, and stop strings. None: the user has chosen the tokens.
-        say: Says each kind of mistake once.
-    """
+    """Tries the chat template of a tokenizer, and says once what it lacks."""
 
     def __init__(
         self,

@@ -11,13 +11,7 @@ from .said_once import SaidOnce
 
 
 class TokenChecks:
-    """Refuses or says once what is wrong with the token ids of prompts.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        vocabulary_size: Number of the model's token embeddings.
-        say: Says each kind of mistake once.
-    """
+    """Refuses or says once what is wrong with the token ids of prompts."""
 
     def __init__(self, tokenizer: Any, vocabulary_size: int, say: SaidOnce) -> None:
         self._tokenizer = tokenizer

@@ -42,9 +42,6 @@ def accepted_answers(state: object, column: str, owner: object) -> tuple[Accepte
 
     Texts, numbers of Python, torch, numpy and pandas, and lists, sets, arrays and series of them are converted. None, NaN and
     pandas' NA and NaT are missing values.
-
-    Raises:
-        RewardError: The state is not a row, the row does not have the column, or the column holds something else.
     """
     name = owner if isinstance(owner, str) else type(owner).__name__
     if not isinstance(state, Mapping):
@@ -59,11 +56,7 @@ def accepted_answers(state: object, column: str, owner: object) -> tuple[Accepte
 
 
 def answers_of(value: Any, column: str, name: str) -> tuple[Accepted, ...]:
-    """The answers that a value accepts; see `accepted_answers`.
-
-    Raises:
-        RewardError: The value is none of the kinds that `accepted_answers` converts.
-    """
+    """The answers that a value accepts; see `accepted_answers`."""
     several = _elements(value)
     found = [_one(each, column, name) for each in ([value] if several is None else several)]
     return tuple(answer for answer in found if answer is not None)

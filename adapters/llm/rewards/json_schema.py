@@ -69,11 +69,7 @@ class JSONSchemaMatch:
 
 
 def _finite(text: str) -> float:
-    """Parse a number. NaN and infinity are not JSON, although Python parses them, and huge numbers do not fit into a float.
-
-    Raises:
-        ValueError: The number is not finite.
-    """
+    """Parse a number. NaN and infinity are not JSON, although Python parses them, and huge numbers do not fit into a float."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is not a JSON number")

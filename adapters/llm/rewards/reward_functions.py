@@ -48,12 +48,7 @@ class Offer:
 
     @classmethod
     def made_of(cls, states: Sequence[PromptState], actions: Sequence[Completion], prompt_column: str) -> "Offer":
-        """Collect the arguments from states and completions.
-
-        Raises:
-            ContractError: A state has no prompt.
-            RewardError: An action is not a completion, or the rows have different columns.
-        """
+        """Collect the arguments from states and completions."""
         for row, action in enumerate(actions):
             if not isinstance(action, Completion):
                 raise RewardError(
@@ -85,9 +80,6 @@ class CompletionFunction:
     Args:
         name: Name of the function in messages and metrics.
         function: The function. It takes arguments by name, see `CompletionRewards`.
-
-    Raises:
-        ConfigError: The signature does not determine the arguments.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -125,9 +117,6 @@ class CompletionFunction:
     def planned(self, offer: Offer) -> PlannedCalls:
         """The calls for these rows, whose answers become one number per row. Errors name the function, and the row if it is
         called per row.
-
-        Raises:
-            RewardError: The function needs a column that the rows do not have.
         """
         calls = self._arguments(offer)
         function = self._await_one if self.is_async else self._ask_one
@@ -169,9 +158,6 @@ class CompletionFunction:
 
         NaN that the function returned is an error. It becomes infinity, so that it differs from None, and the trainer's
         `reward.non_finite` decides what happens.
-
-        Raises:
-            RewardError: The function did not return one number or None per row.
         """
         numbers = answers if self.is_per_row else self._one_per_row(answers[0], num_rows)
         return torch.tensor([self._number(number, row) for row, number in enumerate(numbers)], dtype=torch.float64)

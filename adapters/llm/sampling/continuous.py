@@ -39,12 +39,7 @@ class ContinuousSampler:
     def sample(
         self, prompts: Sequence[Ints], num_per_prompt: int, config: SamplingConfig, *, end_token_ids: Ints, seeds: Ints
     ) -> SampledTokens:
-        """Sample completions; see `Sampler.sample`. The scores are None, because the paged attention rounds differently.
-
-        Raises:
-            ConfigError: Continuous batching does not have a setting.
-            SamplerError: Transformers did not complete a row. Its log says why.
-        """
+        """Sample completions; see `Sampler.sample`. The scores are None, because the paged attention rounds differently."""
         default = SamplingConfig(max_new_tokens=config.max_new_tokens)
         lacking = {name: getattr(config, name) for name in LACKS if getattr(config, name) != getattr(default, name)}
         if lacking:

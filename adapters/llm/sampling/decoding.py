@@ -35,12 +35,7 @@ MOST_ENDED = 1 / 8
 
 
 class StopStrings:
-    """Searches for stop strings in the last tokens of each row.
-
-    Args:
-        tokenizer: The model's tokenizer, which decodes the last tokens.
-        strings: Strings that end a completion.
-    """
+    """Searches for stop strings in the last tokens of each row."""
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         self._tokenizer = tokenizer

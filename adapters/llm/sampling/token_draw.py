@@ -30,14 +30,6 @@ class TokenDraw:
 
     The token of a row at step t depends only on its logits and on the t-th random number of the row's own generator, by
     inversion of the distribution function. It does not depend on other rows in the batch.
-
-    Args:
-        config: Sampling settings.
-        prompts: Token ids of N prompts, for the repetition penalty.
-        end_token_ids: Tokens that end a completion.
-        seeds: Seeds of N rows.
-        device: Device of the logits.
-        with_entropy: Whether to store the entropy of the policy's distribution.
     """
 
     def __init__(

@@ -29,9 +29,6 @@ def request_settings(config: SamplingConfig, end_token_ids: Sequence[int]) -> di
     """Sampling settings under vLLM's names, which are the same in `SamplingParams` and over HTTP, without the seed.
 
     All settings are given, because a server takes missing settings from the model's `generation_config.json`.
-
-    Raises:
-        ConfigError: VLLM does not support a setting.
     """
     if config.xtc_probability > 0:
         raise ConfigError(
@@ -72,11 +69,7 @@ def row_settings(
 
 
 def require_room(prompts: Sequence[Sequence[int]], config: SamplingConfig, max_length: int) -> None:
-    """Check that each prompt and `max_new_tokens` fit into the maximum sequence length.
-
-    Raises:
-        ConfigError: A prompt is too long. The message names the first one.
-    """
+    """Check that each prompt and `max_new_tokens` fit into the maximum sequence length."""
     for index, prompt in enumerate(prompts):
         if len(prompt) + config.max_new_tokens > max_length:
             raise ConfigError(
@@ -87,11 +80,7 @@ def require_room(prompts: Sequence[Sequence[int]], config: SamplingConfig, max_l
 
 
 def sampled_tokens(answers: Sequence[Answer], config: SamplingConfig) -> SampledTokens:
-    """Convert vLLM's answers for all rows to `SampledTokens`.
-
-    Raises:
-        SamplerError: An answer is incomplete.
-    """
+    """Convert vLLM's answers for all rows to `SampledTokens`."""
     for row, answer in enumerate(answers):
         if len(answer.token_ids) != len(answer.log_probs):
             raise SamplerError(

@@ -62,11 +62,6 @@ def thinned(
 
     Iterations at which the first column was not measured are left out.
 
-    Args:
-        x: Iterations.
-        columns: Series of equal length.
-        max_points: Number of points to keep at most.
-
     Returns:
         The mean iteration of each point, the mean of each column, and the largest number of iterations behind a point.
     """

@@ -177,15 +177,7 @@ class Room:
 
 
 class Recorded:
-    """A step that a GPU records when it is made, and replays. Elsewhere it runs.
-
-    Args:
-        step: The step.
-        room: What it reads and writes.
-
-    Raises:
-        NotRecordable: CUDA refused the recording.
-    """
+    """A step that a GPU records when it is made, and replays. Elsewhere it runs."""
 
     def __init__(self, step: Callable[[], None], room: Room) -> None:
         self._step = step
