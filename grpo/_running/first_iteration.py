@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from grpo._common.global_state import preserved_random_state
-from grpo._updating.first_ratio import TOLERANCE, random_parts
+from grpo._updating.first_ratio import TOLERANCE, dropout_of
 from grpo._updating.optimizer_step import OptimizerStep
 from grpo._updating.update_context import UpdateContext
 from grpo._updating.update_rows import UpdateRows
@@ -74,7 +74,7 @@ def _compare_with_reference(rows: UpdateRows, metrics: Mapping[str, float], cont
     if reference is None or rows.data.num_replayed:
         return
     tolerance = TOLERANCE
-    random = list(random_parts(policy))
+    random = dropout_of(policy)
     if not rows.data.old_is_current and batch.old_log_probs is not None:
         old = batch.old_log_probs.to(reference.device)
         gap = zero_outside(old.double() - reference.double(), batch.mask.to(reference.device)).abs().max().item()

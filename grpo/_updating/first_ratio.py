@@ -1,6 +1,5 @@
 """A check that the first update starts from the distribution that its rows were scored with: the ratio is 1."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,14 +20,10 @@ def warns_of_ratio(policy: Any, inputs: ObjectiveInputs) -> bool:
     if torch.allclose(now, old.to(now.dtype), atol=TOLERANCE, rtol=1e-6):
         return False
     change = (now - old).abs().max().item()
-    random = list(random_parts(policy))
-    if random:
-        listed = ", ".join(random[:3]) + (f" and {len(random) - 3} more" if len(random) > 3 else "")
-        cause = f"Dropout is on in train(): set it to 0 ({listed})."
-    else:
+    cause = "Set dropout to 0, use no batch statistics, and let sample_actions() return the scores of score_actions()."
+    if on := dropout_of(policy):
         cause = (
-            "Dropout, batch normalisation or random numbers are on in train(), or sample_actions() returns other scores than "
-            "score_actions(). Set dropout to 0, and score actions in the same way every time."
+            f"Dropout is on in train(): set it to 0 ({', '.join(on[:3])}{f' and {len(on) - 3} more' * (len(on) > 3)})."
         )
     warn_user(
         f"{type(policy).__name__}: before any update, log-probabilities must be the same in train() and eval(); they differ "
@@ -37,15 +32,11 @@ def warns_of_ratio(policy: Any, inputs: ObjectiveInputs) -> bool:
     return True
 
 
-def random_parts(policy: Any) -> Iterator[str]:
-    """Name each dropout rate above 0: of dropout modules, and of other modules, such as `nn.LSTM.dropout`.
-
-    A policy is a module itself, or holds modules in its attributes.
-    """
+def dropout_of(policy: Any) -> list[str]:
+    """The dropout modules that are not at 0, of a policy that is a module, or of the modules in its attributes."""
     held = {"": policy} if isinstance(policy, nn.Module) else getattr(policy, "__dict__", {})
     roots = [(name, value) for name, value in held.items() if isinstance(value, nn.Module)]
-    for name, module in (pair for prefix, root in roots for pair in root.named_modules(prefix=prefix)):
-        for key, value in vars(module).items():
-            is_rate = "drop" in key or (key == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
-            if is_rate and isinstance(value, float) and value > 0:
-                yield f"{name}.{key}={value:g}".removeprefix(".")
+    modules = (pair for prefix, root in roots for pair in root.named_modules(prefix=prefix))
+    return [
+        f"{name}.p={one.p:g}" for name, one in modules if isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0
+    ]
