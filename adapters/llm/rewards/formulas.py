@@ -1,6 +1,6 @@
 r"""Answers as mathematics: numbers with units, formulas, equations, lists, sets, tuples, intervals and words.
 
-Numbers are read exactly (`arithmetic`). math-verify's grammar of LaTeX reads formulas. What counts as equal is decided here,
+Numbers are read exactly (`arithmetic`). math-verify's grammar of LaTeX reads formulas. `equality` decides what counts as equal,
 because math-verify compares after rounding to 6 decimals, drops units, ellipses, subscripts and the order of pairs, and reads
 `1/0` and `12:00` as the same infinity.
 """
@@ -11,13 +11,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from .answer_text import boxed_answer, last_match
+from .answer_text import UNIT, has_words
 from .arithmetic import NoValueError, plain, read_value
-
-ROUNDED = Fraction(1, 10**6)
-"""Largest relative difference of a decimal and a number without a last decimal: 0.333333 is 1/3, and 0.33 is not."""
-NOISE = Fraction(1, 10**12)
-"""Largest relative difference of two decimals: that of floating-point numbers."""
 
 MAX_CHARS = 2000
 """Longer answers are read as words."""
@@ -72,90 +67,7 @@ class Words:
 
 Answer: TypeAlias = Number | Formula | Several | Named | Equation | Words
 
-# --- where the answer stands
-
-_NUMBER = (
-    r"[-+\u2212]?(?:\\?[$\u20ac\u00a3])?\s?(?:[0-9]+(?:(?:,|\{,\}|\\,)[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
-    r"(?:\s?\\?%)?"
-)
-_SYMBOLS = "cm|mm|km|dm|nm|ft|yd|mi|in|kg|mg|lb|lbs|oz|ml|mL|kW|Hz|ms|mph|hr|hrs|min|sec|deg|m|g|h|s|l|L"
-_UNIT_WORDS = (
-    "[a-z]*(?:met(?:er|re)|lit(?:er|re)|gram|hour|minute|second|day|week|month|year|degree|dollar|cent|inch|mile|pound|percent)"
-    "(?:s|es)?|feet|foot"
-)
-_POWER_OF_UNIT = rf"(?:{_SYMBOLS}|{_UNIT_WORDS})(?:\^\{{?[0-9]\}}?|[\u00b2\u00b3])?"
-_UNIT = rf"\s?(?:\u00b0|(?:square |cubic )?{_POWER_OF_UNIT}(?:\s?/\s?{_POWER_OF_UNIT})?(?![A-Za-z]))"
-_RUN = (
-    rf"(?<![\w.,])[(\[]{{0,4}}{_NUMBER}"
-    rf"(?:\s?(?:[-+*/^:\u00d7\u00f7\u00b7\u2212=]|\*\*)\s?[(\[]{{0,4}}{_NUMBER}[)\]]{{0,4}}){{0,20}}"
-    rf"(?:{_UNIT})?(?![0-9]|[A-Za-z](?![A-Za-z]))"
-)
-_DELIMITED = (
-    r"(?<!\\)\$\$(?P<a>(?:[^$]|\\\$){1,1000})\$\$|(?<![\\$])\$(?=[^\s$])(?P<b>(?:[^$\n\\]|\\.){0,500}(?:[^$\s\\]|\\[^\n]))\$(?![0-9])"
-    r"|\\\((?P<c>.{1,1000}?)\\\)|\\\[(?P<d>.{1,1000}?)\\\]"
-)
-_ARGUMENT = r"\s*(?:\{[^{}]{1,100}\}|[0-9])"
-_BARE = rf"[-\u2212]?[0-9]{{0,9}}(?:\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}|\\sqrt{_ARGUMENT})"
-_PIECE = re.compile(rf"{_DELIMITED}|(?P<e>{_BARE}|{_RUN})", re.DOTALL)
-_STATED = re.compile(r"(?:####|(?i:\banswer\s*(?:is\b|equals\b|would\s+be\b|[:=]))(?:\s*:)?)[\s*_~]{0,20}")
 _DATE = re.compile(r"[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}|[0-9]{1,2}[-/][0-9]{1,2}[-/][0-9]{4}")
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
-_SHORT_WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:{_SYMBOLS}|ln|or|pi)(?![A-Za-z]))[A-Za-z]{{2}}(?![A-Za-z])")
-_FUNCTIONS = frozenset(
-    re.findall(
-        r"\w+", "sin cos tan cot sec csc log exp sqrt lim max min gcd lcm det arcsin arccos arctan sinh cosh tanh and"
-    )
-)
-
-
-def answer_part(text: str) -> str:
-    r"""The part of a completion that holds the answer; "" if there is none.
-
-    It is the content of the last box; else what follows the last `####`, "answer is" or "answer:", if that is a formula or a
-    number; else the last formula in `$...$`, `\(...\)` or `\[...\]`, or the last number.
-    """
-    boxed = boxed_answer(text)
-    if boxed is not None:
-        return boxed
-    stated = last_match(_STATED, text)
-    if stated is not None:
-        line = text[stated.end() : stated.end() + 200].partition("\n")[0].strip()
-        if line and _is_formula(line):
-            return line
-        if piece := _PIECE.match(text, stated.end()):
-            return _content(piece)
-    if len(text) <= 200 and _is_formula(text):
-        return text
-    piece = last_match(_PIECE, text)
-    return text if piece is None and len(text) <= 200 else "" if piece is None else _content(piece)
-
-
-def expected_part(text: str) -> str:
-    """The answer in the text of a column: the whole text, unless a box, a mark or a formula in `$...$` marks it."""
-    is_marked = any(mark in text for mark in ("$", "\\boxed", "\\fbox", "####", "\\(", "\\["))
-    return answer_part(text) if is_marked else text
-
-
-def has_words(text: str) -> bool:
-    """Whether a text has words of three letters that are no functions."""
-    return any(
-        word[0] not in _FUNCTIONS
-        for word in _WORD.finditer(re.sub(r"\\(?:begin|end)\s*\{[a-z]*\}|\\[A-Za-z]+", " ", text))
-    )
-
-
-def _is_formula(text: str) -> bool:
-    return not has_words(text) and not _SHORT_WORD.search(text)
-
-
-def _content(piece: re.Match[str]) -> str:
-    content = next(group for group in piece.groups() if group is not None)
-    percent = re.match(r"\s*\\?%", piece.string[piece.end() :])
-    return rf"{content}\%" if percent and "%" not in content else content
-
-
-# --- reading
-
 _UNREAD = re.compile(r"\\[lcd]?dots(?![A-Za-z])|\.\.\.|\u2026|\\[pb]?mod(?![A-Za-z])|\\equiv|\bmod\b")
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*\{?\s*([0-9]+)\s*\}?")
 _UNICODE = str.maketrans(
@@ -256,7 +168,7 @@ def _related(parts: list[str], signs: list[str], text: str) -> Answer:
         if names[-1]:
             return Named(_name(parts[-1]), read(parts[0]))
         sides = [read(parts[0]), read(parts[-1])]
-        found = [_expression(side) for side in sides]
+        found = [expression_of(side) for side in sides]
         return Named(_name(parts[0]), sides[1]) if None in found or len(parts) > 2 else Equation(found[0] - found[1])
     if (
         kinds <= {"<", "<=", ">", ">="}
@@ -343,7 +255,7 @@ def _number(text: str, is_decimal: bool, currency: str) -> Number | None:
         return Number(value, is_decimal, currency or words)
     came_as_text = re.search(r"\\(?:text|mathrm|mbox|rm)\b", text) is not None
     is_letter = len(words) == 1 and words.isalpha() and not (came_as_text or rest[0].isspace())
-    is_unit = (re.fullmatch(_UNIT, rest) is not None and not is_letter) or (
+    is_unit = (re.fullmatch(UNIT, rest) is not None and not is_letter) or (
         (came_as_text or rest[0].isspace())
         and re.fullmatch(r"[A-Za-z\u00b0\u00b5\u03a9]+(?:[\s/.^{}0-9*-]+[A-Za-z]*)*", words) is not None
         and (came_as_text or has_words(words))
@@ -465,78 +377,7 @@ def _closes_at_end(text: str, opening: str, closing: str) -> bool:
     return depth == 0
 
 
-# --- comparing
-
-
-def equal(expected: Answer, found: Answer) -> bool:
-    """Whether two answers are the same mathematics. Units and names may be left out, and must not differ."""
-    if isinstance(expected, Named) or isinstance(found, Named):
-        if isinstance(expected, Named) and isinstance(found, Named) and expected.name != found.name:
-            return False
-        return equal(_unnamed(expected), _unnamed(found))
-    match expected, found:
-        case Words(), Words():
-            return expected.text == found.text != ""
-        case Several(), Several():
-            return _several_are_equal(expected, found)
-        case Number(), Number():
-            return _numbers_are_equal(expected, found)
-        case Equation(), Equation():
-            return any(is_zero(expected.difference + sign * found.difference) for sign in (1, -1))
-        case (Number() | Formula(), Number() | Formula()):
-            return _formulas_are_equal(expected, found)
-        case _:
-            return False
-
-
-def _unnamed(answer: Answer) -> Answer:
-    return answer.value if isinstance(answer, Named) else answer
-
-
-def _several_are_equal(expected: Several, found: Several) -> bool:
-    if expected.brackets != found.brackets or len(expected.items) != len(found.items):
-        return False
-    if expected.brackets:
-        return all(map(equal, expected.items, found.items))
-    left = list(found.items)
-    for item in expected.items:
-        match = next((other for other in left if equal(item, other)), None)
-        if match is None:
-            return False
-        left.remove(match)
-    return True
-
-
-def _numbers_are_equal(expected: Number, found: Number) -> bool:
-    percent = "%"
-    units = {expected.unit, found.unit} - {"", percent}
-    if len(units) > 1 or (units and percent in (expected.unit, found.unit)):
-        return False
-    is_decimal = expected.is_decimal or found.is_decimal
-    pairs = [(expected.value, found.value)]
-    if expected.unit != found.unit and percent in (expected.unit, found.unit):
-        of_percent, other = (expected, found) if expected.unit == percent else (found, expected)
-        pairs.append((of_percent.value / 100, other.value))
-    return any(_are_close(a, b, is_decimal=is_decimal) for a, b in pairs)
-
-
-def _are_close(a: Fraction, b: Fraction, *, is_decimal: bool) -> bool:
-    if a == b or not is_decimal or (a.denominator == b.denominator == 1):
-        return a == b
-    tolerance = NOISE if _ends(a) and _ends(b) else ROUNDED
-    return abs(a - b) <= tolerance * max(abs(a), abs(b))
-
-
-def _ends(value: Fraction) -> bool:
-    """Whether a number has a last decimal."""
-    rest = value.denominator
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest == 1
-
-
-def _expression(answer: Answer) -> Any:
+def expression_of(answer: Answer) -> Any:
     """The answer as SymPy has it. None: it is no number and no formula."""
     import sympy
 
@@ -544,35 +385,3 @@ def _expression(answer: Answer) -> Any:
         value = answer.value / 100 if answer.unit == "%" else answer.value
         return sympy.Rational(value.numerator, value.denominator)
     return answer.expression if isinstance(answer, Formula) and isinstance(answer.expression, sympy.Expr) else None
-
-
-def _formulas_are_equal(expected: Number | Formula, found: Number | Formula) -> bool:
-    import sympy
-
-    a, b = (_expression(each) for each in (expected, found))
-    if a is None or b is None:
-        first, second = (getattr(each, "expression", None) for each in (expected, found))
-        if isinstance(first, sympy.MatrixBase) and isinstance(second, sympy.MatrixBase):
-            return first.shape == second.shape and all(is_zero(x - y) for x, y in zip(first, second, strict=True))
-        return bool(first is not None and second is not None and first == second)
-    is_decimal = expected.is_decimal or found.is_decimal
-    if is_decimal and not (a - b).free_symbols and not (a - b).has(sympy.oo, -sympy.oo, sympy.nan):
-        size = max(abs(a.evalf(30)), abs(b.evalf(30)))
-        return bool(abs((a - b).evalf(30)) <= sympy.Rational(ROUNDED.numerator, ROUNDED.denominator) * size)
-    return bool(a == b) or is_zero(a - b)
-
-
-def is_zero(difference: Any) -> bool:
-    """Whether a formula is 0, by its digits if it has no variables, else by simplification."""
-    import sympy
-
-    if difference.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan):
-        return False
-    if not difference.free_symbols:
-        difference = difference.doit()
-        if difference.is_Rational:
-            return bool(difference == 0)
-        value = difference.evalf(5, maxn=500)
-        largest = max((abs(each.evalf(5)) for each in sympy.Add.make_args(difference)), default=1)
-        return bool(value == 0 or abs(value) <= largest * sympy.Float("1e-300"))
-    return bool(sympy.simplify(difference) == 0 or sympy.expand(difference) == 0)

@@ -9,8 +9,10 @@ from grpo.arguments import Settings, install_command, setting
 from grpo.errors import CallError, DeadlineError
 from grpo.rewards import Call, call_in_process
 
+from .answer_text import answer_part, expected_part
 from .columns import accepted_answers
-from .formulas import answer_part, equal, expected_part, read
+from .equality import equal
+from .formulas import read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

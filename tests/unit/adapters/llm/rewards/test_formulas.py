@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from adapters.llm.rewards.formulas import answer_part, equal, expected_part, read
+from adapters.llm.rewards.answer_text import answer_part, expected_part
+from adapters.llm.rewards.equality import equal
+from adapters.llm.rewards.formulas import read
 
 PAGE = Path(__file__).parents[5] / "docs" / "llm.md"
 HEAD = "| kind | right answer | equal | not equal |"
