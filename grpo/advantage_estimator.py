@@ -115,7 +115,7 @@ def _minus_baseline(
             return R - groups.repeat(groups.medians(R))
         case "leave_one_out":  # R - (n mean - R) / (n - 1) = n / (n - 1) (R - mean)
             n = groups.counts
-            return (R - groups.repeat(groups.means(R))) * groups.repeat(n / np.maximum(n - 1, 1))
+            return (R - groups.repeat(groups.means(R))) * groups.repeat(n / np.maximum(n - 1, 1))  # 0 for n = 1
         case "length_weighted":
             return length_weighted_advantages(R, groups, lengths)
         case "max_at_k":
@@ -222,7 +222,7 @@ class AdvantageEstimator:
                 totals = rewards if rewards.dim() == 1 else discounted_returns(rewards, mask, gamma)[:, :1].sum(1)
                 advantages = relative(totals, ids, lengths=mask.sum(1), k=config.k)
                 if config.baseline == "global_mean":
-                    self._baseline.add(totals)
+                    self._baseline.add(totals)  # after its use: a row is not its own baseline
             case "return_to_go":
                 require_step_rewards(rewards, credit, config.baseline)
                 advantages = group_relative_returns(rewards, mask, ids, gamma=gamma, **settings)
@@ -251,7 +251,7 @@ class AdvantageEstimator:
         rewards = rewards if bound is None else rewards.clamp(-bound, bound)
         if self.config.normalize_rewards:
             self._reward.add(row_totals(rewards, mask))
-            rewards = rewards / (self._reward.std or 1.0)
+            rewards = rewards / (self._reward.std or 1.0)  # 0 until rewards differ
         return rewards
 
     def _finished(self, advantages: Tensor, group_ids: Tensor) -> Tensor:

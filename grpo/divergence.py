@@ -57,7 +57,7 @@ def kl_k3(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
     """
     require_tensors(kl_k3, x=x)
     x = x.clamp(min=-MAX_LOG_RATIO)
-    return (-x).expm1() + x
+    return (-x).expm1() + x  # exp(-x) - 1 would lose its digits near x = 0
 
 
 def kl_k3_weighted(x: Float[Tensor, "N T"], ratio: Float[Tensor, "N #T"]) -> Float[Tensor, "N T"]:
@@ -104,4 +104,4 @@ def score_function_entropy(log_probs: Float[Tensor, "N T"], ratio: Float[Tensor,
         Williams 1992, "Simple statistical gradient-following algorithms", with f = -log pi.
     """
     require_tensors(score_function_entropy, log_probs=log_probs, ratio=ratio)
-    return -ratio * log_probs.detach()
+    return -ratio * log_probs.detach()  # the gradient is that of the ratio alone

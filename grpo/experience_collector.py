@@ -118,7 +118,7 @@ class ExperienceCollector:
         sampled_at = time.perf_counter()
         if sampled is None:
             sampled = self._find_steps(row_states, row_actions, group_ids)
-        known = {} if ahead else batch_fields(sampled.scores, self._needs)
+        known = {} if ahead else batch_fields(sampled.scores, self._needs)  # scored again when they are used
         if sampled.behaviour_log_probs is not None:
             known["behaviour_log_probs"] = sampled.behaviour_log_probs
         elif ahead:
@@ -227,7 +227,7 @@ class ExperienceCollector:
 
     def _score_batch(self, batch: ExperienceBatch) -> dict[str, Tensor]:
         """Score the batch before any update. Scores are padded to the width of the batch's mask."""
-        self.policy.eval()
+        self.policy.eval()  # dropout here would make the first ratio differ from 1
         scores = self._score(batch.states, batch.actions, batch.group_ids)
         require_same_steps(self._name, scores.mask, batch.mask)
         return {

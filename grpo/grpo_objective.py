@@ -67,7 +67,7 @@ def unchecked_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Mea
     weights = steps.constant(inputs.weights)
     counted = counted_steps(inputs, steps, config)
     policy_weights = weights if counted is None else zero_outside(weights, counted)
-    if steps.sampler_weights is not None and not traits.uses_sampler_weights:
+    if steps.sampler_weights is not None and not traits.uses_sampler_weights:  # VESPO has them in its loss already
         policy_weights = zero_outside(policy_weights * steps.sampler_weights, steps.mask)
     has_reference = inputs.ref_log_probs is not None
     kl_coef = config.kl_coef_with(has_reference=has_reference) if inputs.kl_coef is None else inputs.kl_coef
@@ -78,7 +78,7 @@ def unchecked_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Mea
     surrogate_loss = require_step_loss(config.surrogate, config.surrogate(steps), steps.mask)  # type: ignore[operator]
     terms = {"policy_loss": policy_weights * zero_outside(surrogate_loss, steps.mask)}
     if kl is not None:
-        terms["kl_penalty"] = kl_coef * weights * kl
+        terms["kl_penalty"] = kl_coef * weights * kl  # the KL also counts steps that the surrogate leaves out
     if entropy_coef > 0:
         entropy_weights = weights if inputs.entropy_weights is None else steps.constant(inputs.entropy_weights)
         terms["entropy_bonus"] = -entropy_coef * entropy_weights * entropy
@@ -90,7 +90,7 @@ def unchecked_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Mea
     loss = reduce(torch.add, sums.values()).to(steps.log_probs.dtype)
 
     with torch.no_grad():
-        nothing_moved = steps.old_is_current and inputs.behaviour_log_probs is None
+        nothing_moved = steps.old_is_current and inputs.behaviour_log_probs is None  # every ratio is 1
         stopped = None if traits.stopped is None or nothing_moved else traits.stopped(steps)
         per_step = {"entropy": entropy, "kl": measured_kl, "kept_fraction": counted}
         if "entropy_bonus" in sums:
@@ -180,10 +180,10 @@ def value_error(inputs: ObjectiveInputs, clip: float | None) -> Float[Tensor, "N
     """
     assert inputs.values is not None
     assert inputs.returns is not None
-    v = zero_outside(as_float32(inputs.values), inputs.mask)
+    v = zero_outside(as_float32(inputs.values), inputs.mask)  # NaN in padding must not reach the gradient
     returns = zero_outside(inputs.returns.detach().to(v.dtype), inputs.mask)
     error = (v - returns).square()
     if clip is None or inputs.old_values is None:
         return error
     v_old = zero_outside(inputs.old_values.detach().to(v.dtype), inputs.mask)
-    return torch.maximum(error, (v_old + (v - v_old).clamp(-clip, clip) - returns).square())
+    return torch.maximum(error, (v_old + (v - v_old).clamp(-clip, clip) - returns).square())  # the worse one counts

@@ -82,13 +82,13 @@ class Learner:
         data_seed = prepare(config, self.engine, policy, self.reward_model, reference_policy)
         self.meter = Meter()
         self.optimizer_step = OptimizerStep(config, policy, optimizer, lr_scheduler, self.engine, self.meter)
-        self.sampler = SamplerSync(policy, lambda: self.optimizer_step.num_begun)
+        self.sampler = SamplerSync(policy, lambda: self.optimizer_step.num_begun)  # stale once a step has begun
         self.collector = ExperienceCollector(
             policy=policy,
             reward_model=self.reward_model,
             group_size=config.group_size,
             reference_policy=reference_policy,
-            use_reference=kl_coef > 0 and config.objective.kl_estimator != "exact",
+            use_reference=kl_coef > 0 and config.objective.kl_estimator != "exact",  # an exact KL comes with the scores
             micro_batch_size=config.micro_batch_size,
             reward=config.reward,
             autocast=lambda: autocast(config, self.optimizer_step.device),
@@ -176,7 +176,7 @@ class Learner:
         metrics = self.report(rows)
         self.counters.iteration += 1
         if self.reference.move(self.iteration):
-            self.updates.replay.forget_reference()
+            self.updates.replay.forget_reference()  # replayed rows were scored by the reference before
         return metrics
 
     @property
@@ -196,5 +196,5 @@ class Learner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, of a learner that was built in the same way."""
         self.parts.load_state_dict(state)
-        self.sampler.forget()
+        self.sampler.forget()  # its weights are those before the load
         self.sampler.sync()

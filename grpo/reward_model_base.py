@@ -157,7 +157,7 @@ def as_reward_model(value: Any) -> Any:
     Raises:
         ProtocolError: `value` is neither, such as a list of functions, or a function with the arguments of another library.
     """
-    if isinstance(value, Mapping | list | tuple):
+    if isinstance(value, Mapping | list | tuple):  # TRL takes a list of rewards
         raise ProtocolError(
             f"reward_model must be one reward; got {describe(value)}. Pass the sum of several, WeightedRewards({{'name': "
             "function, ...}, weights), or for language models adapters.llm.CompletionRewards(functions, weights)."

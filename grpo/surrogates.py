@@ -73,7 +73,7 @@ def traits_of(surrogate: Any) -> SurrogateTraits:
         raise ConfigError(f"A surrogate's level must be one of {', '.join(get_args(RatioLevel))}; got {level!r}.")
     return SurrogateTraits(
         level=level,
-        reads_rows=getattr(surrogate, "reads_rows", level not in ("step", "none")),
+        reads_rows=getattr(surrogate, "reads_rows", level not in ("step", "none")),  # a row's ratio reads all its steps
         zero_advantage_is_inert=getattr(surrogate, "zero_advantage_is_inert", False),
         uses_sampler_weights=getattr(surrogate, "uses_sampler_weights", False),
         for_probabilities=getattr(surrogate, "for_probabilities", False),
@@ -139,7 +139,7 @@ class Clip(_Bounded):
 
     def __call__(self, steps: Steps) -> Float[Tensor, "N #T"]:
         rho, A = steps.ratio(self.level), steps.advantages
-        unclipped = rho if self.delta is None else rho.clamp(max=self.delta)
+        unclipped = rho if self.delta is None else rho.clamp(max=self.delta)  # binds where A < 0 only
         loss = -torch.minimum(unclipped * A, rho.clamp(1 - self.low, 1 + self.high) * A)
         return loss if self.dual is None else torch.where(A < 0, torch.minimum(loss, -self.dual * A), loss)
 
@@ -221,7 +221,7 @@ class Gmpo(Settings):
 
     def __call__(self, steps: Steps) -> Float[Tensor, "N #T"]:
         x, A = steps.log_ratio("step"), steps.advantages
-        lowest = math.log1p(-self.low) if self.low < 1 else -math.inf
+        lowest = math.log1p(-self.low) if self.low < 1 else -math.inf  # log 0
         c = torch.where(A > 0, x.clamp(max=math.log1p(self.high)), x.clamp(min=lowest))
         return -A * bounded_exp(mean_over_steps(zero_outside(c, steps.mask), steps.mask))
 
@@ -254,10 +254,10 @@ class Vespo(Settings):
     """lambda where A < 0. Larger: less weight on rows that have become more likely."""
 
     def __call__(self, steps: Steps) -> Float[Tensor, "N T"]:
-        A, log_w = steps.advantages, self.log_weight(steps).detach()
+        A, log_w = steps.advantages, self.log_weight(steps).detach()  # the kernel is a weight: no gradient through w
         k = either(A >= 0, self.k_pos, self.k_neg, like=A)
         lam = either(A >= 0, self.lambda_pos, self.lambda_neg, like=A)
-        phi = (k * log_w + lam * (1 - log_w.exp())).exp()
+        phi = (k * log_w + lam * (1 - log_w.exp())).exp()  # one exp, because w^k alone can overflow
         return -phi * A * steps.log_probs
 
     def log_weight(self, steps: Steps) -> Float[Tensor, "N 1"]:
@@ -314,7 +314,7 @@ class Dppo(_AtLevel):
 
     def stopped(self, steps: Steps) -> tuple[Bool[Tensor, "N T"], Bool[Tensor, "N T"]]:
         """Steps whose probability has moved past the limit that their advantage pushes it towards."""
-        moved = steps.log_probs.detach().exp() - steps.sampled_log_probs.exp()
+        moved = steps.log_probs.detach().exp() - steps.sampled_log_probs.exp()  # a mask has no gradient
         return (steps.advantages < 0) & (moved < -self.tv_limit), (steps.advantages > 0) & (moved > self.tv_limit)
 
 

@@ -46,7 +46,7 @@ RowIndex: TypeAlias = Tensor | slice
 def select_rows(rows: Rows, index: RowIndex) -> Rows:
     """The rows at `index`. Tensors and arrays keep their type; anything else becomes a list."""
     if isinstance(index, slice):
-        has_slices = isinstance(rows, list | tuple | Tensor | np.ndarray)
+        has_slices = isinstance(rows, list | tuple | Tensor | np.ndarray)  # a Sequence need not have them
         return rows[index] if has_slices else [rows[i] for i in range(len(rows))[index]]
     if isinstance(rows, Tensor):
         return rows[index.to(rows.device)]
@@ -204,7 +204,7 @@ class ExperienceBatch(TensorFields):
                 raise ContractError(
                     f"{owner}: {name} must be like mask, {list(mask.shape)}; got {describe(values)}. Pass one value per step."
                 )
-        rewards = rewards if rewards.dim() == 1 else zero_outside(rewards, mask.cpu())
+        rewards = rewards if rewards.dim() == 1 else zero_outside(rewards, mask.cpu())  # padding may be NaN
         require_finite_values(f"{owner}: rewards", rewards, error=RewardError)
         return cls(
             states=states,
