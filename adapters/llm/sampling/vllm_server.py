@@ -18,9 +18,8 @@ from grpo.errors import ConfigError, warn_user
 
 from .samplers import Ints, LimitsRows, RowLimit, SampledTokens, SamplerError
 from .sampling_config import SamplingConfig
-from .vllm_http import ServerLostError, ServerTimeoutError
 from .vllm_requests import Answer, require_room, row_settings, sampled_tokens
-from .vllm_worker import FIRST_VERSION, VLLMWorker
+from .vllm_worker import FIRST_VERSION, ServerLostError, ServerTimeoutError, VLLMWorker
 
 MAX_LOSSES = 3
 """A server that is lost more often in one call of `sample` ends the call with an error."""

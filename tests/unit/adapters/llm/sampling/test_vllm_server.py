@@ -14,8 +14,8 @@ from torch import nn
 from adapters.llm.sampling import vllm_server
 from adapters.llm.sampling.samplers import SamplerError
 from adapters.llm.sampling.sampling_config import SamplingConfig
-from adapters.llm.sampling.vllm_http import VLLMServer
 from adapters.llm.sampling.vllm_server import VLLMServerSampler
+from adapters.llm.sampling.vllm_worker import VLLMWorker
 from grpo.errors import ConfigError, GRPOWarning
 from tests.support.vllm_stand import Stand, running_stand
 
@@ -31,7 +31,7 @@ def stand() -> Iterator[Stand]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries begin after a hundredth of a second."""
-    monkeypatch.setattr("adapters.llm.sampling.vllm_http.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("adapters.llm.sampling.vllm_worker.FIRST_WAIT", 0.01)
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_the_error_has_the_message_of_the_server(stand: Stand, tmp_path: Path) -
 def test_a_lost_connection_is_retried_with_a_warning(stand: Stand) -> None:
     stand.to_drop = 2
     with pytest.warns(GRPOWarning, match=r"failed .*; retrying") as said:
-        assert VLLMServer(stand.url, timeout=10).get("/weight_info") == {"weight_version": "default"}
+        assert VLLMWorker(stand.url, timeout=10).get("/weight_info") == {"weight_version": "default"}
     assert len(said) == 2
 
 
@@ -164,14 +164,14 @@ def test_a_missing_server_is_awaited_and_the_error_says_how_to_start_it() -> Non
         with pytest.raises(
             SamplerError, match=rf"no vLLM server answers at {url} .*after 5 attempts. Start one: VLLM_SER"
         ):
-            VLLMServer(url, timeout=10).get("/health")
+            VLLMWorker(url, timeout=10).get("/health")
     assert time.monotonic() - begun >= 0.15
 
 
 def test_a_request_that_times_out_is_not_repeated(stand: Stand) -> None:
     stand.delay = 0.5
     with pytest.raises(SamplerError, match=r"did not answer /weight_info within 0\.1 s. Raise timeout"):
-        VLLMServer(stand.url, timeout=0.1).get("/weight_info")
+        VLLMWorker(stand.url, timeout=0.1).get("/weight_info")
     assert len(stand.heard) == 1
 
 
@@ -203,4 +203,4 @@ def test_bad_arguments_are_refused(subtests: pytest.Subtests, tmp_path: Path) ->
 
 
 def test_the_address_may_end_in_v1() -> None:
-    assert VLLMServer("http://localhost:8000/v1/", timeout=1).base_url == "http://localhost:8000"
+    assert VLLMWorker("http://localhost:8000/v1/", timeout=1).url == "http://localhost:8000"

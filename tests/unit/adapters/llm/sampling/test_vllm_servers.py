@@ -130,7 +130,7 @@ def test_a_dead_server_joins_again_at_the_next_sync(stands: list[Stand], tmp_pat
 def test_a_server_that_dies_while_weights_are_sent_is_named(
     stands: list[Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.llm.sampling.vllm_http.FIRST_WAIT", 0.0)
+    monkeypatch.setattr("adapters.llm.sampling.vllm_worker.FIRST_WAIT", 0.0)
     sampler = sampler_of(stands, tmp_path)
     stands[2].die()
     with pytest.warns(GRPOWarning) as said:
@@ -144,7 +144,7 @@ def test_a_server_that_dies_while_weights_are_sent_is_named(
 def test_a_server_that_was_lost_while_it_was_paused_resumes(
     stands: list[Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.llm.sampling.vllm_http.FIRST_WAIT", 0.0)
+    monkeypatch.setattr("adapters.llm.sampling.vllm_worker.FIRST_WAIT", 0.0)
     sampler, answer = sampler_of(stands[:2], tmp_path), stands[1].answer
     stands[1].answer = lambda path, body: None if path == "/resume" else answer(path, body)  # type: ignore[method-assign]
     with pytest.warns(GRPOWarning, match="It is left out until it answers again"):
@@ -369,8 +369,8 @@ def test_what_one_rank_finds_out_about_a_server_all_ranks_know(
     stands: list[Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 sends the weights to the second server, which is dead. Rank 0 does not ask it."""
-    monkeypatch.setattr("adapters.llm.sampling.vllm_http.FIRST_WAIT", 0.0)
-    for module in ("vllm_http", "vllm_server"):  # filters of warnings are not safe in threads
+    monkeypatch.setattr("adapters.llm.sampling.vllm_worker.FIRST_WAIT", 0.0)
+    for module in ("vllm_worker", "vllm_server"):  # filters of warnings are not safe in threads
         monkeypatch.setattr(f"adapters.llm.sampling.{module}.warn_user", lambda message: None)
     stands[1].die()
 
