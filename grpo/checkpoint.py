@@ -31,17 +31,9 @@ from .errors import CheckpointError, DamagedCheckpointError, warn_user
 from .policy_base import HasState
 
 __all__ = [
-    "Checkpoint",
-    "CheckpointFolder",
-    "SavedRows",
-    "SavedTensor",
-    "best_checkpoint",
-    "load_weights",
-    "open_checkpoint",
-    "read_checkpoint",
-    "require_encodable",
-    "write_checkpoint",
-]
+    "Checkpoint", "CheckpointFolder", "SavedRows", "SavedTensor", "best_checkpoint", "load_weights",
+    "open_checkpoint", "read_checkpoint", "require_encodable", "write_checkpoint",
+]  # fmt: skip
 
 T = TypeVar("T")
 

@@ -28,21 +28,10 @@ from .reward_model_base import RewardFunction, Rewards, as_reward_model, is_func
 from .types import Rows, select_rows
 
 __all__ = [
-    "Call",
-    "PairwiseRewards",
-    "PlannedCalls",
-    "PlansCalls",
-    "WeightedRewards",
-    "ask_for_rewards",
-    "await_all",
-    "call_in_process",
-    "checked",
-    "compares_actions",
-    "is_async",
-    "pairs_within_groups",
-    "planned",
+    "Call", "PairwiseRewards", "PlannedCalls", "PlansCalls", "WeightedRewards", "ask_for_rewards", "await_all",
+    "call_in_process", "checked", "compares_actions", "is_async", "pairs_within_groups", "planned",
     "require_killable",
-]
+]  # fmt: skip
 
 
 class WeightedRewards:

@@ -50,21 +50,7 @@ from .transcripts import save_transcripts, transcript_page
 from .trl import train_with_trl, trl_environment, trl_reward_functions
 
 __all__ = [
-    "AgentPolicy",
-    "Branching",
-    "Chat",
-    "ChatEndpoint",
-    "ChatTemplate",
-    "Conversation",
-    "ConversationEnded",
-    "Environment",
-    "EnvironmentReward",
-    "Message",
-    "Segment",
-    "Turn",
-    "save_transcripts",
-    "train_with_trl",
-    "transcript_page",
-    "trl_environment",
-    "trl_reward_functions",
-]
+    "AgentPolicy", "Branching", "Chat", "ChatEndpoint", "ChatTemplate", "Conversation", "ConversationEnded",
+    "Environment", "EnvironmentReward", "Message", "Segment", "Turn", "save_transcripts", "train_with_trl",
+    "transcript_page", "trl_environment", "trl_reward_functions",
+]  # fmt: skip

@@ -44,37 +44,12 @@ from .testbeds import Testbed, abrupt_testbed, dynamic_regimes, dynamic_testbed,
 from .upper_confidence import UCB1, DiscountedUCB, SlidingWindowUCB
 
 __all__ = [
-    "EXP3S",
-    "UCB1",
-    "AbruptBanditEnv",
-    "BanditEnv",
-    "BanditReward",
-    "Baseline",
-    "DiscountedUCB",
-    "DynamicBanditEnv",
-    "GradientBandit",
-    "MLPPolicy",
-    "Oracle",
-    "PlayRecord",
-    "RandomWalkBanditEnv",
-    "SlidingWindowUCB",
-    "SoftmaxPolicy",
-    "Testbed",
-    "ThompsonSampling",
-    "Uniform",
-    "abrupt_testbed",
-    "best_arm_probability",
-    "cumulative_regret",
-    "dynamic_regimes",
-    "dynamic_testbed",
-    "mean_by_regime",
-    "play",
-    "pull_fractions",
-    "random_walk_testbed",
-    "segment_starts",
-    "structured_reward",
-    "time_to_reach",
-]
+    "EXP3S", "UCB1", "AbruptBanditEnv", "BanditEnv", "BanditReward", "Baseline", "DiscountedUCB",
+    "DynamicBanditEnv", "GradientBandit", "MLPPolicy", "Oracle", "PlayRecord", "RandomWalkBanditEnv",
+    "SlidingWindowUCB", "SoftmaxPolicy", "Testbed", "ThompsonSampling", "Uniform", "abrupt_testbed",
+    "best_arm_probability", "cumulative_regret", "dynamic_regimes", "dynamic_testbed", "mean_by_regime", "play",
+    "pull_fractions", "random_walk_testbed", "segment_starts", "structured_reward", "time_to_reach",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from .environments import AbruptBanditEnv, BanditEnv, DynamicBanditEnv, RandomWalkBanditEnv

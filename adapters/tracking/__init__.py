@@ -29,13 +29,6 @@ from .trackio_sink import TrackioSink
 from .wandb_sink import WandbSink
 
 __all__ = [
-    "MLflowSink",
-    "OptunaPruning",
-    "RunFolder",
-    "TensorBoardSink",
-    "TrackioSink",
-    "WandbSink",
-    "plot_history",
-    "write_comparison",
-    "write_report",
-]
+    "MLflowSink", "OptunaPruning", "RunFolder", "TensorBoardSink", "TrackioSink", "WandbSink", "plot_history",
+    "write_comparison", "write_report",
+]  # fmt: skip

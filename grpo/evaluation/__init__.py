@@ -10,11 +10,6 @@ from .measurement import Answer, PolicyMeasurement, measure_policy
 from .report import ComparisonReport, StateComparison
 
 __all__ = [
-    "Answer",
-    "ComparisonReport",
-    "PolicyMeasurement",
-    "StateComparison",
-    "compare_policies",
-    "measure_policy",
+    "Answer", "ComparisonReport", "PolicyMeasurement", "StateComparison", "compare_policies", "measure_policy",
     "paired_interval",
-]
+]  # fmt: skip
