@@ -7,7 +7,7 @@
     python -m examples.control --env Hopper-v5 --video          # also records a video
 
 Use `--import ale_py` for environments of other packages. To resume a stopped run, start it again. The script writes
-metrics.jsonl, curve.json, learning_curve.png, the checkpoints `best` and `last`, and the video to runs/control/ENV/seed-0/.
+metrics.jsonl, curve.json, learning_curve.png, the newest checkpoints and the best, and the video to runs/control/ENV/seed-0/.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from adapters.control import (
     train_control,
 )
 from grpo import JSONLSink
+from grpo.checkpoint import best_checkpoint
 
 
 def main() -> None:
@@ -59,7 +60,7 @@ def main() -> None:
             sinks=[sink],
             folder=folder,
         )
-    trainer.load_checkpoint(folder / "best")
+    trainer.load_checkpoint(best_checkpoint(folder))
     print(f"\n{args.env} after {curve.steps[-1]:,} steps, at {curve.steps[-1] / curve.seconds[-1]:,.0f} a second")
     print(f"best policy, 100 new episodes: {evaluate_policy(policy, num_episodes=100, seed=1)}")
     learned = None if preset.threshold is None else curve.steps_to(preset.threshold)

@@ -48,6 +48,7 @@ class Callback(Protocol):
 
     An error in a callback ends the run. On several ranks, each rank calls its own callbacks, and "stop" on one rank stops all
     ranks. If a callback has `state_dict` and `load_state_dict`, checkpoints contain its state, and a resumed run restores it.
+    A callback whose attribute `has_ended` is true by then keeps a resumed run from going on.
     """
 
     def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
@@ -161,8 +162,8 @@ class Callbacks:
         return named
 
     def ended_by(self) -> str | None:
-        """The name of a callback that had ended the run when it was saved. None: the run was not ended by a callback."""
-        names = [type(one).__name__ for one in self._callbacks if isinstance(one, EarlyStopping) and one.has_ended]
+        """The name of a callback that had ended the run when it was saved. None: none of those with `has_ended` did."""
+        names = [type(one).__name__ for one in self._callbacks if getattr(one, "has_ended", False)]
         return names[0] if names else None
 
 

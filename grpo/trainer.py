@@ -6,10 +6,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from ._common.conversion import describe
 from ._common.domain_checks import with_checked_arguments
 from ._common.global_state import preserved_mode, preserved_random_state
 from ._processes.calls import call_in_process
 from ._running.ahead import Ahead
+from ._running.budget import Budget, total_of
 from ._running.first_iteration import check_first_iteration
 from ._running.history import History, summary_of
 from ._running.in_progress import IterationInProgress
@@ -22,13 +24,13 @@ from ._running.safe_points import SafePoints
 from ._running.samples import samples_of
 from ._running.schedule import set_learning_rate
 from ._running.state import HasSnapshot, RunState
-from ._running.state_source import StateSource, iterations_of
+from ._running.state_source import StateSource
 from ._running.waits import sleep_and_tell
 from ._updating.requirements import settings_of_a_run
 from ._updating.update_rows import UpdateRows
 from .checkpoint import CheckpointFolder, require_encodable, write_checkpoint
 from .engine import CallsInProcess, on_all_ranks
-from .errors import TrainingInterrupted, warn_user
+from .errors import ConfigError, TrainingInterrupted, warn_user
 from .evaluation.advice import Advisor
 from .evaluation.measurement import evaluation_metrics, measured_rows
 from .learner import Learner
@@ -155,7 +157,9 @@ class GRPOTrainer(Learner):
         *,
         num_iterations: int | None = None,
         num_epochs: float | None = None,
+        budget: tuple[str, int] | None = None,
         eval_states: Rows | None = None,
+        evaluation: Callable[[], Mapping[str, float]] | None = None,
         eval_every: int | None = None,
         sinks: Sequence[MetricSink] = (),
         callbacks: Sequence[Any] = (),
@@ -178,14 +182,19 @@ class GRPOTrainer(Learner):
             num_epochs: Passes over the states in total, instead of `num_iterations`. One pass takes
                 `len(states) / config.num_states_per_iteration` iterations; the last iteration may begin another pass. States
                 that dynamic sampling draws in addition are not counted.
+            budget: A metric that sampling reports and its total, such as `("episodes/steps", 100_000)`, instead of
+                `num_iterations`. The last iteration is the one that reaches it; what dynamic sampling leaves out counts.
+                Learning rate schedules, `eval_every` and `checkpoint_every` are then counted in it, too.
             eval_states: States for evaluations, every `eval_every` iterations and after the last.
+            evaluation: Returns the metrics of an evaluation, `eval/...`, in place of `evaluate(eval_states)`. The first of them
+                is the score of checkpoints; larger is better.
             eval_every: Iterations between evaluations. None: ten evaluations in the run.
             sinks: Receive the metrics of every iteration, on the first rank. See `MetricSink`.
             callbacks: Called after every iteration, and may stop the run. See `grpo.callbacks`.
             checkpoint_dir: Folder for checkpoints `iteration-00000010` and so on. None: no checkpoints.
             checkpoint_every: Iterations between checkpoints, or the time between them: `timedelta(minutes=30)`. None: ten
                 checkpoints in the run. The last iteration and new best evaluations are written too.
-            keep_last: Number of newest checkpoints to keep. The best by `eval/avg_reward` (or `rewards/mean`) is kept, too.
+            keep_last: Number of newest checkpoints to keep. The best by its evaluation (or `rewards/mean`) is kept, too.
             resume: "auto" continues from the newest checkpoint in `checkpoint_dir`, or starts if there is none. None: start, or
                 go on.
             checkpoint_async: Write checkpoints in a second thread, while training goes on. This needs memory for a copy of the
@@ -196,7 +205,7 @@ class GRPOTrainer(Learner):
             The metrics of each iteration that this call made.
 
         Raises:
-            ConfigError: The trainer has made `num_iterations` iterations already.
+            ConfigError: The trainer has made `num_iterations` iterations, or spent the budget, already.
             TrainingInterrupted: The process received SIGTERM or SIGINT. With `checkpoint_dir`, a checkpoint holds everything up
                 to the last update. If nobody catches the exception, the process ends with exit code 143 or 130.
         """
@@ -216,9 +225,15 @@ class GRPOTrainer(Learner):
                 counters=self.counters,
                 source=source,
                 engine=self.engine,
-                num_iterations=iterations_of(source, num_iterations, num_epochs),
+                budget=Budget(
+                    *total_of(source, num_iterations, num_epochs, budget),
+                    self.progress,
+                    self.counters,
+                    self.in_progress,
+                    self.ahead,
+                ),
                 resumes=resume is not None,
-                evaluates=eval_states is not None,
+                evaluate=self._evaluation(eval_states, evaluation),
                 eval_every=eval_every,
                 sinks=sinks,
                 callbacks=callbacks,
@@ -231,26 +246,43 @@ class GRPOTrainer(Learner):
             self.engine.require_same_soon(self.parts.weights())  # other code may have changed them on one rank
             # a signal or an error leaves a checkpoint of the last safe point
             with self.safe_points.kept_in(folder), self.ahead.running():
-                for position in run.positions():
-                    set_learning_rate(self.optimizer, self.config, position, run.num_iterations)
+                for _ in run.iterations():
                     metrics = self.progress.unrecorded or self._iteration(run)
-                    if run.evaluation_is_due:
-                        assert eval_states is not None
-                        metrics = {**metrics, **self.evaluate(eval_states)}
-                    is_due = run.record(self, metrics)
+                    is_due = run.record(self, metrics, run.evaluation_of(metrics))
                     if is_due:
                         run.save(self, self.state_dict())
                     self.engine.agree()  # ranks begin an iteration together, so that their safe points are the same
                     self.safe_points.reached(is_saved=is_due)
         return run.history
 
+    def _evaluation(
+        self, eval_states: Rows | None, evaluation: Callable[[], Mapping[str, float]] | None
+    ) -> Callable[[], Mapping[str, float]] | None:
+        """What evaluates in a run. None: nothing does."""
+        if eval_states is not None and evaluation is not None:
+            raise ConfigError("train: eval_states and evaluation are two ways to evaluate. Pass one of them.")
+        if evaluation is None:
+            return None if eval_states is None else lambda: self.evaluate(eval_states)
+
+        def evaluated() -> Mapping[str, float]:
+            self.sampler.sync()
+            with preserved_mode(self.policy), preserved_random_state(), self.interrupts.at_once():
+                found: Any = evaluation()
+            if not isinstance(found, Mapping) or not found or not all(name.startswith("eval/") for name in found):
+                raise ConfigError(f"evaluation must return a dict of metrics eval/...; got {describe(found)}.")
+            return found
+
+        return evaluated
+
     @timed
     def _iteration(self, run: Run) -> dict[str, float]:
         """One iteration of a run, or the rest of an iteration that was stopped."""
         rows = self.in_progress.rows
         if rows is None:
-            ahead = self.ahead.next_rows(run.draw, run.num_iterations - run.position)  # sampled earlier, or none
+            ahead = self.ahead.next_rows(run.draw, run.budget.num_to_sample)  # sampled earlier, or none
             rows = self.prepared(self._collected(run.draw(), run.draw) if ahead is None else ahead)
+        done, size = run.budget.done, run.budget.size_of(rows.all_ranks.batch.metrics)
+        set_learning_rate(self.optimizer, self.config, done, size, run.budget.total)
         metrics = self.improve(rows)
         self.progress.unrecorded = metrics
         self.safe_points.reached()

@@ -9,7 +9,7 @@ import torch
 
 from adapters.control import episode_starts, evaluate_policy, preset_for, train_control
 from adapters.tracking import TensorBoardSink
-from grpo import load_weights
+from grpo.checkpoint import best_checkpoint, load_weights
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--env", default="CartPole-v1")
@@ -27,5 +27,5 @@ with TensorBoardSink(args.output) as sink:
 trainer.save_checkpoint(f"{args.output}/final")
 
 best = preset.make_policy()
-load_weights(f"{args.output}/best", best)
+load_weights(best_checkpoint(args.output), best)
 print(f"best policy: {evaluate_policy(best, num_episodes=20, seed=2)}")

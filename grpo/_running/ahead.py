@@ -73,7 +73,7 @@ class Ahead:
         self.pending: list[Pending] = []
         """The iterations after the current one that are sampled already, in order."""
         self._config, self._collector, self._sampler, self._engine = config, collector, sampler, engine
-        self._interrupts, self._counters, self._num_ahead = interrupts, counters, config.iterations_ahead
+        self._interrupts, self._counters, self.num_ahead = interrupts, counters, config.iterations_ahead
         self._first_thread: int | None = None
         self._calls: Any = None
         self._sampling = self._rewards = Background("", in_order=True)
@@ -82,16 +82,16 @@ class Ahead:
 
     def require_train(self, method: str) -> None:
         """Refuse a call of a method that makes one iteration by hand."""
-        if self._num_ahead > 0 and self._first_thread is None:
+        if self.num_ahead > 0 and self._first_thread is None:
             raise ConfigError(
-                f"config.iterations_ahead={self._num_ahead} samples iterations before the updates of earlier ones, and "
+                f"config.iterations_ahead={self.num_ahead} samples iterations before the updates of earlier ones, and "
                 f"{method}() knows one iteration only. Call train(), or set iterations_ahead=0."
             )
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """A run of `train`, in the block. Ask again for the rewards that a loaded run was waiting for."""
-        if self._num_ahead == 0 and not self.pending:
+        if self.num_ahead == 0 and not self.pending:
             yield
             return
         in_order = os.environ.get(IN_ORDER, "") not in ("", "0")
@@ -122,11 +122,11 @@ class Ahead:
         Returns:
             The rows, with their rewards. None: nothing is sampled ahead.
         """
-        if self._num_ahead == 0 and not self.pending:
+        if self.num_ahead == 0 and not self.pending:
             return None
         self._sampler.sync()
         with self._interrupts.at_once():
-            while len(self.pending) < min(self._num_ahead + 1, num_left):
+            while len(self.pending) < min(self.num_ahead + 1, num_left):
                 self.pending.append(self._sampled(draw()))
                 self._ask(self.pending[-1])
             pending = self.pending[0]
@@ -228,7 +228,7 @@ class Ahead:
             "%s %s, so it is called between the updates and not beside them, and iterations_ahead=%d hides no time.",
             reward_name(self._collector.reward_model),
             reason,
-            self._num_ahead,
+            self.num_ahead,
         )
 
     def _wait(self, pending: Pending) -> None:

@@ -12,8 +12,12 @@ from grpo.callbacks import Callbacks
 class RunProgress:
     """The progress of a run. A checkpoint holds it, and the next call of `train` continues from it."""
 
-    num_iterations: int | None = None
-    """The total number of iterations of the latest call of `train`. None: there was none."""
+    total: int | None = None
+    """The total of the latest call of `train`, the work of earlier calls included. None: there was none."""
+    unit: str | None = None
+    """The metric that the total counts. None: iterations."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """The sums of the metrics that totals have counted, over the iterations of all such calls."""
     num_draws: int = 0
     """How often states were drawn."""
     best_score: float = -math.inf
@@ -37,7 +41,9 @@ class RunProgress:
     def state_dict(self) -> dict[str, Any]:
         """What a run continues from."""
         return {
-            "num_iterations": self.num_iterations,
+            "total": self.total,
+            "unit": self.unit,
+            "counts": dict(self.counts),
             "num_draws": self.num_draws,
             "best_score": self.best_score,
             "unrecorded": self.unrecorded,
@@ -46,6 +52,7 @@ class RunProgress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.num_iterations, self.num_draws = state["num_iterations"], state["num_draws"]
+        self.total, self.unit, self.counts = state["total"], state["unit"], dict(state["counts"])
+        self.num_draws = state["num_draws"]
         self.best_score, self.unrecorded = state["best_score"], state["unrecorded"]
         self.loaded_callbacks = state["callbacks"]

@@ -15,7 +15,7 @@ Owner = TypeVar("Owner", bound=HasEngine)
 _OF_EACH_RANK = ("self", "sinks", "callbacks", "progress")
 """Arguments of `train` that may differ between ranks."""
 
-_GIVEN_OR_NONE = ("eval_states", "checkpoint_dir")
+_GIVEN_OR_NONE = ("eval_states", "evaluation", "checkpoint_dir")
 """Arguments of `train` that all ranks pass, or no rank. Their values may differ."""
 
 

@@ -24,6 +24,7 @@ from grpo.errors import ConfigError, warn_user
 from grpo.sinks import GuardedSinks, MetricSink, Samples, run_settings
 from grpo.types import Rows, select_rows
 
+from .budget import Budget
 from .history import History
 from .progress import RunProgress
 from .silent_parts import SilentParts
@@ -46,14 +47,14 @@ class Run:
     """Returns the states of an iteration."""
     engine: Engine
     """Joins the ranks. Each rank takes its share of the states."""
-    num_iterations: int
-    """The total number of iterations, those before this call included."""
+    budget: Budget
+    """When the run ends, and how far it is."""
     resumes: bool
     """Whether a checkpoint folder may hold the whole run already. There is then nothing left to do, which is no error."""
-    evaluates: bool
-    """Whether there are states to evaluate."""
+    evaluate: Callable[[], Mapping[str, float]] | None
+    """Evaluates the policy. None: nothing does."""
     eval_every: int | None
-    """Iterations between evaluations. None: ten evaluations in the run."""
+    """Iterations, or units of the budget, between evaluations. None: ten evaluations in the run."""
     sinks: Sequence[MetricSink]
     """Receivers of every iteration's metrics. Only those of the first rank are called."""
     callbacks: Sequence[Any]
@@ -61,27 +62,25 @@ class Run:
     folder: CheckpointFolder | None
     """The folder to write checkpoints to. None: no checkpoints."""
     checkpoint_every: int | timedelta | None
-    """Iterations, or time, between checkpoints. None: ten checkpoints in the run."""
+    """Iterations, units of the budget, or time between checkpoints. None: ten checkpoints in the run."""
     shows_bar: bool
     """Show a progress bar, on the first rank."""
     history: list[dict[str, float]] = field(default_factory=History)
     """The metrics of each iteration that this call has made."""
 
     def __post_init__(self) -> None:
-        require_count("num_iterations", self.num_iterations)
         sinks = GuardedSinks(self.sinks)
         self._sinks = sinks if self.engine.rank == 0 else GuardedSinks([])
         callbacks = Callbacks(self.callbacks)
-        if not self.evaluates:
+        if self.evaluate is None:
             callbacks.require_evaluations()
-        self._eval_every = at_least_one("eval_every", self.eval_every, self.num_iterations // 10)
+        budget = self.budget
+        self._eval_every = at_least_one("eval_every", self.eval_every, budget.total // 10)
         every = self.checkpoint_every
         if isinstance(every, timedelta) and every <= timedelta(0):
             raise ConfigError(f"checkpoint_every must be longer than 0; got {every}.")
         self._checkpoint_every: int | timedelta = (
-            every
-            if isinstance(every, timedelta)
-            else at_least_one("checkpoint_every", every, self.num_iterations // 10)
+            every if isinstance(every, timedelta) else at_least_one("checkpoint_every", every, budget.total // 10)
         )
         if self.folder is not None and self.source.first is not None:
             require_encodable(self.source.first, "states[0]")
@@ -90,6 +89,7 @@ class Run:
         self._since_saved = Stopwatch()
         self._bar: Any = None
         self._is_stopped = False
+        self._score = math.nan
         self._silent_parts = SilentParts()
         self.samples: list[Samples] | None = [] if self._sinks.take_samples else None
         """The rows of the current iteration that sinks record. None: no sink records rows."""
@@ -99,23 +99,20 @@ class Run:
         if ended_by is not None:
             self._is_stopped = True
             warn_user(
-                f"{ended_by} has ended the run already, so there is nothing left to do. Leave it out, or raise its "
-                "patience, to continue."
+                f"{ended_by} has ended the run already, so there is nothing left to do. Leave it out, or let it stop later, to "
+                "continue."
             )
         if is_done:
-            warn_user(f"{self._where}, so there is nothing left to do. Raise num_iterations to continue.")
-        if self.progress.num_iterations not in (None, self.num_iterations) and self._has_schedule:
+            warn_user(f"{self._where}, so there is nothing left to do. Raise {budget.name} to continue.")
+        unit, total = self.progress.unit, self.progress.total
+        if total is not None and (unit, total) != (budget.unit, budget.total) and self._has_schedule:
+            now = budget.total if unit == budget.unit else f"{budget.name}={budget.total}"
             warn_user(
-                f"num_iterations was {self.progress.num_iterations} and is {self.num_iterations}, and config.lr_schedule="
-                f"{self.config.lr_schedule!r} and warmup_ratio={self.config.warmup_ratio} cover the total, so the "
-                "learning rate jumps. Pass the total of the whole run from the start if it should not."
+                f"{unit or 'num_iterations'} was {total} and is {now}, and config.lr_schedule={self.config.lr_schedule!r} "
+                f"and warmup_ratio={self.config.warmup_ratio} cover the total, so the learning rate jumps. Pass the total of "
+                "the whole run from the start if it should not."
             )
-        self.progress.num_iterations = self.num_iterations
-
-    @property
-    def position(self) -> int:
-        """Number of iterations that are finished and recorded."""
-        return self.counters.iteration - (self.progress.unrecorded is not None)
+        self.progress.unit, self.progress.total = budget.unit, budget.total
 
     @property
     def _has_schedule(self) -> bool:
@@ -123,33 +120,32 @@ class Run:
 
     @property
     def _where(self) -> str:
-        return (
-            f"train: num_iterations={self.num_iterations} is the total, and the trainer is at iteration {self.position}"
-        )
+        at = f"iteration {self.budget.done}" if self.budget.unit is None else f"{self.budget.done:.0f}"
+        return f"train: {self.budget.name}={self.budget.total} is the total, and the trainer is at {at}"
 
     def _is_done(self) -> bool:
         """Whether the trainer has made all iterations."""
-        is_done = self.position >= self.num_iterations
+        is_done, total = self.budget.is_over, self.budget.total
         if is_done and not self.resumes:
             raise ConfigError(
-                f"{self._where}. Pass a larger total: num_iterations={self.position + self.num_iterations} makes "
-                f"{self.num_iterations} further iterations."
+                f"{self._where}. Pass a larger total: {self.budget.name}={self.budget.done + total:.0f} makes {total} further "
+                f"{'iterations' if self.budget.unit is None else 'ones'}."
             )
         return is_done
 
-    def positions(self) -> Iterator[int]:
-        """Iterate over the positions (from 0) of the remaining iterations, with a progress bar."""
-        start, total = self.position, self.num_iterations
-        hides = not self.shows_bar or self.engine.rank > 0
-        bar = tqdm(total=total, initial=start, desc="GRPO", unit="it", disable=hides)
+    def iterations(self) -> Iterator[None]:
+        """Yield once for each remaining iteration, with a progress bar."""
+        budget, hides = self.budget, not self.shows_bar or self.engine.rank > 0
+        unit = "it" if budget.unit is None else f" {budget.unit.rpartition('/')[2]}"
+        bar = tqdm(total=budget.total, initial=round(budget.done), desc="GRPO", unit=unit, disable=hides)
         with bar as self._bar, nullcontext() if hides else beside_the_bar():
-            while self.position < total and not self._is_stopped:
-                yield self.position
+            while not (budget.is_over or self._is_stopped):
+                yield
 
     def start(self, policy: object, reward_model: object) -> None:
         """Tell the sinks what is run."""
-        settings = run_settings(self.config, policy, reward_model) | {"num_iterations": self.num_iterations}
-        self._sinks.start(settings, self.position + 1)
+        settings = run_settings(self.config, policy, reward_model) | {self.budget.name: self.budget.total}
+        self._sinks.start(settings, self.budget.position + 1)
 
     def draw(self) -> Rows:
         """Draw the next states, and return this rank's share of them."""
@@ -164,62 +160,60 @@ class Run:
             )
         return select_rows(states, torch.arange(len(states)).tensor_split(num_ranks)[self.engine.rank])
 
-    @property
-    def evaluation_is_due(self) -> bool:
-        """Whether the current iteration ends with an evaluation."""
-        return self.evaluates and self._is_due(self._eval_every)
+    def evaluation_of(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """The metrics of the evaluation with which an iteration ends. Empty: it ends without one."""
+        if self.evaluate is None or not self.budget.passes(self._eval_every, metrics):
+            return {}
+        return self.evaluate()
 
-    def _is_due(self, every: int) -> bool:
-        done = self.counters.iteration
-        return done % every == 0 or done == self.num_iterations
-
-    def record(self, trainer: RunningTrainer, metrics: dict[str, float]) -> bool:
-        """Record the metrics of the iteration that has ended, and ask the callbacks. Returns whether a checkpoint is due."""
-        score = metrics.get("eval/avg_reward", -math.inf)
+    def record(self, trainer: RunningTrainer, metrics: dict[str, float], evaluation: Mapping[str, float]) -> bool:
+        """Record an iteration and its evaluation, if there was one, and ask the callbacks. Returns whether a checkpoint is
+        due. The first metric of the evaluation is its score."""
+        self._score = score = next(iter(evaluation.values()), math.nan)
         improved = score > self.progress.best_score
-        is_due = self.folder is not None and (improved or self._checkpoint_is_due())
-        self.progress.best_score = score if improved else self.progress.best_score
-        is_last = self.counters.iteration == self.num_iterations
-        self._sinks.log(
-            metrics, self.counters.iteration, self.samples or (), always=is_last or "eval/avg_reward" in metrics
-        )
+        is_last = self.budget.ends_with(metrics)
+        is_due = self.folder is not None and (improved or self._checkpoint_is_due(metrics))
+        if improved:
+            self.progress.best_score = score
+        done, after = self.budget.done, self.budget.after(metrics)
+        metrics = {**metrics, **evaluation, **self.budget.as_metric(after)}
+        self._sinks.log(metrics, self.counters.iteration, self.samples or (), always=is_last or bool(evaluation))
         if self.samples is not None:
             self.samples.clear()
         self.history.append(metrics)
         if self.engine.rank == 0:
             self._silent_parts.see(metrics)
         try:
-            self._ask_callbacks(trainer, metrics)
+            self._ask_callbacks(trainer, metrics, is_last=is_last)
         except BaseException:
             self.history.pop()  # a resumed run records the iteration again
             raise
         self._bar.set_postfix(reward=f"{metrics['rewards/mean']:.3f}", refresh=False)
-        self._bar.update()
-        self.progress.unrecorded = None
+        self._bar.update(round(after) - round(done))
+        self.budget.record(after)
         return is_due or (self._is_stopped and self.folder is not None)
 
-    def _ask_callbacks(self, trainer: RunningTrainer, metrics: dict[str, float]) -> None:
+    def _ask_callbacks(self, trainer: RunningTrainer, metrics: dict[str, float], *, is_last: bool) -> None:
         """Call the callbacks. The run stops if one of them says so, on any rank."""
         if not self.callbacks:
             return
         of_ranks = self.engine.gather_objects(self.progress.callbacks.on_iteration(trainer, metrics))
         names = sorted({name for of_rank in of_ranks for name in of_rank})
         self._is_stopped = bool(names)
-        is_last = self.counters.iteration == self.num_iterations
         if names and not is_last and self.engine.rank == 0:
             logger.warning("Stopped by %s after iteration %d.", " and ".join(names), self.counters.iteration)
 
-    def _checkpoint_is_due(self) -> bool:
+    def _checkpoint_is_due(self, metrics: Mapping[str, float]) -> bool:
         if not isinstance(self._checkpoint_every, timedelta):
-            return self._is_due(self._checkpoint_every)
+            return self.budget.passes(self._checkpoint_every, metrics)
         # the clocks of ranks differ, so the first rank decides for all
         of_ranks = self.engine.gather_objects(self._since_saved.has_reached(self._checkpoint_every))
-        return bool(of_ranks[0]) or self.counters.iteration == self.num_iterations
+        return bool(of_ranks[0]) or self.budget.ends_with(metrics)
 
     def save(self, trainer: RunningTrainer, state: Mapping[str, Any]) -> None:
         """Write a checkpoint. Its score is the last evaluation or, without evaluations, the mean reward."""
         assert self.folder is not None
-        score = self.history[-1].get("eval/avg_reward" if self.evaluates else "rewards/mean")
+        score = self._score if self.evaluate is not None else self.history[-1].get("rewards/mean")
         path = self.folder.save(state, iteration=self.counters.iteration, score=score)
         self._since_saved.restart()
         self.progress.callbacks.on_checkpoint(trainer, path)

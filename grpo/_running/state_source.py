@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from grpo._common.checks import require_count
 from grpo._common.conversion import describe, require_rows
 from grpo.errors import ConfigError, ContractError
 from grpo.types import Rows, select_rows
@@ -122,13 +121,3 @@ def _repeated(states: Iterable[Any]) -> Iterator[Any]:
         for state in states:
             ended = False
             yield state
-
-
-def iterations_of(source: StateSource, num_iterations: int | None, num_epochs: float | None) -> int:
-    """The number of iterations of a run, from its iterations or its passes over the states. Exactly one of them is given."""
-    if (num_iterations is None) == (num_epochs is None):
-        given = f"num_iterations={num_iterations!r}, num_epochs={num_epochs!r}"
-        raise ConfigError(f"train needs either num_iterations or num_epochs; got {given}. Pass exactly one of them.")
-    return (
-        source.num_iterations(num_epochs) if num_epochs is not None else require_count("num_iterations", num_iterations)
-    )

@@ -1,24 +1,25 @@
-"""A whole training run up to a number of steps, with evaluations and a checkpoint of the best policy."""
+"""A whole training run up to a number of steps, with evaluations and checkpoints: `GRPOTrainer.train` with a budget."""
 
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from adapters.control.environments.episodes import EpisodeStart
-from adapters.control.policy.episode_policy import EpisodePolicy
 from grpo import GRPOTrainer
 from grpo.arguments import require_integers, with_checked_arguments
-from grpo.callbacks import Callbacks
-from grpo.errors import ConfigError
-from grpo.sinks import GuardedSinks, MetricSink, Samples, replace_text, run_settings
+from grpo.callbacks import Decision, RunningTrainer
+from grpo.sinks import MetricSink, replace_text
 
-from .evaluation import EVALUATION_SEED, Evaluation, evaluate_policy
+from .evaluation import EVALUATION_SEED, evaluate_policy
+
+STEPS = "episodes/steps"
+"""The metric that counts the steps of the environments."""
+
+FEW_ITERATIONS = 20
+"""A run with fewer iterations has hardly improved its policy, and is told so."""
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class LearningCurve:
     returns: list[float] = field(default_factory=list)
     """Mean return of each evaluation."""
     seconds: list[float] = field(default_factory=list)
-    """Training time in seconds at each evaluation."""
+    """Training time in seconds at each evaluation, of all processes that made the run."""
 
     def steps_to(self, threshold: float) -> int | None:
         """Steps until the first evaluation at or above the threshold. None if no evaluation reaches it."""
@@ -60,12 +61,15 @@ def train_control(
     folder: str | Path | None = None,
     progress: bool = True,
 ) -> LearningCurve:
-    """Train an `EpisodePolicy` until its environments have taken `total_steps`.
+    """Train an `EpisodePolicy` until its environments have taken `total_steps`: `trainer.train` with a budget of steps.
+
+    All that `train` does is done: learning rate schedules cover the total, dynamic sampling draws further starts, whose steps
+    count, signals leave a checkpoint, and callbacks go on where they were.
 
     Args:
         trainer: Trainer of the policy.
-        starts: Maps an iteration (from 0) to states, as `episode_starts` does.
-        total_steps: Number of training steps. The last iteration is always finished.
+        starts: Maps the number of a draw (from 0) to states, as `episode_starts` does.
+        total_steps: Number of training steps in total, those of earlier calls included. The last iteration is always finished.
         evaluate_every: Steps between evaluations. There is also an evaluation at the end.
         num_eval_episodes: Episodes per evaluation, without noise.
         eval_seed: Seed of the first evaluation reset.
@@ -73,93 +77,98 @@ def train_control(
         stop_at: Stop when an evaluation reaches this return. None never stops early.
         sinks: Receive the metrics of each iteration, with `eval/return` after evaluations, and samples of its episodes.
         callbacks: Called after each iteration, and may stop the run; see `grpo.callbacks`. `trainer.history` is this run's.
-        folder: Folder for the `best` and `last` checkpoints and `curve.json`, written after evaluations. None writes nothing.
-            If the folder has a `last` checkpoint of the same settings, the run resumes from it.
+        folder: Folder for `curve.json` and for checkpoints, which are written after evaluations: the newest three, and the best
+            by its return, which `best_checkpoint(folder)` finds. A run that is there is continued. None writes nothing.
         progress: Whether to show a progress bar.
 
     Returns:
         The evaluations.
 
     Raises:
-        ConfigError: `folder` contains a run with other settings, or `total_steps` or `evaluate_every` is below 1.
+        ConfigError: `total_steps` or `evaluate_every` is below 1, or the trainer has made `total_steps` steps already.
+        TrainingInterrupted: As in `GRPOTrainer.train`.
     """
     require_integers("train_control", 1, total_steps=total_steps, evaluate_every=evaluate_every)
-    policy: EpisodePolicy = trainer.policy
-    guarded, asked = GuardedSinks(sinks), Callbacks(callbacks)
-    trainer.history = []
-    run = _Run(trainer, None if folder is None else Path(folder))
-    settings = run_settings(trainer.config, policy, trainer.reward_model) | {"total_steps": total_steps}
-    guarded.start(settings, trainer.iteration + 1)
-    bar = tqdm(total=total_steps, initial=run.steps, desc="control", unit="step", disable=not progress)
-    with bar, _recorded(trainer, guarded) as samples:
-        due = (run.steps // evaluate_every + 1) * evaluate_every
-        is_over = run.steps >= total_steps or run.curve.ends_at(stop_at)
-        while not is_over:
-            began = time.perf_counter()
-            metrics = trainer.step(starts(trainer.iteration))
-            run.seconds += time.perf_counter() - began
-            run.steps += round(metrics["episodes/steps"])
-            bar.update(round(metrics["episodes/steps"]))
-            is_over = run.steps >= total_steps
-            if run.steps >= due or is_over:
-                due = (run.steps // evaluate_every + 1) * evaluate_every
-                result = evaluate_policy(
-                    policy, num_episodes=num_eval_episodes, seed=eval_seed, max_steps=max_eval_steps
-                )
-                metrics = {**metrics, "eval/return": result.mean_return}
-                run.note(result)
-                bar.set_postfix(eval_return=f"{result.mean_return:.1f}", refresh=False)
-                is_over = is_over or run.curve.ends_at(stop_at)
-            metrics["episodes/total_steps"] = float(run.steps)
-            guarded.log(metrics, trainer.iteration, samples, always=is_over or "eval/return" in metrics)
-            samples.clear()
-            trainer.history.append(metrics)
-            is_over = bool(asked.on_iteration(trainer, metrics)) or is_over
-    return run.curve
+    recorder = CurveRecorder(None if folder is None or trainer.engine.rank > 0 else Path(folder))
+    own = [recorder] if stop_at is None else [recorder, StopAt(stop_at, recorder)]
+
+    def evaluation() -> dict[str, float]:
+        result = evaluate_policy(
+            trainer.policy, num_episodes=num_eval_episodes, seed=eval_seed, max_steps=max_eval_steps
+        )
+        return {"eval/return": result.mean_return}
+
+    history = trainer.train(
+        starts,
+        budget=(STEPS, total_steps),
+        evaluation=evaluation,
+        eval_every=evaluate_every,
+        sinks=sinks,
+        callbacks=[*own, *callbacks],
+        checkpoint_dir=folder,
+        checkpoint_every=evaluate_every,
+        resume=None if folder is None else "auto",
+        progress=progress,
+    )
+    if history and trainer.iteration < FEW_ITERATIONS and not recorder.curve.ends_at(stop_at):
+        logging.getLogger("grpo").warning(
+            "train_control: %s steps were only %d iterations, and a policy improves once in an iteration. Use fewer or shorter "
+            "episodes per iteration (a smaller group_size, num_groups or max_episode_steps), or raise total_steps.",
+            f"{total_steps:,}",
+            trainer.iteration,
+        )
+    return recorder.curve
 
 
-@contextmanager
-def _recorded(trainer: GRPOTrainer, sinks: GuardedSinks) -> Iterator[list[Samples]]:
-    """The samples of the current iteration. The list stays empty if no sink records samples."""
-    samples: list[Samples] = []
-    trainer.samples = samples if sinks.take_samples else None
-    try:
-        yield samples
-    finally:
-        trainer.samples = None
+class CurveRecorder:
+    """A callback that keeps the learning curve. Checkpoints hold it.
 
+    Args:
+        folder: Folder for `curve.json`. None: none is written.
+    """
 
-class _Run:
-    """The state of a run that the trainer does not keep: steps, seconds, evaluations, and the folder."""
-
-    def __init__(self, trainer: GRPOTrainer, folder: Path | None) -> None:
-        self.trainer = trainer
-        self.folder = folder
-        self.steps = 0
-        self.seconds = 0.0
+    def __init__(self, folder: Path | None) -> None:
         self.curve = LearningCurve()
-        self.settings = json.loads(json.dumps(trainer.config.to_dict()))
-        if folder is not None and (folder / "last").exists():
-            written = json.loads((folder / "curve.json").read_text())
-            if written.pop("settings") != self.settings:
-                raise ConfigError(
-                    f"train_control: the settings must equal those of the run in {folder}; they differ. Use another folder, "
-                    "or delete this one."
-                )
-            trainer.load_checkpoint(folder / "last")
-            # The curve is written before the checkpoint, so it may contain one evaluation more.
-            known = written["iterations"].index(trainer.iteration) + 1
-            self.curve = LearningCurve(**{name: values[:known] for name, values in written.items()})
-            self.steps, self.seconds = self.curve.steps[-1], self.curve.seconds[-1]
+        self._seconds = 0.0
+        self._folder = folder
 
-    def note(self, result: Evaluation) -> None:
-        is_best = not self.curve.returns or result.mean_return > max(self.curve.returns)
-        self.curve.iterations.append(self.trainer.iteration)
-        self.curve.steps.append(self.steps)
-        self.curve.returns.append(result.mean_return)
-        self.curve.seconds.append(self.seconds)
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            replace_text(self.folder / "curve.json", json.dumps({**asdict(self.curve), "settings": self.settings}))
-            for name in ("best", "last") if is_best else ("last",):
-                self.trainer.save_checkpoint(self.folder / name)
+    def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> None:
+        """Note the evaluation, if there was one."""
+        self._seconds += metrics["time/iteration"]
+        if "eval/return" not in metrics:
+            return
+        self.curve.iterations.append(trainer.iteration)
+        self.curve.steps.append(round(metrics["episodes/total_steps"]))
+        self.curve.returns.append(metrics["eval/return"])
+        self.curve.seconds.append(self._seconds)
+        if self._folder is not None:
+            replace_text(self._folder / "curve.json", json.dumps(asdict(self.curve)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The curve, and the training time so far."""
+        return {"curve": asdict(self.curve), "seconds": self._seconds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.curve, self._seconds = LearningCurve(**state["curve"]), state["seconds"]
+
+
+class StopAt:
+    """A callback that stops the run when an evaluation reaches a return.
+
+    Args:
+        value: The return.
+        recorder: Keeps the evaluations. It is called before this callback.
+    """
+
+    def __init__(self, value: float, recorder: CurveRecorder) -> None:
+        self._value, self._recorder = value, recorder
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last evaluation has reached the return."""
+        return self._recorder.curve.ends_at(self._value)
+
+    def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
+        """Stop after an evaluation that has reached the return."""
+        return "stop" if "eval/return" in metrics and self.has_ended else None

@@ -75,15 +75,18 @@ def test_a_config_of_another_type_is_left_to_the_constructor() -> None:
 
 def test_arguments_of_train_are_compared_where_ranks_would_meet_at_different_places() -> None:
     arguments = {"self": 1, "states": [1, 2], "sinks": [3], "progress": True, "num_iterations": 4}
-    found = comparable_arguments({**arguments, "eval_states": [1], "checkpoint_dir": None})
+    found = comparable_arguments({**arguments, "eval_states": [1], "evaluation": None, "checkpoint_dir": None})
     words = {name: repr(value) for name, value in found.items()}
     assert words == {
         "num_iterations": "4",
         "eval_states": "given",
+        "evaluation": "None",
         "checkpoint_dir": "None",
         "the number of states": "2",
     }
-    source = comparable_arguments({**arguments, "states": iter([]), "eval_states": None, "checkpoint_dir": "x"})
+    source = comparable_arguments(
+        {**arguments, "states": iter([]), "eval_states": None, "evaluation": max, "checkpoint_dir": "x"}
+    )
     assert (source["the number of states"], repr(source["checkpoint_dir"])) == ("list_iterator", "given")
 
 

@@ -91,14 +91,14 @@ def trained(num_steps: int, **options: Any) -> GRPOTrainer:
 
 def test_a_loaded_trainer_continues_exactly_as_the_first_one() -> None:
     first = trained(3)
-    first.progress.num_iterations, first.progress.num_draws, first.optimizer_step.skipped_in_a_row = 7, 8, 1
+    first.progress.total, first.progress.num_draws, first.optimizer_step.skipped_in_a_row = 7, 8, 1
     state = copy.deepcopy(first.state_dict())
     metrics = [first.step(["a", "b"]) for _ in range(2)]
     second = trained(1, seed=2)
     second.load_state_dict(state)
     assert digest(second.state_dict() | {"config": None}) == digest(state | {"config": None})  # another seed is allowed
     assert (second.iteration, second.counters.data_seed) == (3, 1)
-    assert (second.progress.num_iterations, second.progress.num_draws) == (7, 8)
+    assert (second.progress.total, second.progress.num_draws) == (7, 8)
     assert second.optimizer_step.skipped_in_a_row == 1
     assert second.policy.memory == second.reward_model.function.num_calls == 3
     again = [second.step(["a", "b"]) for _ in range(2)]

@@ -1,51 +1,61 @@
 """Whole runs: when they evaluate, when they stop, and how an interrupted run resumes."""
 
 import json
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from adapters.control import EnvironmentReward, LearningCurve, evaluate_policy, preset_for, train_control
+from adapters.control import EnvironmentReward, LearningCurve, evaluate_policy, train_control
 from adapters.control.environments.episodes import episode_starts
 from adapters.control.environments.pools import SerialPool
 from adapters.control.training.evaluation import EVALUATION_SEED
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer
-from grpo.errors import ConfigError
+from grpo.callbacks import EarlyStopping
+from grpo.checkpoint import best_checkpoint
+from grpo.errors import ConfigError, GRPOWarning
 from grpo.sinks import Samples
 from tests.support.control_environments import Chance, Watched
 from tests.support.control_policies import policy_of
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.stopped_runs import Calls, by_exception, by_signal, stopped
+
+
+@pytest.fixture(autouse=True)
+def no_type_checks() -> Iterator[None]:
+    with as_users_run_it():
+        yield
 
 
 class Sink:
-    """Records metrics, and interrupts the run after a number of iterations."""
+    """Records metrics."""
 
-    def __init__(self, interrupt_after: int = 10**9) -> None:
+    def __init__(self) -> None:
         self.metrics: list[tuple[int, dict[str, float]]] = []
-        self.interrupt_after = interrupt_after
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.metrics.append((step, dict(metrics)))
-        if len(self.metrics) >= self.interrupt_after:
-            raise KeyboardInterrupt
 
     def close(self) -> None:
         pass
 
 
-def trainer_of(environment: Any, **options: Any) -> GRPOTrainer:
+def trainer_of(environment: Any, *, normalize_observations: bool = False, **config: Any) -> GRPOTrainer:
     torch.manual_seed(2)
-    policy = policy_of(environment, **{"hidden": (8,), "num_members": 4} | options)
-    config = GRPOConfig(
-        group_size=2, batch_size=16, num_epochs_per_update=2, seed=0, advantage=AdvantageConfig(scale="batch")
+    policy = policy_of(environment, hidden=(8,), num_members=4, normalize_observations=normalize_observations)
+    settings = {"group_size": 2, "batch_size": 16, "num_epochs_per_update": 2, "seed": 0} | config
+    advantage = AdvantageConfig(scale="batch")
+    return GRPOTrainer(
+        config=GRPOConfig(**settings, advantage=advantage), policy=policy, reward_model=EnvironmentReward()
     )
-    return GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward())
 
 
-def of_five_steps() -> GRPOTrainer:
+def of_five_steps(**config: Any) -> GRPOTrainer:
     """20 steps per iteration: two groups of two episodes of five."""
-    return trainer_of(lambda: Chance(5))
+    return trainer_of(lambda: Chance(5), **config)
 
 
 QUIET: dict[str, Any] = {"progress": False, "num_eval_episodes": 3}
@@ -114,86 +124,102 @@ def test_a_learning_curve_finds_when_and_whether_a_threshold_is_reached() -> Non
     assert not LearningCurve().ends_at(0.0)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_gives_the_same_curve(tmp_path: Path) -> None:
-    def run(folder: Path, sink: Sink) -> tuple[LearningCurve, GRPOTrainer]:
-        trainer = trainer_of("CartPole-v1", normalize_observations=True)
-        curve = train_control(
-            trainer, episode_starts(2), total_steps=450, evaluate_every=150, folder=folder, sinks=[sink], **QUIET
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "schedule": {"lr_schedule": "cosine", "warmup_ratio": 0.2},
+    "ahead": {"iterations_ahead": 1, "lr_schedule": "linear"},
+    "dynamic": {"dynamic_sampling_rounds": 2},
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(kind: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """By a signal in an optimizer step, and by an error in a callback. Everything goes on: weights, curve, callbacks."""
+
+    def run(
+        folder: Path | None, phase: str = "callback", stop: Any = by_exception, at: int | None = None
+    ) -> tuple[LearningCurve, GRPOTrainer, EarlyStopping]:
+        trainer = trainer_of("CartPole-v1", normalize_observations=True, **SETTINGS[kind])
+        stopping = EarlyStopping("eval/return", patience=99)
+        callbacks = [stopping, *Calls(trainer, phase, stop, at).callbacks]
+        options = {"total_steps": 250, "evaluate_every": 90, "folder": folder, "callbacks": callbacks}
+        return train_control(trainer, episode_starts(2), **options, **QUIET), trainer, stopping
+
+    expected, first, best = run(None)
+    assert len(expected.steps) >= 3
+    for phase, stop, at in (("step", by_signal, 8), ("callback", by_exception, 2)):
+        with subtests.test(phase=phase):
+            folder = tmp_path / phase
+            with stopped():
+                run(folder, phase, stop, at)
+            curve, second, again = run(folder)
+            assert (curve.iterations, curve.steps, curve.returns) == (
+                expected.iterations,
+                expected.steps,
+                expected.returns,
+            )
+            assert curve.seconds == sorted(curve.seconds)
+            assert asdict(curve) == json.loads((folder / "curve.json").read_text())
+            assert again.state_dict() == best.state_dict()
+            for name, value in first.policy.state_dict().items():
+                assert torch.equal(second.policy.state_dict()[name], value), name
+
+
+def test_progress_is_steps_done_and_a_schedule_reads_it() -> None:
+    """Four iterations of 20 steps, and a learning rate that falls to 0 over 80."""
+    trainer = of_five_steps(lr_schedule="linear", learning_rate=1.0)
+    train_control(trainer, episode_starts(2), total_steps=80, evaluate_every=80, **QUIET)
+    rates = [metrics["train/learning_rate"] for metrics in trainer.history]
+    assert rates == pytest.approx([1.0, 0.75, 0.5, 0.25])
+
+
+def test_groups_with_equal_rewards_are_replaced_and_their_steps_count() -> None:
+    """All groups are dead: an iteration draws three times, and has 3 x 20 steps."""
+    trainer = of_five_steps(dynamic_sampling_rounds=2)
+    trainer.reward_model.compute_rewards = lambda states, actions: torch.zeros(len(actions), 5)
+    pool: Any = trainer.policy.pool
+    curve = train_control(trainer, episode_starts(2), total_steps=120, evaluate_every=200, **QUIET)
+    assert curve.steps == [120]
+    assert [metrics["group_stats/num_rounds"] for metrics in trainer.history] == [2, 2]
+    assert trainer.progress.num_draws == 6
+    assert pool is trainer.policy.pool
+
+
+def test_a_run_that_reached_its_target_or_its_total_stays_ended_and_says_so(tmp_path: Path) -> None:
+    def run(**settings: Any) -> LearningCurve:
+        return train_control(
+            of_five_steps(), episode_starts(2), evaluate_every=50, folder=tmp_path, **QUIET, **settings
         )
-        return curve, trainer
 
-    whole = Sink()
-    unbroken, first = run(tmp_path / "unbroken", whole)
-    evaluated = [place for place, (_, metrics) in enumerate(whole.metrics) if "eval/return" in metrics]
-    assert len(evaluated) >= 3
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "broken", Sink(interrupt_after=evaluated[1]))  # between the first and the second evaluation
-    again = Sink()
-    resumed, second = run(tmp_path / "broken", again)
-    assert again.metrics[0][0] == evaluated[0] + 2  # resumes after the first evaluation; iterations count from 1
-    assert (resumed.steps, resumed.returns) == (unbroken.steps, unbroken.returns)
-    for name, value in first.policy.state_dict().items():
-        assert torch.equal(second.policy.state_dict()[name], value), name
-    saved = json.loads((tmp_path / "broken" / "curve.json").read_text())
-    del saved["settings"]
-    assert LearningCurve(**saved) == resumed
-    with pytest.raises(
-        ConfigError, match=r"the settings must equal those of the run in .*; they differ. Use another folder"
-    ):
-        train_control(
-            preset_for("CartPole-v1").make_trainer(first.policy, seed=123),
-            episode_starts(2),
-            total_steps=450,
-            evaluate_every=150,
-            folder=tmp_path / "broken",
-            **QUIET,
-        )
-    assert resumed.seconds == sorted(resumed.seconds)
-
-
-@pytest.mark.slow
-def test_a_finished_run_does_not_continue_unless_more_steps_are_requested(tmp_path: Path) -> None:
-    def run(**settings: Any) -> tuple[LearningCurve, Sink]:
-        sink = Sink()
-        curve = train_control(
-            of_five_steps(), episode_starts(2), evaluate_every=50, folder=tmp_path, sinks=[sink], **QUIET, **settings
-        )
-        return curve, sink
-
-    stopped, _ = run(total_steps=200, stop_at=-1.0)
-    assert stopped.steps == [60]
-    again, sink = run(total_steps=200, stop_at=-1.0)  # the target is already reached
-    assert again == stopped
-    assert sink.metrics == []
-    longer, sink = run(total_steps=120)
+    stopped_early = run(total_steps=200, stop_at=-1.0)
+    assert stopped_early.steps == [60]
+    with pytest.warns(GRPOWarning, match="StopAt has ended the run already"):
+        assert run(total_steps=200, stop_at=-1.0) == stopped_early
+    longer = run(total_steps=120)
     assert longer.steps == [60, 100, 120]
-    assert len(sink.metrics) == 3
-    assert run(total_steps=120)[1].metrics == []
+    with pytest.warns(GRPOWarning, match=r"episodes/steps=120 is the total, .* nothing left to do"):
+        assert run(total_steps=120) == longer
 
 
-def test_a_curve_that_is_ahead_of_the_checkpoint_is_cut_to_it(tmp_path: Path) -> None:
-    """The curve is written first, so a run that ends between the two writes leaves one evaluation too many."""
-    settings: dict[str, Any] = {"evaluate_every": 20, "folder": tmp_path, **QUIET}
-    curve = train_control(of_five_steps(), episode_starts(2), total_steps=60, **settings)
-    written = json.loads((tmp_path / "curve.json").read_text())
-    for name, value in (("iterations", 4), ("steps", 80), ("returns", 9.0), ("seconds", 99.0)):
-        written[name].append(value)
-    (tmp_path / "curve.json").write_text(json.dumps(written))
-    assert train_control(of_five_steps(), episode_starts(2), total_steps=60, **settings) == curve
-
-
-@pytest.mark.slow
 def test_the_best_checkpoint_has_the_highest_return(tmp_path: Path) -> None:
     trainer = trainer_of("CartPole-v1")
-    curve = train_control(trainer, episode_starts(2), total_steps=500, evaluate_every=120, folder=tmp_path, **QUIET)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "curve.json", "last"]
-    last = {name: value.clone() for name, value in trainer.policy.state_dict().items()}
-    trainer.load_checkpoint(tmp_path / "best")
+    curve = train_control(trainer, episode_starts(2), total_steps=400, evaluate_every=100, folder=tmp_path, **QUIET)
+    assert len(curve.returns) > 3
+    assert sum(path.name.startswith("iteration-") for path in tmp_path.iterdir()) in (3, 4)
+    trainer.load_checkpoint(best_checkpoint(tmp_path))
     assert evaluate_policy(trainer.policy, num_episodes=3).mean_return == max(curve.returns)
-    trainer.load_checkpoint(tmp_path / "last")
-    for name, value in trainer.policy.state_dict().items():
-        assert torch.equal(value, last[name])
+
+
+def test_a_budget_of_few_iterations_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    for total_steps, is_said in ((60, True), (20 * 20, False)):
+        caplog.clear()
+        train_control(of_five_steps(), episode_starts(2), total_steps=total_steps, evaluate_every=1000, **QUIET)
+        found = [line for line in caplog.messages if line.startswith("train_control")]
+        assert found == (
+            [f"train_control: {total_steps} steps were only 3 iterations" + found[0].partition("iterations")[2]]
+            if is_said
+            else []
+        )
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
