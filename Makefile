@@ -66,7 +66,7 @@ types: $(DEV)  ## Check types: strict on grpo, standard on adapters
 layers: $(DEV)  ## Check that modules import only from layers below them
 	@.venv/bin/lint-imports
 
-notebooks: $(DEV)  ## Execute every notebook, and compare what it prints with the committed file (ARGS=--update: write it)
+notebooks: $(DEV)  ## Execute every notebook, and compare what it prints with the committed file (ARGS=--update: write it; ARGS=--short: only run it)
 	@.venv/bin/python tools/notebooks.py $(ARGS)
 
 package: $(DEV)  ## Build wheel and sdist into dist/, and try the wheel in a new environment without extras

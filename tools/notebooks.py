@@ -1,8 +1,9 @@
 """Execute the notebooks, and compare what they print with what is committed; with --update, commit what they print.
 
-python tools/notebooks.py [--update] [NOTEBOOK ...]
+python tools/notebooks.py [--update | --short] [NOTEBOOK ...]
 
-Words must be the same, and numbers close: another processor rounds differently. Pictures are not compared.
+Words must be the same, and numbers close: another processor rounds differently. Pictures are not compared. --short executes
+notebooks with the settings in their metadata, such as `"short": {"NUM_ITERATIONS": 2}`, and compares and writes nothing.
 """
 
 import argparse
@@ -19,19 +20,32 @@ FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NUMBER = re.compile(r"-?\d*\.?\d+(?:e[+-]?\d+)?")
 RELATIVE, ABSOLUTE = 0.15, 0.15
 """Largest difference of two numbers that count as the same."""
-HERO = ("grpo_dynamic_bandit_demo.ipynb", 'title=name)\naxes[0].set_ylabel("probability: median', "dynamic_bandit.png")
-"""A notebook, a part of the cell that draws the README's picture, and the picture's name in docs/images."""
+PICTURES = {
+    "dynamic_bandit.png": ("grpo_dynamic_bandit_demo.ipynb", 'title=name)\naxes[0].set_ylabel("probability: median'),
+    "robot_arm.gif": ("robot_arm.ipynb", "film(untrained, policy)"),
+}
+"""Pictures of README and the pages, by name in docs/images: the notebook, and a part of the cell that draws the picture."""
 
 
-def executed(path: Path) -> Any:
+def executed(path: Path, *, short: bool = False) -> Any:
     """Execute a notebook. Outputs of one stream are joined, and times are left out."""
     notebook = nbformat.read(path, as_version=4)
+    if short:
+        shorten(notebook)
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(FOLDER.parent)}}).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
             cell.outputs = joined(cell.outputs)
     return notebook
+
+
+def shorten(notebook: Any) -> None:
+    """Replace each assignment `NAME = ...` to a name of `metadata.short`, which has to occur once."""
+    for name, value in notebook.metadata.get("short", {}).items():
+        assignment = re.compile(rf"^{name} = \S+", re.MULTILINE)
+        (cell,) = (cell for cell in notebook.cells if cell.cell_type == "code" and assignment.search(cell.source))
+        cell.source = assignment.sub(f"{name} = {value!r}", cell.source)
 
 
 def joined(outputs: list[Any]) -> list[Any]:
@@ -76,27 +90,33 @@ def is_same(before: str, after: str) -> bool:
     return all(abs(a - b) <= max(ABSOLUTE, RELATIVE * abs(a)) for a, b in pairs)
 
 
-def write_hero(notebook: Any) -> None:
-    """Write the README's picture, which is one of the notebook's."""
-    (cell,) = (cell for cell in notebook.cells if HERO[1] in cell.source)
-    (picture,) = (output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {}))
-    (FOLDER.parent / "docs" / "images" / HERO[2]).write_bytes(base64.b64decode(picture))
+def picture_of(notebook: Any, part: str) -> bytes:
+    """The picture that the cell with `part` in its source has drawn: PNG or GIF."""
+    (cell,) = (cell for cell in notebook["cells"] if part in "".join(cell["source"]))
+    drawn = (output.get("data", {}) for output in cell["outputs"])
+    (picture,) = (data[kind] for data in drawn for kind in ("image/png", "image/gif") if kind in data)
+    return base64.b64decode("".join(picture))
 
 
 def main() -> None:
     """Execute and compare, or update."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--update", action="store_true")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--update", action="store_true")
+    how.add_argument("--short", action="store_true")
     parser.add_argument("notebooks", nargs="*", type=Path, default=sorted(FOLDER.glob("*.ipynb")))
     args = parser.parse_args()
     failed = False
     for path in args.notebooks:
         print(f"{path.name} ...", flush=True)
-        fresh = executed(path)
+        fresh = executed(path, short=args.short)
         if args.update:
             nbformat.write(fresh, path)
-            if path.name == HERO[0]:
-                write_hero(fresh)
+            for picture, (name, part) in PICTURES.items():
+                if path.name == name:
+                    (FOLDER.parent / "docs" / "images" / picture).write_bytes(picture_of(fresh, part))
+        elif args.short:
+            continue
         elif found := differences(printed(nbformat.read(path, as_version=4)), printed(fresh)):
             failed = True
             print("\n".join(found))

@@ -192,9 +192,10 @@ def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         for output in cell.get("outputs", []):
-            picture = output.get("data", {}).get("image/png")
-            if picture:
-                name = f"{path.stem}-{len(pictures) + 1}.png"
+            data = output.get("data", {})
+            kind = next((kind for kind in ("png", "gif") if f"image/{kind}" in data), None)
+            if kind is not None:
+                name, picture = f"{path.stem}-{len(pictures) + 1}.{kind}", data[f"image/{kind}"]
                 pictures[name] = base64.b64decode("".join(picture))
                 parts.append(f"![Output of the cell above]({name})")
             elif printed := printed_text(output):

@@ -1,11 +1,15 @@
-"""The committed notebooks: what counts as the same output, and the README's picture."""
+"""The committed notebooks: what counts as the same output, the pages' pictures, and the ladder of four steps."""
 
-import base64
 import json
+import re
+from typing import Any
 
 import nbformat
+import pytest
 
 from tools import notebooks
+
+ROOT = notebooks.FOLDER.parent
 
 
 def test_numbers_may_differ_by_rounding_and_words_may_not() -> None:
@@ -41,11 +45,63 @@ def test_the_committed_notebooks_are_executed_in_order_and_print_no_warning() ->
         assert streams <= {"stdout"}, path.name
 
 
-def test_the_picture_of_the_readme_is_the_notebooks() -> None:
-    name, part, picture = notebooks.HERO
-    cells = json.loads((notebooks.FOLDER / name).read_text(encoding="utf-8"))["cells"]
-    (cell,) = (cell for cell in cells if part in "".join(cell["source"]))
-    (drawn,) = (output["data"]["image/png"] for output in cell["outputs"] if "image/png" in output.get("data", {}))
-    file = notebooks.FOLDER.parent / "docs" / "images" / picture
-    assert base64.b64decode("".join(drawn)) == file.read_bytes()
-    assert f"](docs/images/{picture})" in (notebooks.FOLDER.parent / "README.md").read_text(encoding="utf-8")
+def test_the_pictures_of_the_pages_are_the_notebooks_and_small() -> None:
+    for picture, (name, part) in notebooks.PICTURES.items():
+        notebook = json.loads((notebooks.FOLDER / name).read_text(encoding="utf-8"))
+        file = ROOT / "docs" / "images" / picture
+        assert notebooks.picture_of(notebook, part) == file.read_bytes()
+        assert file.stat().st_size < 150_000
+        assert f"](docs/images/{picture})" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+STEPS = ("grpo_dynamic_bandit_demo", "own_domain", "robot_arm", "language_model")
+"""The notebooks of the ladder, in order."""
+
+
+def test_readme_and_the_site_list_the_four_steps_in_order() -> None:
+    for page, folder in {"README.md": "notebooks", "docs/index.md": "../notebooks"}.items():
+        (row,) = (line for line in (ROOT / page).read_text(encoding="utf-8").splitlines() if "four steps" in line)
+        assert re.findall(r"\]\((\S+?)\)", row) == [f"{folder}/{step}.ipynb" for step in STEPS]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_says_how_to_install_it_checks_its_policy_trains_and_ends_with_a_picture(step: str) -> None:
+    cells = json.loads((notebooks.FOLDER / f"{step}.ipynb").read_text(encoding="utf-8"))["cells"]
+    first = "".join(cells[0]["source"])
+    assert first.startswith(f"# Step {STEPS.index(step) + 1} of 4: ")
+    assert re.search(r'`pip install -e "\.\[\S*notebooks\]"`', first)
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    shown = [json.dumps(cell["outputs"]) for cell in code]
+    assert re.search(r"check_policy\(\w+\): \d+ passed", shown[checked(code)])
+    assert "FAILED" not in shown[checked(code)]
+    assert any(
+        re.search(r"\.train\(|\.step\(|train_control\(", "".join(cell["source"])) for cell in code[checked(code) :]
+    )
+    assert re.search(r'"image/(png|gif)"', shown[-1])
+    imported = {
+        name for cell in code for name in re.findall(r"^from ((?:grpo|adapters)\S*)", "".join(cell["source"]), re.M)
+    }
+    assert not any(part.startswith("_") for name in imported for part in name.split(".")), "public names only"
+
+
+def checked(code: list[dict[str, Any]]) -> int:
+    """The number of the first cell that checks a policy."""
+    return next(number for number, cell in enumerate(code) if "check_policy(" in "".join(cell["source"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS)
+def test_the_short_form_of_a_step_runs_and_draws(step: str) -> None:
+    path = notebooks.FOLDER / f"{step}.ipynb"
+    notebook = notebooks.executed(path, short=True)
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert {output.name for output in outputs if output.output_type == "stream"} <= {"stdout"}
+    assert any("image/" in kind for kind in outputs[-1].get("data", {}))
+    assert notebook != nbformat.read(path, as_version=4), "the settings are the short ones"
+
+
+def test_a_short_setting_replaces_one_assignment() -> None:
+    cell = nbformat.v4.new_code_cell("NUM_STEPS = 200_000  # of the environment\nNUM = NUM_STEPS\nNUM_STEPS == 1")
+    notebook = nbformat.v4.new_notebook(cells=[cell], metadata={"short": {"NUM_STEPS": 16}})
+    notebooks.shorten(notebook)
+    assert cell.source == "NUM_STEPS = 16  # of the environment\nNUM = NUM_STEPS\nNUM_STEPS == 1"
