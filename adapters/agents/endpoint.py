@@ -108,7 +108,7 @@ class ChatEndpoint:
                 chat.info["error"] = f"{type(error).__name__}: {error}"
                 raise ConversationEnded(chat.limited_by) from error
             finally:
-                self._hang_up(token, chat.limited_by or outcome)
+                self._hang_up(token, chat.ended_by or chat.limited_by or outcome)
                 try:  # a thread that hangs holds up this task, and is counted
                     await thread.run(lambda: None)
                 finally:

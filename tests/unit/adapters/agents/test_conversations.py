@@ -1,6 +1,5 @@
 """What a conversation records: contexts, masks, messages, rewards and tool calls."""
 
-import asyncio
 import warnings
 from pathlib import Path
 from typing import Any
@@ -294,16 +293,6 @@ def test_other_tools_open_a_context() -> None:
     (found,) = converse(Scripted(["a", "b", "c"], max_new_tokens=20).policy, play)
     assert [sampled for _, sampled in text_and_sampled(found)] == ["a<|im_end|>", "b<|im_end|>|c<|im_end|>"]
     assert text_and_sampled(found)[1][0].startswith("<|im_start|>system\nTools:")
-
-
-def test_calls_at_the_same_time_are_answered_one_after_another() -> None:
-    async def play(chat: Chat, state: Any) -> list[float]:
-        said = await asyncio.gather(*(chat([{"role": "user", "content": f"question {i}"}]) for i in range(3)))
-        return [float(message["content"]) for message in said]
-
-    (found,) = converse(Scripted(["1", "2", "3"], max_new_tokens=20).policy, play)
-    assert found.rewards == (1.0, 2.0, 3.0)
-    assert len(found.segments) == 3
 
 
 def test_a_program_may_catch_the_end_of_the_conversation() -> None:
