@@ -20,6 +20,7 @@ from ._common.signatures import takes
 from ._processes.calls import call_in_process
 from ._rewarding.answers import checked
 from ._rewarding.deadlines import await_all, is_async
+from ._rewarding.missing import causes_of
 from ._rewarding.parts import PlannedCalls, PlansCalls, ask, compares_actions, planned, require_killable
 from .config import MAX_CONCURRENT
 from .errors import ConfigError, RewardError
@@ -124,6 +125,10 @@ class WeightedRewards:
         if not any(map(compares_actions, self.rewards.values())):
             raise AttributeError("WeightedRewards has in_groups only if one of its parts has it.")
         return self._in_groups
+
+    def explain_missing(self, states: Rows, actions: Rows) -> list[str]:
+        """Why rows have no reward, from each part that knows."""
+        return [text for reward in self.rewards.values() for text in causes_of(reward, states, actions)]
 
     def _in_groups(self, group_ids: Int[Tensor, " N"]) -> "WeightedRewards":
         grouped = copy.copy(self)

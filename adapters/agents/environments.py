@@ -1,6 +1,7 @@
 """Environments: Gymnasium's five values, with messages in them. An environment is played as an agent program."""
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import queue
@@ -52,7 +53,8 @@ class Environment(Protocol):
 class OwnThread:
     """A thread in which one environment makes all its blocking calls. A call that hangs holds up no one else."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: contextlib.AbstractContextManager | None = None) -> None:
+        self._turns = turns or contextlib.nullcontext()  # held during each call
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future, asyncio.AbstractEventLoop] | None]
         self._calls = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -79,7 +81,8 @@ class OwnThread:
         while (job := self._calls.get()) is not None:
             call, future, loop = job
             try:
-                result, error = call(), None
+                with self._turns:
+                    result, error = call(), None
             except BaseException as raised:
                 result, error = None, raised
             try:
@@ -102,12 +105,13 @@ def _settle(future: asyncio.Future, result: Any, error: BaseException | None) ->
 class EnvironmentLoop:
     """Plays environments: asks the policy for messages, gives them to the environment, and adds up the rewards."""
 
-    def __init__(self, make: Callable[[Any], Any]) -> None:
+    def __init__(self, make: Callable[[Any], Any], *, one_at_a_time: bool = False) -> None:
         self._make = make
+        self._turns = threading.Lock() if one_at_a_time else None
 
     async def __call__(self, chat: Chat, state: Any) -> list[float]:
         """Hold one conversation. Return one reward per message of the policy."""
-        thread = OwnThread()
+        thread = OwnThread(self._turns)
         made: list[Any] = []
         rewards: list[float] = []
         try:

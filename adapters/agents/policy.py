@@ -47,6 +47,10 @@ class AgentPolicy:
         concurrency: Maximum number of conversations at a time.
         timeout: Seconds that an environment or an agent program may take between two messages of the model. A conversation
             that takes longer ends. None: no limit.
+        num_retries: How often a conversation is held again, from its beginning, whose environment or program fails or hangs.
+            What was said before is forgotten. Afterwards, the conversation has no reward, and `RewardConfig` decides.
+        one_at_a_time: Whether blocking methods of environments are called one after another, because their package is not safe
+            in several threads (TextWorld, for example). A method that hangs then holds up all environments.
         branch: Where the conversations of a group branch. They are sampled, and forwarded, once up to there. A single
             conversation per state does not branch, and `generate_actions` never does. The environments need `snapshot()` and
             `restore(state)`. None: all conversations are independent.
@@ -71,6 +75,8 @@ class AgentPolicy:
         max_tokens: int | None = None,
         concurrency: int = 64,
         timeout: float | None = 60.0,
+        num_retries: int = 0,
+        one_at_a_time: bool = False,
         branch: Branching | None = None,
     ) -> None:
         if not callable(make):
@@ -82,6 +88,8 @@ class AgentPolicy:
         for name, limit in limits.items():
             if limit is not None and limit < 1:
                 raise ConfigError(f"AgentPolicy: {name} must be at least 1; got {limit}.")
+        if num_retries < 0:
+            raise ConfigError(f"AgentPolicy: num_retries must be at least 0; got {num_retries}.")
         if timeout is not None and not timeout > 0:
             raise ConfigError(f"AgentPolicy: timeout must be above 0; got {timeout}. Pass None for no limit.")
         if branch is not None:
@@ -104,8 +112,8 @@ class AgentPolicy:
         """Whether rows of a group share steps, so that `max_at_k` is refused."""
         known = [limit for limit in (max_tokens, policy.max_positions) if limit is not None]
         self._max_tokens = min(known, default=None)
-        play = make if is_async(make) else EnvironmentLoop(make)
-        self._rollouts = Rollouts(play, concurrency=concurrency, timeout=timeout)
+        play = make if is_async(make) else EnvironmentLoop(make, one_at_a_time=one_at_a_time)
+        self._rollouts = Rollouts(play, concurrency=concurrency, timeout=timeout, num_retries=num_retries)
         if hasattr(policy, "reference_log_probabilities"):
             # an attribute, because a policy without a reference must not have this method
             self.reference_log_probabilities = self._reference_log_probabilities
@@ -287,12 +295,13 @@ class AgentPolicy:
             Job(index=i, state=states[i // size], seed=seeds[i // size], sampling_seed=sampling_seeds[i // num_leaves])
             for i in range(0, len(states) * size, num_leaves)
         ]
-        num_abandoned = self._rollouts.num_abandoned
+        num_abandoned, num_retried = self._rollouts.num_abandoned, self._rollouts.num_retried
         with self.policy.keeping_prefixes(self._concurrency):
             held = self._rollouts.run(jobs, make_chat, turns)
         repeats = [1 if chat.branch is None else chat.branch.num_leaves for chat, _ in held]
         conversations = [c for (_, c), count in zip(held, repeats, strict=True) for _ in range(count)]
-        return conversations, _metrics(held, conversations, self._rollouts.num_abandoned - num_abandoned)
+        metrics = _metrics(held, conversations, self._rollouts.num_abandoned - num_abandoned)
+        return conversations, metrics | {"agents/retries": float(self._rollouts.num_retried - num_retried)}
 
 
 def _metrics(

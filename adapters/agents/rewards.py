@@ -1,5 +1,6 @@
 """The rewards that environments and agent programs gave, as a reward model."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,15 @@ class EnvironmentReward:
             row[ends] = torch.tensor(action.rewards, dtype=torch.float64)
         return rewards
 
+    def explain_missing(self, states: Sequence[Any], actions: Sequence[Conversation]) -> list[str]:
+        """Why conversations have no reward, each cause once: the state, what happened, and what to do."""
+        found = {
+            _cause(action): f"State {repr(state)[:80]}: {_cause(action)}"
+            for state, action in zip(states, actions, strict=True)
+            if math.isnan(action.reward)
+        }
+        return [*found.values()]
+
     def train(self) -> "EnvironmentReward":
         """Do nothing. `train`, `eval` and `to` do nothing, because there are no weights."""
         return self
@@ -68,3 +78,17 @@ class EnvironmentReward:
     def to(self, device: torch.device | str) -> "EnvironmentReward":
         """Do nothing."""
         return self
+
+
+def _cause(conversation: Conversation) -> str:
+    """Why a conversation has no reward."""
+    error = conversation.info.get("error", "no message")
+    if conversation.ended_by == "timeout":
+        return f"{error}. Find out what it waits for, or raise AgentPolicy(timeout=...)."
+    if conversation.ended_by == "error":
+        return f"the environment or the program raised {error}. Fix it, or set AgentPolicy(num_retries=...)."
+    if not conversation.turns and conversation.ended_by == "length":
+        return "its first prompt has no room for a message. Shorten the prompt, or raise AgentPolicy(max_tokens=...)."
+    if not conversation.turns:
+        return "the program returned without a message of the model. Await chat(messages)."
+    return "the environment gave NaN as a reward. Return a number."

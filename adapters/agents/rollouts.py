@@ -79,14 +79,20 @@ class Rollouts:
         concurrency: Maximum number of conversations at a time. More make larger batches, and need more memory and
             environments.
         timeout: Seconds that `play` may be busy between two messages of the policy. None: no limit.
+        num_retries: How often a conversation is held again whose environment or program fails or hangs.
     """
 
-    def __init__(self, play: Callable[[Chat, Any], Coroutine], *, concurrency: int, timeout: float | None) -> None:
+    def __init__(
+        self, play: Callable[[Chat, Any], Coroutine], *, concurrency: int, timeout: float | None, num_retries: int = 0
+    ) -> None:
         self._play = play
+        self._num_retries = num_retries
         self._concurrency = concurrency
         self._timeout = timeout
         self.num_abandoned = 0
         """Environments that hang for good."""
+        self.num_retried = 0
+        """Conversations that were held again."""
         self._has_logged = False
 
     def run(self, jobs: Sequence[Job], make_chat: MakeChat, sample: SampleBatch) -> list[tuple[Chat, Conversation]]:
@@ -136,7 +142,7 @@ class Rollouts:
             async with room:
                 with batches.one_more():
                     chat.restart_clock()
-                    return job.index, await self._hold(job, chat)
+                    return job.index, await self._hold(job, chat, lambda: make_chat(job, batches.sampler(job.index)))
 
         def end(task: asyncio.Task) -> None:
             if not task.cancelled():
@@ -165,7 +171,17 @@ class Rollouts:
                 task.cancel()
             await asyncio.wait(tasks, timeout=2 * GRACE_SECONDS)
 
-    async def _hold(self, job: Job, chat: Chat) -> tuple[Chat, Conversation]:
+    async def _hold(self, job: Job, chat: Chat, again: Callable[[], Chat]) -> tuple[Chat, Conversation]:
+        """Hold a conversation, and hold it again in a new environment if that fails and there are retries left."""
+        for _ in range(self._num_retries):
+            held = await self._hold_once(job, chat)
+            if chat.ended_by not in ("error", "timeout") or chat.branch is not None:
+                return held
+            self.num_retried += 1
+            chat = again()
+        return await self._hold_once(job, chat)
+
+    async def _hold_once(self, job: Job, chat: Chat) -> tuple[Chat, Conversation]:
         chat.program = task = asyncio.ensure_future(self._play(chat, job.state))
         try:
             while not task.done() and chat.ended_by != "timeout":
@@ -209,8 +225,9 @@ class Rollouts:
         if not self._has_logged:
             self._has_logged = True
             logging.getLogger("grpo").warning(
-                "AgentPolicy: a conversation failed, and has no reward: RewardConfig decides about its row. (This message "
-                "appears once; agents/ended_by_error counts.)\n%s",
+                "AgentPolicy: a conversation failed, and has no reward: RewardConfig decides about its row. If its package is "
+                "not safe in several threads, set one_at_a_time=True. (This message appears once; agents/ended_by_error "
+                "counts.)\n%s",
                 "".join(traceback.format_exception(error)),
             )
         return float("nan")

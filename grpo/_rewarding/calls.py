@@ -22,7 +22,7 @@ from grpo.reward_model_base import Rewards, as_reward_model
 from grpo.types import Rows, zero_outside
 
 from .answers import AskedRows, CheckedCall, is_failed_call, kind_of, spread
-from .missing import Kept, with_each, without_missing
+from .missing import Kept, causes_of, with_each, without_missing
 from .retries import Retries
 
 MISTAKES = (TypeError, NameError, AttributeError, KeyError, ImportError)
@@ -138,7 +138,10 @@ class RewardCalls:
         if rewards.values.dim() == 2 and mask is not None:
             rewards = replace(rewards, values=zero_outside(rewards.values, mask.cpu()[kept]))
         if not bool(rewards.values.isfinite().all()):
-            rewards, kept = without_missing(self._name, (rewards, kept), self.config, self.counts)
+            try:
+                rewards, kept = without_missing(self._name, (rewards, kept), self.config, self.counts)
+            except RewardError as error:
+                raise RewardError(" ".join([str(error), *causes_of(self.reward_model, states, actions)])) from None
         metrics = dict(self.counts)
         if not keep_counts:
             self.forget_counts()

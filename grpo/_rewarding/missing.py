@@ -1,7 +1,7 @@
 """Rows without a finite reward: training stops, or they leave the batch, or their reward is 0, as `RewardConfig` says."""
 
 from collections.abc import Callable, MutableMapping
-from typing import Literal, assert_never
+from typing import Any, Literal, assert_never
 
 import torch
 from jaxtyping import Bool
@@ -10,7 +10,10 @@ from torch import Tensor
 from grpo.config import RewardConfig
 from grpo.errors import RewardError
 from grpo.reward_model_base import Rewards
+from grpo.types import Rows
 
+MOST_CAUSES = 3
+"""Number of explanations in an error."""
 Kept = tuple[Rewards, Tensor]
 """The rewards of K rows, and a mask of the K rows among all N rows."""
 
@@ -40,6 +43,12 @@ def without_missing(name: str, found: Kept, config: RewardConfig, counts: Mutabl
     if config.non_finite == "raise":
         _raise_for_missing(name, found, missing, is_unanswered=bool(unanswered.any()) and rule == "raise")
     return _without(name, found, missing, config.non_finite, counts)
+
+
+def causes_of(reward_model: Any, states: Rows, actions: Rows) -> list[str]:
+    """Why rows of these have no reward, in sentences, if the reward model has a method `explain_missing` that knows."""
+    explain = getattr(reward_model, "explain_missing", None)
+    return [] if explain is None else [*explain(states, actions)][:MOST_CAUSES]
 
 
 def with_each(rewards: Rewards, change: Callable[[Tensor], Tensor]) -> Rewards:

@@ -5,13 +5,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from adapters.agents import AgentPolicy, Chat, ChatTemplate, rollouts
-from grpo.errors import ConfigError, ContractError, DeadlineError
+from adapters.agents import AgentPolicy, Chat, ChatTemplate, EnvironmentReward, Message, rollouts
+from grpo import GRPOConfig, GRPOTrainer, WeightedRewards
+from grpo.errors import ConfigError, ContractError, DeadlineError, RewardError
 from tests.support.agents import Echo, Scripted, Tools, chat_tokenizer, language_model, says_call
 
 
@@ -58,6 +61,88 @@ def test_every_way_to_end(subtests: pytest.Subtests) -> None:
             assert (row.reward == sum(rewards)) == bool(rewards)  # without a turn, there is no reward: NaN
             counts = {name: n for name, n in sampled.metrics.items() if name.startswith("agents/ended_by")}
             assert [name for name, count in counts.items() if count] == [f"agents/ended_by_{ended_by}"]
+
+
+def test_a_row_without_a_reward_is_explained_by_state_cause_and_remedy(subtests: pytest.Subtests) -> None:
+    async def says_nothing(chat: Chat, state: Any) -> float:
+        return 1.0
+
+    async def gives_nan(chat: Chat, state: Any) -> float:
+        await chat([{"role": "user", "content": "you"}])
+        return float("nan")
+
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (
+            one_with("step", fails),
+            {},
+            r"the environment or the program raised KeyError: 'lost'\. Fix it, or set .*num_retries",
+        ),
+        (one_with("step", lambda: time.sleep(1.0)), {"timeout": 0.3}, r"no answer within 0\.3 s\. .*timeout="),
+        (
+            Echo,
+            {"max_tokens": 9},
+            r"its first prompt has no room for a message\. Shorten the prompt, or raise .*max_tokens",
+        ),
+        (says_nothing, {}, r"the program returned without a message of the model\. Await"),
+        (gives_nan, {}, r"the environment gave NaN as a reward\. Return a number"),
+    ]
+    for make, options, cause in cases:
+        for reward in (EnvironmentReward(), WeightedRewards({"environment": EnvironmentReward()})):
+            with subtests.test(cause, reward=type(reward).__name__):
+                logging.getLogger("grpo").disabled = True
+                agent = AgentPolicy(says(*"abcdef"), make, **options)
+                trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=agent, reward_model=reward)
+                with pytest.raises(RewardError, match=rf"set reward\.non_finite .* State 'task 7': {cause}") as caught:
+                    trainer.step(["task 7"])
+                assert str(caught.value).count("State 'task 7'") == 1
+                logging.getLogger("grpo").disabled = False
+
+
+def test_a_conversation_that_failed_is_held_again_with_the_same_random_numbers() -> None:
+    tries: list[str] = []
+
+    async def play(chat: Chat, state: Any) -> float:
+        messages: list[Message] = [{"role": "user", "content": "you"}]
+        for _ in range(2):
+            said = await chat(messages, max_new_tokens=3)
+            tries.append(said["content"])
+            messages = [*messages, said, {"role": "user", "content": "more"}]
+        if len(tries) == 2:
+            raise KeyError("lost")
+        return 1.0
+
+    logging.getLogger("grpo").disabled = True
+    model = language_model(max_new_tokens=6)
+    for num_retries, ended_by in ((1, "environment"), (0, "error")):
+        tries.clear()
+        torch.manual_seed(0)
+        sampled = AgentPolicy(model, play, num_retries=num_retries).sample_actions(["you"], 1)
+        assert sampled.actions[0][0].ended_by == ended_by
+        assert sampled.metrics["agents/retries"] == num_retries
+        assert tries == tries[:2] * (1 + num_retries)
+    logging.getLogger("grpo").disabled = False
+    with pytest.raises(ConfigError, match="num_retries must be at least 0; got -1"):
+        AgentPolicy(model, play, num_retries=-1)
+
+
+def test_environments_that_are_not_safe_in_threads_are_called_one_at_a_time() -> None:
+    inside, most = [0], [0]
+
+    class Unsafe(Echo):
+        def step(self, action: Any) -> Any:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            time.sleep(0.02)
+            inside[0] -= 1
+            return super().step(action)
+
+    found = []
+    for one_at_a_time in (False, True):
+        most[0] = 0
+        agent = AgentPolicy(says(*"abcdefgh"), partial(Unsafe, turns=1), one_at_a_time=one_at_a_time)
+        agent.generate_actions(["you"], 8)
+        found.append(most[0])
+    assert found[0] > 1 == found[1]
 
 
 def test_what_the_other_side_said_last_stays_in_the_transcript() -> None:
