@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from grpo import Samples
+from grpo.arguments import flattened
 
 Row: TypeAlias = Mapping[str, str | float | None]
 """One row of a table of samples: a value per column."""
@@ -18,17 +19,13 @@ NUM_BINS = 32
 """Number of bins of a histogram."""
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+def flat(settings: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """Settings by their full name, `config.objective.kl_coef`. A list becomes JSON, and None becomes "None"."""
-    plain: dict[str, bool | int | float | str] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            plain |= flat(value, f"{prefix}{name}.")
-        elif isinstance(value, bool | int | float | str):
-            plain[prefix + name] = value
-        else:
-            plain[prefix + name] = "None" if value is None else json.dumps(value)
-    return plain
+    plain = (bool, int, float, str)
+    return {
+        name: value if isinstance(value, plain) else "None" if value is None else json.dumps(value)
+        for name, value in flattened(settings).items()
+    }
 
 
 def table(samples: Samples) -> list[dict[str, str | float | None]]:

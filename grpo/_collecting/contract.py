@@ -92,15 +92,8 @@ def check_sampled(owner: str, sampled: Any, num_rows: int) -> SampledActions:
                 "policy decided."
             )
     behaviour = None if behaviour is None else as_float32(behaviour)
-    if scores is sampled.scores and behaviour is sampled.behaviour_log_probs:
-        return sampled
-    return SampledActions(
-        actions=sampled.actions,
-        mask=sampled.mask,
-        behaviour_log_probs=behaviour,
-        scores=scores,
-        metrics=sampled.metrics,
-    )
+    is_same = scores is sampled.scores and behaviour is sampled.behaviour_log_probs
+    return sampled if is_same else replace(sampled, behaviour_log_probs=behaviour, scores=scores)
 
 
 def flatten_actions(owner: str, actions: Any, num_states: int, num_actions: int) -> Rows:

@@ -9,7 +9,7 @@ from torch import Tensor
 from grpo.errors import ConfigError, ContractError, ProtocolError
 
 from .checks import is_one_letter_off
-from .conversion import describe
+from .conversion import describe, has_values
 
 
 def require_methods(value: Any, methods: Sequence[str], role: str, protocol: str) -> None:
@@ -45,9 +45,7 @@ def parameters_of(policy: Any) -> Mapping[str, Tensor]:
     found = policy.get_parameters()
     entries = found.items() if isinstance(found, Mapping) else [("the result", found)]
     for name, value in entries:
-        has_data = (
-            isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_nested)
-        )
+        has_data = isinstance(value, Tensor) and has_values(value)
         if not isinstance(found, Mapping) or not isinstance(name, str) or not has_data:
             raise ContractError(
                 f"{type(policy).__name__}.get_parameters must return a dict of dense tensors by name; {name} is "

@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from grpo import GRPOConfig
+from grpo.arguments import flattened
 
 from .markup import Html, element, joined
 from .run_data import RunData, SampleTable, Start
@@ -72,12 +73,13 @@ def settings_section(starts: Sequence[Start]) -> Html:
     if not starts:
         return element("p", "The folder has no settings.json, because the run was not recorded with RunFolder.")
     last = starts[-1].settings
-    config, defaults = _flat(last.get("config", {})), _flat(GRPOConfig().to_dict())
+    given = last.get("config")
+    config, defaults = flattened(given if isinstance(given, Mapping) else {}), flattened(GRPOConfig().to_dict())
     changed = {name: value for name, value in config.items() if name not in defaults or value != defaults[name]}
     rows = [row_of([name, _plain(value), _plain(defaults.get(name, "-"))]) for name, value in changed.items()]
     others = [row_of([name, _plain(value)]) for name, value in config.items() if name not in changed]
     rest = [
-        row_of([name, _plain(value)]) for name, value in _flat({**last, "config": None}).items() if name != "config"
+        row_of([name, _plain(value)]) for name, value in flattened({**last, "config": None}).items() if name != "config"
     ]
     return joined(
         table_of(["setting", "value", "default"], rows) if rows else element("p", "All settings have their defaults."),
@@ -96,22 +98,12 @@ def _changes(starts: Sequence[Start]) -> Html:
     """What each resume changed."""
     lines = []
     for old, new in pairwise(starts):
-        before, after = _flat(old.settings), _flat(new.settings)
+        before, after = flattened(old.settings), flattened(new.settings)
         different = [name for name in dict.fromkeys([*before, *after]) if before.get(name) != after.get(name)]
         changes = [f"{name}: {_plain(before.get(name))} → {_plain(after.get(name))}" for name in different]
         words = "; ".join(changes) or "with the same settings"
         lines.append(element("li", f"Continued at iteration {new.iteration:,}: {words}"))
     return element("ul", *lines) if lines else joined()
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested settings with dotted names: {"objective": {"kl_coef": 0}} becomes {"objective.kl_coef": 0}."""
-    if not isinstance(values, Mapping) or not values:
-        return {prefix: values} if prefix else {}
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}.{name}" if prefix else str(name))
-    return flat
 
 
 def _plain(value: Any) -> str:
