@@ -27,10 +27,15 @@ def random_argmax(values: Float64[np.ndarray, "R K"], rng: np.random.Generator) 
 class _UpperConfidence:
     """Base class of the UCB strategies: pull argmax_a mean_a + bonus_a. Arms with a count of 0 come first.
 
-    bonus_a = reward_range * scale * sqrt(exploration * log(n) / counts_a)
+    bonus_a = reward_range * scale * sqrt(exploration * log(n) / counts_a), where n is the sum of the counts
     """
 
-    def __init__(self, num_runs: int, num_arms: int, exploration: float, reward_range: float) -> None:
+    scale = 1.0
+    """Factor of the bonus."""
+    discount = 1.0
+    """Factor of counts and sums per pull. 1 never forgets."""
+
+    def __init__(self, num_runs: int, num_arms: int, *, exploration: float = 0.5, reward_range: float = 1.0) -> None:
         owner = type(self).__name__
         require_integers(owner, 1, num_runs=num_runs, num_arms=num_arms)
         require_numbers(owner, exploration=exploration, reward_range=reward_range)
@@ -43,11 +48,22 @@ class _UpperConfidence:
         self.runs = np.arange(num_runs)
         self.counts = np.zeros((num_runs, num_arms))
         self.sums = np.zeros((num_runs, num_arms))
+        self.total_count = 0.0
 
-    def _select(self, log_count: float, scale: float, rng: np.random.Generator) -> Arms:
+    def select(self, rng: np.random.Generator) -> Arms:
+        """Pull the arm with the largest index."""
         counts = np.maximum(self.counts, 1e-300)
-        bonus = self.reward_range * scale * np.sqrt(self.exploration * max(log_count, 0.0) / counts)
+        log_count = log(max(self.total_count, 1.0))
+        bonus = self.reward_range * self.scale * np.sqrt(self.exploration * log_count / counts)
         return random_argmax(np.where(self.counts > 0, self.sums / counts + bonus, np.inf), rng)
+
+    def update(self, arms: Arms, rewards: Rewards) -> None:
+        """Discount the memory, then add one pull per run."""
+        self.total_count = self.discount * self.total_count + 1
+        self.counts *= self.discount
+        self.sums *= self.discount
+        self.counts[self.runs, arms] += 1
+        self.sums[self.runs, arms] += rewards
 
 
 class UCB1(_UpperConfidence):
@@ -62,20 +78,6 @@ class UCB1(_UpperConfidence):
     Source: Auer, Cesa-Bianchi & Fischer 2002, Machine Learning 47, figure 1; Garivier & Moulines 2008,
     arXiv:0805.3415, section 4, for the constant.
     """
-
-    def __init__(self, num_runs: int, num_arms: int, *, exploration: float = 0.5, reward_range: float = 1.0) -> None:
-        super().__init__(num_runs, num_arms, exploration, reward_range)
-        self.num_pulls = 0
-
-    def select(self, rng: np.random.Generator) -> Arms:
-        """Pull the arm with the largest index."""
-        return self._select(log(max(self.num_pulls, 1)), 1.0, rng)
-
-    def update(self, arms: Arms, rewards: Rewards) -> None:
-        """Add one pull per run."""
-        self.num_pulls += 1
-        self.counts[self.runs, arms] += 1
-        self.sums[self.runs, arms] += rewards
 
 
 class DiscountedUCB(_UpperConfidence):
@@ -94,6 +96,8 @@ class DiscountedUCB(_UpperConfidence):
     Source: Garivier & Moulines 2008, arXiv:0805.3415, section 2 (D-UCB) and section 4.
     """
 
+    scale = 2.0
+
     def __init__(
         self,
         num_runs: int,
@@ -104,23 +108,10 @@ class DiscountedUCB(_UpperConfidence):
         exploration: float = 0.5,
         reward_range: float = 1.0,
     ) -> None:
-        super().__init__(num_runs, num_arms, exploration, reward_range)
+        super().__init__(num_runs, num_arms, exploration=exploration, reward_range=reward_range)
         require_integers("DiscountedUCB", 1, horizon=horizon)
         self.discount = 1 - 1 / (4 * sqrt(horizon)) if discount is None else discount
         require_discount("DiscountedUCB", self.discount)
-        self.total_count = 0.0
-
-    def select(self, rng: np.random.Generator) -> Arms:
-        """Pull the arm with the largest index."""
-        return self._select(log(max(self.total_count, 1.0)), 2.0, rng)
-
-    def update(self, arms: Arms, rewards: Rewards) -> None:
-        """Discount the memory, then add one pull per run."""
-        self.total_count = self.discount * self.total_count + 1
-        self.counts *= self.discount
-        self.sums *= self.discount
-        self.counts[self.runs, arms] += 1
-        self.sums[self.runs, arms] += rewards
 
 
 class SlidingWindowUCB(_UpperConfidence):
@@ -149,7 +140,7 @@ class SlidingWindowUCB(_UpperConfidence):
         exploration: float = 0.5,
         reward_range: float = 1.0,
     ) -> None:
-        super().__init__(num_runs, num_arms, exploration, reward_range)
+        super().__init__(num_runs, num_arms, exploration=exploration, reward_range=reward_range)
         require_integers("SlidingWindowUCB", 1, horizon=horizon)
         self.window = max(1, ceil(4 * sqrt(horizon * log(horizon)))) if window is None else window
         require_integers("SlidingWindowUCB", 1, window=self.window)
@@ -157,18 +148,14 @@ class SlidingWindowUCB(_UpperConfidence):
         self._arms = np.zeros((self.window, num_runs), dtype=np.int64)
         self._rewards = np.zeros((self.window, num_runs))
 
-    def select(self, rng: np.random.Generator) -> Arms:
-        """Pull the arm with the largest index."""
-        return self._select(log(max(min(self.num_pulls, self.window), 1)), 1.0, rng)
-
     def update(self, arms: Arms, rewards: Rewards) -> None:
         """Add one pull per run and drop the oldest pull from the window."""
         slot = self.num_pulls % self.window
         if self.num_pulls >= self.window:
             self.counts[self.runs, self._arms[slot]] -= 1
             self.sums[self.runs, self._arms[slot]] -= self._rewards[slot]
+            self.total_count -= 1
         self._arms[slot] = arms
         self._rewards[slot] = rewards
-        self.counts[self.runs, arms] += 1
-        self.sums[self.runs, arms] += rewards
+        super().update(arms, rewards)
         self.num_pulls += 1
