@@ -98,6 +98,7 @@ def group_relative_advantages(
         return torch.zeros_like(rewards)
     groups = Groups.of(group_ids)
     R, tolerance = groups.rewards(rewards)
+    # rewards of a group that differ by rounding alone are no signal, unless the baseline is not the group's
     no_signal = groups.repeat(groups.are_constant(R, tolerance)) & (baseline not in ABSOLUTE_BASELINES)
     centred = np.where(no_signal, 0.0, _minus_baseline(R, groups, baseline, lengths, k, running_mean))
     advantages = np.where(no_signal, 0.0, _over_scale(centred, R, groups, scale, tolerance, std_ddof, std_eps))

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ._collecting.contract import fit_state_keys, require_finite, require_same_steps
 from ._collecting.costs import CallCosts
-from ._collecting.groups import groups_of
 from ._collecting.out_of_memory import PassSizes
-from ._collecting.sampled_rows import SampledRows, sampled_with
+from ._collecting.sampled_rows import SampledRows, groups_of, sampled_with
 from ._collecting.sampling import SampleCalls
 from ._collecting.scoring import Autocast, ReferenceScorer, Scorer, batch_fields, score_in_parts
 from ._collecting.update_plan import cut_parts, num_selected, parts_in_order, planned_parts

@@ -1,16 +1,18 @@
 """The rows of an iteration between sampling and rewards."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from grpo._common.conversion import describe
 from grpo._rewarding.calls import KeptRewards
-from grpo.errors import ContractError
+from grpo.errors import ConfigError, ContractError
 from grpo.types import ExperienceBatch, Rows, SampledActions, repeat_rows, select_rows
 
 from .contract import check_sampled, flatten_actions, require_finite
@@ -80,3 +82,19 @@ def sampled_with(
         known=known,
         metrics={**sampled.metrics, "time/sample": time.perf_counter() - start, "time/score": 0.0},
     )
+
+
+def groups_of(states: Rows, group_by: Callable[[Any], Hashable] | None) -> Int[Tensor, " B"]:
+    """The group of each state: its position, or the position of the first state with the same key."""
+    if group_by is None:
+        return torch.arange(len(states))
+    first: dict[Hashable, int] = {}
+    keys = [group_by(states[position]) for position in range(len(states))]
+    for position, key in enumerate(keys):
+        if isinstance(key, Tensor | np.ndarray) or not isinstance(key, Hashable):
+            raise ConfigError(
+                f"group_by must return a hashable value, such as a text or a number; got {describe(key)} for state "
+                f"{position}. Return str(...), tuple(...) or .item()."
+            )
+        first.setdefault(key, position)
+    return torch.tensor([first[key] for key in keys])

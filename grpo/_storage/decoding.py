@@ -17,8 +17,7 @@ from torch import Tensor
 
 from grpo.errors import CheckpointError
 
-from .encoding import MAX_DEPTH, SCALARS
-from .restorable import class_of
+from .encoding import MAX_DEPTH, SCALARS, class_of
 from .tensor_file import Place
 
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from grpo._collecting.update_plan import num_updates_per_epoch
 from grpo.types import ExperienceBatch
 
-from .probabilities import refuse_probabilities
-from .requirements import require_batch
+from .requirements import refuse_probabilities, require_batch
 from .training_rows import ReplayBuffer, with_advantages
 from .update_context import UpdateContext
 from .update_rows import UpdateRows

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from grpo._ranks.processes import SeveralProcesses
 from grpo._storage.decoding import SavedRows, decode
-from grpo._storage.divided import DividedTensors
 from grpo._storage.files import new_file
+from grpo._storage.opening import DividedTensors
 from grpo._storage.tensor_file import Place, TensorFile, write_tensors
 from grpo.engine import OneProcess
 from grpo.errors import DamagedCheckpointError
