@@ -1,5 +1,6 @@
 """All settings of training. Surrogates and sampler corrections hold their own settings."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -386,6 +387,20 @@ class GRPOConfig(Settings):
         if self.iterations_ahead > 0 and self.objective.sampler_correction is None:
             return replace(self.objective, sampler_correction=Truncate())
         return self.objective
+
+    def learning_rate_factor(self, done: float, total: float, size: float = 1.0) -> float:
+        """The learning rate of an iteration of `size` that begins after `done` of `total`, divided by `learning_rate`.
+
+        It rises linearly over `warmup_ratio` of the run. Then it stays 1, or falls to 0 (linear or cosine). All three numbers
+        are iterations, or what the run counts in their place, such as environment steps.
+        """
+        num_warmup = math.ceil(self.warmup_ratio * total)
+        if done < num_warmup:
+            return min((done + size) / num_warmup, 1.0)
+        # iterations that are sampled ahead may exceed the total
+        progress = min((done - num_warmup) / max(total - num_warmup, 1), 1.0)
+        falling = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
+        return falling[self.lr_schedule]
 
 
 def _as_object(name: str, value: Any, choices: Mapping[str, type[Settings]], *others: str) -> Callable[..., Any]:

@@ -1,7 +1,5 @@
 """Our settings by TRL's names, and the settings that TRL does not have. What has no counterpart is refused."""
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -306,18 +304,3 @@ def _loss_arguments(objective: Any, sizes: Sizes) -> dict[str, Any]:
     if loss_type in ("dapo", "cispo", "vespo") and sizes.rows != sizes.batch:
         refuse("objective.aggregation", aggregation)
     return {**arguments, "loss_type": loss_type}
-
-
-def learning_rate_factor(config: GRPOConfig, num_iterations: int, updates: int) -> Callable[[int], float]:
-    """The factor of the learning rate at each update, as `GRPOTrainer.train` sets it at each iteration."""
-    num_warmup = math.ceil(config.warmup_ratio * num_iterations)
-
-    def factor(update: int) -> float:
-        position = update // updates
-        if position < num_warmup:
-            return (position + 1) / num_warmup
-        progress = (position - num_warmup) / max(num_iterations - num_warmup, 1)
-        falling = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
-        return falling[config.lr_schedule]
-
-    return factor

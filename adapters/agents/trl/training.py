@@ -4,7 +4,7 @@ import copy
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +24,7 @@ from grpo.metrics import reward_statistics
 from grpo.rewards import is_async
 
 from .handover import COLUMN, trl_environment, trl_reward_functions
-from .settings import Sizes, learning_rate_factor, refuse, trl_arguments
+from .settings import Sizes, refuse, trl_arguments
 
 METRICS = {
     "loss": "train/total_loss",
@@ -124,7 +124,7 @@ def train_with_trl(
             args=args,
             train_dataset=datasets.Dataset.from_list(rows),
             processing_class=tokenizer,
-            optimizers=_optimizer(language, config, learning_rate_factor(config, num_iterations, sizes.updates)),
+            optimizers=_optimizer(language, config, num_iterations, sizes.updates),
             callbacks=[StopsAtNaN()],
             **({} if environment is None else {"environment_factory": environment}),
         )
@@ -171,9 +171,13 @@ class StopsAtNaN(TrainerCallback):
 
 
 def _optimizer(
-    language: HFPolicy, config: GRPOConfig, factor: Callable[[int], float]
+    language: HFPolicy, config: GRPOConfig, num_iterations: int, updates: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """The optimizer of `grpo.GRPOTrainer`, and its schedule."""
+    """The optimizer of `grpo.GRPOTrainer`, and its schedule, in `updates` equal steps per iteration."""
+
+    def factor(update: int) -> float:
+        return config.learning_rate_factor(update // updates, num_iterations)
+
     parameters = [value for value in language.get_parameters().values() if value.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

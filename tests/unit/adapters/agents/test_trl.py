@@ -23,7 +23,8 @@ from adapters.agents import (
 )
 from adapters.agents.bridges.trl import trl_environments
 from adapters.agents.trl import SETTINGS, settings_table
-from adapters.agents.trl.settings import Sizes, learning_rate_factor, trl_arguments
+from adapters.agents.trl.settings import Sizes, trl_arguments
+from adapters.agents.trl.training import _optimizer
 from adapters.llm import HFOptions, HFPolicy, SamplingConfig
 from grpo import (
     AdvantageConfig,
@@ -450,12 +451,15 @@ def test_settings_have_the_names_and_conventions_of_trl() -> None:
 
 
 def test_the_learning_rate_follows_our_schedule() -> None:
-    cosine = replace(DEFAULTS, lr_schedule="cosine", warmup_ratio=0.25)
-    factor = learning_rate_factor(cosine, 8, 2)
-    found = [round(factor(update), 4) for update in range(16)]
+    def rates(config: GRPOConfig, num_iterations: int, updates: int) -> list[float]:
+        _, scheduler = _optimizer(language_model(), config, num_iterations, updates)
+        [factor] = scheduler.lr_lambdas
+        return [round(factor(update), 4) for update in range(num_iterations * updates)]
+
+    found = rates(replace(DEFAULTS, lr_schedule="cosine", warmup_ratio=0.25), 8, 2)
     assert found[::2] == found[1::2] == [0.5, 1.0, 1.0, 0.933, 0.75, 0.5, 0.25, 0.067]
-    assert learning_rate_factor(replace(DEFAULTS, lr_schedule="linear"), 4, 1)(3) == 0.25
-    assert learning_rate_factor(DEFAULTS, 4, 1)(3) == 1.0
+    assert rates(replace(DEFAULTS, lr_schedule="linear"), 4, 1)[3] == 0.25
+    assert rates(DEFAULTS, 4, 1)[3] == 1.0
 
 
 def test_policies_that_trl_cannot_run_are_refused(subtests: pytest.Subtests) -> None:
