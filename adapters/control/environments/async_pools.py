@@ -19,13 +19,16 @@ from .pool_base import (
     TO_BE_RESET,
     EpisodeSteps,
     PoolStep,
+    StepFault,
     WorkerLost,
+    checked_reset,
+    checked_step,
     environment_name,
     find_misfit,
     misfit_fault,
+    require_environment,
     require_equal_members,
     require_fixed_shape,
-    reward_fault,
     take_rows,
     time_limit,
 )
@@ -57,16 +60,18 @@ class WorkerEnv(gymnasium.Wrapper):
         """Reset the environment, or restore the snapshot in `options`."""
         if options is not None and SNAPSHOT in options:
             return self._checked(restore_snapshot(self.env, options[SNAPSHOT])), {}
-        observation, info = self.env.reset(seed=seed, options=options)
+        try:
+            observation, info = checked_reset(self.env.reset(seed=seed, options=options))
+        except StepFault as fault:
+            raise ContractError(str(fault)) from None
         return self._checked(observation), info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step the environment. The reward is converted to float."""
-        observation, reward, terminated, truncated, info = self.env.step(action)
         try:
-            reward = float(reward)
-        except (TypeError, ValueError) as error:
-            raise ContractError(reward_fault(reward)) from error
+            observation, reward, terminated, truncated, info = checked_step(self.env.step(action))
+        except StepFault as fault:
+            raise ContractError(str(fault)) from None
         return self._checked(observation), reward, terminated, truncated, info
 
     def _checked(self, observation: Any) -> Any:
@@ -77,7 +82,9 @@ class WorkerEnv(gymnasium.Wrapper):
 
 def make_worker_env(env_fn: Callable[[], gymnasium.Env]) -> WorkerEnv:
     """Create the environment. Called in the worker process."""
-    return WorkerEnv(env_fn())
+    env = env_fn()
+    require_environment(env)
+    return WorkerEnv(env)
 
 
 class AsyncPool:

@@ -17,6 +17,7 @@ from grpo.arguments import describe, require_integers
 from grpo.checks import CheckReport
 from grpo.checks.report import Rule, Verdict, absent, failed, note, passed, run_rules
 
+from .masks import flat_mask, mask_form, mask_of, sample_mask
 from .pool_base import (
     environment_name,
     find_misfit,
@@ -48,14 +49,14 @@ def check_environment(
 ) -> CheckReport:
     """Check what training requires of an environment, with random actions in three instances.
 
-    The rules are: it can be created, no wrapper keeps statistics, it has a time limit, observations and rewards are what the
-    spaces say, equal seeds give equal episodes, a reset forgets the episode before it, instances do not
+    The rules are: it can be created, no wrapper keeps statistics, it has a time limit, observations, masks and rewards are what
+    the spaces say, equal seeds give equal episodes, a reset forgets the episode before it, instances do not
     influence one another, the episodes of a group differ, and a
     restored snapshot continues exactly. Global random generators are restored.
 
     Args:
         environment: An id, or a function that creates an environment.
-        max_episode_steps: The limit that `EpisodePolicy` will get. None: the environment must have its own.
+        max_episode_steps: The limit that `EpisodePolicy` will get. None: the environment's own, or 10,000.
         num_steps: Maximum number of steps per episode. More steps find more mistakes.
         seed: Seed of the resets and of the actions.
         strict: Raise if a rule is broken.
@@ -152,8 +153,7 @@ class EnvironmentProbe:
         moments = [_moment(observation, 0.0, False, False)]
         env.action_space.seed(action_seed)
         while len(actions) < num_steps and not moments[-1].is_last:
-            mask = info.get("action_mask") if isinstance(env.action_space, spaces.Discrete) else None
-            action = env.action_space.sample(None if mask is None else np.asarray(mask, dtype=np.int8))
+            action = env.action_space.sample(sample_mask(env.action_space, mask_of(env, observation, info)))
             actions.append(copy.deepcopy(action))
             observation, reward, terminated, truncated, info = env.step(action)
             moments.append(_moment(observation, reward, terminated, truncated))
@@ -212,9 +212,10 @@ def _check_time_limit(probe: EnvironmentProbe) -> Verdict:
                 f"There is no time limit, and all of {len(ended)} episodes of random actions ended within {probe.num_steps} "
                 "steps. A trained policy may learn not to end them: pass EpisodeOptions(max_episode_steps=...)."
             )
-        return failed(
-            "Episodes must have a time limit; the environment has none, neither in its registration nor as "
-            "gymnasium.wrappers.TimeLimit. Pass EpisodeOptions(max_episode_steps=...), and the same number here."
+        return note(
+            f"There is no time limit, neither in the registration nor as gymnasium.wrappers.TimeLimit, and only {sum(ended)} "
+            f"of {len(ended)} episodes of random actions ended within {probe.num_steps} steps. Episodes are truncated after "
+            "10,000 steps: pass EpisodeOptions(max_episode_steps=...), and the same number here."
         )
     return passed(f"At most {limit:,} steps.")
 
@@ -244,6 +245,20 @@ def _outside(space: spaces.Space, observation: Any) -> str | None:
             is_inside = space.contains(array[()] if isinstance(space, spaces.Discrete) else array)
             return None if is_inside and np.isfinite(array).all() else str(observation)
     return next((found for part, value in parts if (found := _outside(part, value))), None)
+
+
+def _check_masks(probe: EnvironmentProbe) -> Verdict:
+    env = probe.instances[0]
+    observation, info = env.reset(seed=probe.seed)
+    mask = mask_of(env, observation, info)
+    if mask is None:
+        return passed("The environment gives no masks of allowed actions.")
+    row = flat_mask(env.action_space, mask)
+    where = {"method": "action_masks()", "observation": "observation['action_mask']", None: "info['action_mask']"}
+    return passed(
+        f"Masks of {len(row)} categories in {where[mask_form(env)]}: EpisodePolicy(action_mask='info') uses them, and "
+        "ignores them by default."
+    )
 
 
 def _check_rewards(probe: EnvironmentProbe) -> Verdict:
@@ -347,6 +362,7 @@ ENVIRONMENT_RULES: tuple[Rule, ...] = (
     Rule("statistics", _check_statistics, ("creation",)),
     Rule("time limit", _check_time_limit, ("creation",)),
     Rule("observations", _check_observations, ("creation",)),
+    Rule("masks", _check_masks, ("observations",)),
     Rule("rewards", _check_rewards, ("observations",)),
     Rule("seeded", _check_seeded, ("rewards", "statistics")),
     Rule("resettable", _check_resettable, ("seeded",)),

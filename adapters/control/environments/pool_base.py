@@ -10,9 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import create_empty_array
 from gymnasium.wrappers import NormalizeObservation, NormalizeReward, TimeLimit
 from jaxtyping import Bool, Float64, Int64
+from numpy.typing import NDArray
 
 from grpo.errors import ConfigError, ContractError, GRPOError
 
@@ -100,6 +102,44 @@ def time_limit(env: gymnasium.Env) -> int | None:
     return min((limit for limit in (registered, *wrapped) if limit is not None and limit > 0), default=None)
 
 
+def remedy_for(env: Any) -> str | None:
+    """What to do with an environment of another interface. None: it is not known."""
+    if isinstance(env, VectorEnv):
+        return "A member is a single environment: pass an id, or a function that creates one, and num_members=..."
+    if hasattr(env, "num_envs") and (hasattr(env, "step_async") or hasattr(env, "step_wait")):
+        return (
+            "Stable-Baselines3's vector environments restart finished episodes themselves. Pass the id or the function that "
+            "make_vec_env got, and num_members=..., without VecNormalize and VecMonitor: "
+            "EpisodeOptions(normalize_observations=True), and returns are reported anyway."
+        )
+    if hasattr(env, "possible_agents") or hasattr(env, "agent_selection"):
+        return (
+            "PettingZoo's environments have several agents. Write a gymnasium.Env whose step() takes the action of one agent "
+            "and plays the others, and pass a function that creates it."
+        )
+    if isinstance(env, gymnasium.Env):
+        return "A single instance cannot be copied. Pass a function that creates it: lambda: YourEnvironment()."
+    if hasattr(env, "reset") and hasattr(env, "step"):
+        return (
+            "Let its class inherit from gymnasium.Env. For environments of the old gym there is the package shimmy: "
+            'gymnasium.make("GymV26Environment-v0", env=...).'
+        )
+    return None
+
+
+def require_environment(env: Any) -> None:
+    """Check that a function has created a single Gymnasium environment.
+
+    Raises:
+        ConfigError: It has created something else. The message says what to do with it.
+    """
+    if not isinstance(env, gymnasium.Env):
+        raise ConfigError(
+            f"Every member of a pool must be a gymnasium.Env; got a {_kind(env)}. "
+            f"{remedy_for(env) or 'Return one from the function.'}"
+        )
+
+
 def require_equal_members(env: gymnasium.Env) -> None:
     """Check that no wrapper keeps running statistics, which would differ between members and change in evaluations.
 
@@ -143,11 +183,24 @@ def find_misfit(space: gymnasium.Space, observation: Any) -> str | None:
                 array = np.asarray(observation)
             except ValueError:  # rows of different lengths
                 return f"{required}; got {_kind(observation)} of uneven rows"
-            if array.shape == space.shape and np.can_cast(array.dtype, space.dtype or array.dtype, "same_kind"):
-                return None
-            return f"{required}; got {array.dtype} {list(array.shape)}"
+            if array.shape != space.shape or not np.can_cast(array.dtype, space.dtype or array.dtype, "same_kind"):
+                return f"{required}; got {array.dtype} {list(array.shape)}"
+            return None if _is_inside(space, array) else f"must lie in {space}; got {observation}"
     misfits = ((name, find_misfit(part, value)) for name, part, value in parts)
     return next((f"[{name}] {misfit}" for name, misfit in misfits if misfit), None)
+
+
+def _is_inside(space: gymnasium.Space, array: NDArray[Any]) -> bool:
+    """Whether categories lie in their space. The bounds of boxes are not checked, because many environments exceed them."""
+    match space:
+        case spaces.Discrete():
+            return bool(space.start <= array < space.start + space.n)
+        case spaces.MultiDiscrete():
+            return bool(((space.start <= array) & (array < space.start + space.nvec)).all())
+        case spaces.MultiBinary():
+            return bool(((array == 0) | (array == 1)).all())
+        case _:
+            return True
 
 
 def _kind(value: Any) -> str:
@@ -164,9 +217,57 @@ def exception_fault(error: Exception) -> str:
     return f"the environment raised {type(error).__name__}: {error}. The cause is chained. Correct the environment."
 
 
-def reward_fault(reward: Any) -> str:
-    """Error text for a reward that is not a number."""
-    return f"the reward must be a number; got {reward!r}. Correct what the environment returns."
+class StepFault(Exception):
+    """What an environment returned is not what Gymnasium asks for. The text is that of an error."""
+
+
+def checked_step(result: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    """What `env.step` returned, with a plain reward.
+
+    Raises:
+        StepFault: It is no five values, the reward is no number, or an end is neither true nor false.
+    """
+    if not isinstance(result, tuple) or len(result) != 5:
+        raise StepFault(
+            f"step() must return (observation, reward, terminated, truncated, info); got {_values(result)}. "
+            "Environments of the old gym return four values: use their new version, or the package shimmy."
+        )
+    observation, reward, terminated, truncated, info = result
+    if type(reward) is not float:
+        reward = _number(reward)
+    for name, value in (("terminated", terminated), ("truncated", truncated)):
+        if type(value) is not bool and not isinstance(value, np.bool_ | int | np.integer | np.ndarray):
+            raise StepFault(f"{name} must be True or False; got {value!r}. Correct what the environment returns.")
+    return observation, reward, bool(terminated), bool(truncated), info
+
+
+def _number(reward: Any) -> float:
+    single = reward.item() if isinstance(reward, np.ndarray) and reward.size == 1 else reward
+    try:
+        if isinstance(single, str | bytes):  # float would read them
+            raise TypeError(single)
+        return float(single)
+    except (TypeError, ValueError) as error:
+        raise StepFault(
+            f"the reward must be a number; got {reward!r}. Correct what the environment returns."
+        ) from error
+
+
+def checked_reset(result: Any) -> tuple[Any, dict[str, Any]]:
+    """What `env.reset` returned.
+
+    Raises:
+        StepFault: It is no pair of an observation and a dict.
+    """
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+        raise StepFault(
+            f"reset() must return (observation, info) with a dict info; got {_values(result)}. Correct reset()."
+        )
+    return result[0], dict(result[1])
+
+
+def _values(result: Any) -> str:
+    return f"{len(result)} values" if isinstance(result, tuple) else f"a {_kind(result)}"
 
 
 def take_rows(batch: Any, rows: Any) -> Any:
@@ -197,11 +298,12 @@ class ObservationRows:
         require_fixed_shape(space)
         self.space = space
         self.batch = create_empty_array(space, num_rows, fn=np.empty)
-        self._shape, self._dtype = space.shape, space.dtype
+        is_box = isinstance(space, spaces.Box)
+        self._shape, self._dtype = (space.shape, space.dtype) if is_box else (None, None)
 
     def write(self, row: int, observation: Any) -> str | None:
         """Write one row. Returns the description from `find_misfit` if the observation does not fit, otherwise None."""
-        # numpy would broadcast a wrong shape. This first test is quick, and most observations pass it.
+        # numpy would broadcast a wrong shape. This first test is quick, and most observations of a box pass it.
         if type(observation) is not np.ndarray or observation.shape != self._shape or observation.dtype != self._dtype:
             misfit = find_misfit(self.space, observation)
             if misfit:

@@ -5,6 +5,8 @@ worker processes, which pay off if a step takes longer than a message round trip
 """
 
 import difflib
+import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +15,7 @@ from typing import Any, Literal, TypeAlias, assert_never, get_args
 import gymnasium
 import numpy as np
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.envs.registration import load_env_creator
 from gymnasium.error import DependencyNotInstalled, DeprecatedEnv, UnregisteredEnv
 from gymnasium.error import Error as GymnasiumError
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
@@ -23,18 +26,23 @@ from grpo.errors import ConfigError, GRPOError
 
 from .async_pools import AsyncPool
 from .episodes import EpisodeStart
+from .masks import MasksInInfo, mask_form
 from .native_pools import NATIVE_IDS, NativeCartPole, is_native_keyword
 from .pool_base import (
     EnvironmentPool,
     EpisodeSteps,
     ObservationRows,
     PoolStep,
+    StepFault,
     WorkerLost,
+    checked_reset,
+    checked_step,
     environment_name,
     exception_fault,
     misfit_fault,
+    remedy_for,
+    require_environment,
     require_equal_members,
-    reward_fault,
     take_rows,
     time_limit,
 )
@@ -50,6 +58,8 @@ __all__ = [
     "WorkerLost",
     "make_pool",
 ]
+
+LOGGER = logging.getLogger("grpo")
 
 Vectorization: TypeAlias = Literal["auto", "sync", "async", "native"]
 
@@ -70,14 +80,14 @@ class SerialPool:
         # A SyncVectorEnv's own step() steps all its environments. With autoreset disabled it fails if one has finished,
         # and with NEXT_STEP it inserts a transition with reward 0 between two episodes.
         self._envs = list(envs.envs) if isinstance(envs, SyncVectorEnv) else list(envs)
+        for env in self._envs:
+            require_environment(env)
         num_distinct = len({id(env) for env in self._envs})
         if not self._envs or num_distinct < len(self._envs):
             raise ConfigError(
                 f"SerialPool needs at least one environment, and a separate one for each member; got {num_distinct} for "
                 f"{len(self._envs)} members. A factory must create a new environment at every call."
             )
-        for env in self._envs:
-            require_instances("SerialPool", gymnasium.Env, "a gymnasium.Env", **{"every member": env})
         self.num_members = len(self._envs)
         self.observation_space = self._envs[0].observation_space
         self.action_space = self._envs[0].action_space
@@ -113,6 +123,8 @@ class SerialPool:
                 observation, info = _begun(self._envs[member], start)
             except GRPOError:
                 raise
+            except StepFault as fault:
+                raise self._steps.error(member, str(fault)) from None
             except Exception as error:  # recovery: the error of the environment gets a name
                 raise self._steps.error(member, exception_fault(error)) from error
             if misfit := self._rows.write(row, observation):
@@ -139,15 +151,15 @@ class SerialPool:
         envs, write = self._envs, self._rows.write
         for row, member in enumerate(places):
             try:
-                observation, reward, terminated[row], truncated[row], info = envs[member].step(actions[row])
+                observation, rewards[row], terminated[row], truncated[row], info = checked_step(
+                    envs[member].step(actions[row])
+                )
             except GRPOError:
                 raise
+            except StepFault as fault:
+                raise self._steps.error(member, str(fault)) from None
             except Exception as error:  # recovery: the error of the environment gets a name
                 raise self._steps.error(member, exception_fault(error)) from error
-            try:
-                rewards[row] = reward
-            except (TypeError, ValueError) as error:
-                raise self._steps.error(member, reward_fault(reward)) from error
             if misfit := write(row, observation):
                 raise self._steps.error(member, misfit_fault(misfit))
             if infos is not None:
@@ -175,7 +187,7 @@ def _begun(env: gymnasium.Env, start: EpisodeStart) -> tuple[Any, dict[str, Any]
     """The first observation and info of an episode."""
     if start.snapshot is not None:
         return restore_snapshot(env, start.snapshot), {}
-    return env.reset(seed=start.seed, options=None if start.options is None else dict(start.options))
+    return checked_reset(env.reset(seed=start.seed, options=None if start.options is None else dict(start.options)))
 
 
 def make_pool(
@@ -194,7 +206,7 @@ def make_pool(
         num_members: Number of members M. More members take more memory and make the network's batches larger.
         vectorization: `sync` steps the environments one after the other in this process, `async` uses one process each,
             `native` steps all CartPoles in one array, and `auto` is native for CartPole and otherwise sync.
-        infos: Whether to fill `PoolStep.infos`, which action masks need.
+        infos: Whether to fill `PoolStep.infos`, also with the masks of allowed actions that the environment keeps elsewhere.
         env_kwargs: Keywords of `gymnasium.make`, if `env` is an id.
 
     Raises:
@@ -228,7 +240,7 @@ def make_pool(
     if not callable(env):
         raise ConfigError(
             f"make_pool: env must be an id, a factory of environments or a vector environment; got {type(env).__name__}. "
-            "Pass a function that creates the environment, because a single instance cannot be copied."
+            f"{remedy_for(env) or 'Pass a function that creates the environment: lambda: YourEnvironment().'}"
         )
     return _pool_of_factory(env, num_members, vectorization, infos)
 
@@ -251,6 +263,22 @@ def environment_factory(env: str | Callable[[], gymnasium.Env]) -> Callable[[], 
             f"An environment must be an id or a function that creates one; got {describe(env)}. Pass lambda: YourEnvironment()."
         )
     return env
+
+
+def environment_keywords(env_id: str) -> set[str]:
+    """The keywords that an environment, or `gymnasium.make`, knows by name. Empty: the id is not registered."""
+    try:
+        spec = gymnasium.spec(env_id)
+        creator = spec.entry_point if callable(spec.entry_point) else load_env_creator(str(spec.entry_point))
+    except (GymnasiumError, ImportError, AttributeError):
+        return set()
+    functions = (
+        [vars(kind)["__init__"] for kind in creator.__mro__ if "__init__" in vars(kind)]
+        if isinstance(creator, type)
+        else [creator]
+    )
+    known = [inspect.signature(function).parameters for function in (gymnasium.make, *functions)]
+    return {*spec.kwargs, *(name for parameters in known for name in parameters)}
 
 
 @contextmanager
@@ -287,9 +315,13 @@ def _pool_of_factory(
 ) -> EnvironmentPool:
     match vectorization:
         case "auto" | "sync":
-            return SerialPool([factory() for _ in range(num_members)], infos=infos)
+            envs = [factory() for _ in range(num_members)]
+            if not infos:
+                _say_masks(envs[0])
+            return SerialPool([_with_masks(env) for env in envs] if infos else envs, infos=infos)
         case "async":
-            return AsyncPool([factory] * num_members, infos=infos)
+            made = partial(_made_with_masks, factory) if infos else factory
+            return AsyncPool([made] * num_members, infos=infos)
         case "native":
             raise ConfigError(
                 f"make_pool: vectorization='native' supports {' and '.join(NATIVE_IDS)}, with the keywords "
@@ -299,13 +331,37 @@ def _pool_of_factory(
             assert_never(vectorization)
 
 
+def _with_masks(env: Any) -> Any:
+    """The environment with its masks in `info`. What is no environment is left to the pool's error."""
+    return MasksInInfo(env) if isinstance(env, gymnasium.Env) and mask_form(env) else env
+
+
+def _made_with_masks(factory: Callable[[], gymnasium.Env]) -> gymnasium.Env:
+    """Create the environment. A module's function, because it is sent to worker processes."""
+    made: gymnasium.Env = _with_masks(factory())
+    return made
+
+
+def _say_masks(env: Any) -> None:
+    """Say that masks are not used, if the environment has them."""
+    if isinstance(env, gymnasium.Env) and (form := mask_form(env)):
+        where = (
+            "action_masks()" if form == "method" else 'its observations\' part "action_mask", which is taken as input'
+        )
+        LOGGER.warning(
+            "%s gives masks of allowed actions in %s, and they are not used. EpisodePolicy(action_mask='info') uses them.",
+            environment_name(env),
+            where,
+        )
+
+
 def _pool_of_vector_env(env: VectorEnv, infos: bool) -> EnvironmentPool:
     match env:
         case SyncVectorEnv():
-            return SerialPool(env, infos=infos)
+            return SerialPool([_with_masks(one) for one in env.envs] if infos else env, infos=infos)
         case AsyncVectorEnv():
             env.close()
-            return AsyncPool(env.env_fns, infos=infos)
+            return AsyncPool([partial(_made_with_masks, make) if infos else make for make in env.env_fns], infos=infos)
         case CartPoleVectorEnv() if type(env) is CartPoleVectorEnv:  # a subclass may compute something else
             return NativeCartPole(env, infos=infos)
         case _:

@@ -2,19 +2,21 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias, assert_never
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from gymnasium.vector import VectorEnv
-from jaxtyping import Float, Float64, Int, Shaped
+from jaxtyping import Bool, Float, Float64, Int, Shaped
 from torch import Tensor, nn
 
 from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, pad_to_steps
-from adapters.control.environments.pools import EnvironmentPool, make_pool
+from adapters.control.environments.masks import KEY, flat_mask, take_mask
+from adapters.control.environments.pools import EnvironmentPool, environment_keywords, make_pool
 from grpo.arguments import (
     describe,
     nearest_name,
@@ -28,16 +30,22 @@ from grpo.types import ActionScores, SampledActions
 
 from .distributions import ActionDistribution, Gaussian, Kind, SquashedGaussian, distribution_for
 from .fast_forward import fast_forward
-from .networks import CNNTorso, SharedStd, linear, mlp_torso, num_outputs
-from .observations import ObservationEncoder, RunningNormalizer
+from .networks import CNNTorso, MixedTorso, SharedStd, linear, mlp_torso, num_outputs
+from .observations import ObservationEncoder, RunningNormalizer, as_batch
 from .options import EpisodeOptions
-from .rollouts import Decide, Record, roll_out
+from .rollouts import Decide, Record, require_finite, roll_out
 
 ActionMask: TypeAlias = Literal["info"] | Callable[[Tensor], Tensor] | None
-"""Source of action masks: `info` reads `info["action_mask"]`; a function maps encoded observations [n, ...] to bool [n, K]."""
+"""Source of action masks: `info` takes those of the environment, from `info["action_mask"]`, `action_masks()` or the part
+`action_mask` of its observations; a function maps encoded observations [n, ...] to bool [n, K]."""
 
 DEFAULT_MEMBERS = 16
 """Number of concurrent environments, unless it is given."""
+
+MAX_STEPS = 10_000
+"""Maximum length of an episode, if neither the environment nor the user has a limit. Longer ones are truncated."""
+
+LOGGER = logging.getLogger("grpo")
 
 HEAD_GAIN = 0.01
 """Gain of the last layer. A small gain makes the initial policy nearly uniform, or its mean near 0."""
@@ -89,6 +97,8 @@ class EpisodePolicy(nn.Module):
         require_instances("EpisodePolicy", nn.Module | bool, "True, False or an nn.Module", critic=critic)
         require_instances("EpisodePolicy", EpisodeOptions | None, "EpisodeOptions or None", options=options)
         refuse_options("EpisodePolicy", EpisodeOptions, make)
+        if isinstance(environment, str):
+            _refuse_near_misses(environment, make)
         options = options or EpisodeOptions()
         is_info = isinstance(action_mask, str) and action_mask == "info"
         if not (action_mask is None or is_info or callable(action_mask)):
@@ -118,7 +128,7 @@ class EpisodePolicy(nn.Module):
                 ) from error
         self.max_episode_steps = options.max_episode_steps
         self.time_limit = self._time_limit(None)
-        self.encoder = ObservationEncoder(self.pool.observation_space)
+        self.encoder = ObservationEncoder(self.pool.observation_space, keeps_images=torso is not None)
         self.distribution = (
             distribution_for(self.pool.action_space, distribution) if isinstance(distribution, str) else distribution
         )
@@ -134,6 +144,15 @@ class EpisodePolicy(nn.Module):
             if self.encoder.is_image:
                 return CNNTorso(self.encoder.shape)
             self.encoder.require_flat()
+            if self.encoder.has_images:
+                return MixedTorso(self.encoder.parts)
+            if len(self.encoder.space.shape or ()) == 3:
+                LOGGER.warning(
+                    "EpisodePolicy: %s is smaller than 36 x 36, so the default network takes it as a row of %d numbers. Pass "
+                    "torso=... for another network.",
+                    self.encoder.space,
+                    self.encoder.shape[0],
+                )
             return mlp_torso(self.encoder.shape[0], options.hidden, options.activation)
 
         def outputs_of(module: nn.Module) -> int:
@@ -160,7 +179,7 @@ class EpisodePolicy(nn.Module):
             "options": options.to_dict(),
             "make": {name: value for name, value in make.items() if isinstance(value, str | int | float | None)},
         }
-        self._has_warned_of_strangers = self._has_looked_for_twins = False
+        self._has_warned_of_strangers = self._has_looked_for_twins = self._has_said_cut = self._has_said_masks = False
         self.register_buffer("_sampled_with", torch.full_like(self._fingerprint(), torch.nan))
         if options.split_steps:
             self.split_steps = (
@@ -170,15 +189,7 @@ class EpisodePolicy(nn.Module):
     def _time_limit(self, max_steps: int | None) -> int:
         """The maximum length of an episode: `max_steps` and the environment's limit, or else `max_episode_steps`."""
         limits = [limit for limit in (max_steps, self.pool.max_episode_steps) if limit is not None]
-        limit = min(limits, default=self.max_episode_steps)
-        if limit is None:
-            raise ConfigError(
-                "EpisodePolicy: episodes must have a time limit, because an episode without an end would never end the "
-                "iteration; this environment has none, neither in its registration nor as gymnasium.wrappers.TimeLimit. Pass "
-                "options=EpisodeOptions(max_episode_steps=...), in steps. If the environment ends its episodes itself, pass "
-                "its own limit."
-            )
-        return limit
+        return min(limits, default=self.max_episode_steps or MAX_STEPS)
 
     def _head(self, num_features: int, options: EpisodeOptions) -> nn.Module:
         num_parameters, std, initial_log_std = self.distribution.num_parameters, options.std, options.initial_log_std
@@ -233,6 +244,7 @@ class EpisodePolicy(nn.Module):
         )
         scores = self._score_steps(record.observations, record.actions, record.allowed, parameters=record.parameters)
         episodes = _episodes(record, scores.log_probs.squeeze(1).cpu())
+        self._say_cut(episodes)
         self._warn_of_strangers(episodes, num_actions_per_state)
         self._warn_of_twins(episodes, num_actions_per_state)
         scores = self._as_rows(scores, episodes)
@@ -246,6 +258,20 @@ class EpisodePolicy(nn.Module):
             scores=scores,
             metrics=_metrics(episodes, record.num_lost),
         )
+
+    def _say_cut(self, episodes: Sequence[Episode]) -> None:
+        """Say once that episodes were cut at a limit that nobody has chosen."""
+        if not self._has_said_cut and self.max_episode_steps is None and self.pool.max_episode_steps is None:
+            num_cut = sum(episode.truncated and len(episode) >= MAX_STEPS for episode in episodes)
+            self._has_said_cut = num_cut > 0
+            if num_cut:
+                LOGGER.warning(
+                    "EpisodePolicy: %d of %d episodes were truncated after %s steps, because the environment has no limit. "
+                    "Pass EpisodeOptions(max_episode_steps=...).",
+                    num_cut,
+                    len(episodes),
+                    f"{MAX_STEPS:,}",
+                )
 
     def _warn_of_strangers(self, episodes: Sequence[Episode], group_size: int) -> None:
         """Warn once if episodes of one group have different starts."""
@@ -313,7 +339,12 @@ class EpisodePolicy(nn.Module):
         return self.sample_actions(states, num_actions_per_state).actions
 
     def predict(
-        self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False
+        self,
+        observation: Any,
+        state: Any = None,
+        episode_start: Any = None,
+        deterministic: bool = False,
+        action_masks: Any = None,
     ) -> tuple[Any, Any]:
         """Actions for one observation or a batch, with the signature of Stable-Baselines3's `predict`.
 
@@ -322,18 +353,36 @@ class EpisodePolicy(nn.Module):
             state: Returned unchanged. Stable-Baselines3 uses it for recurrent policies.
             episode_start: Ignored. Stable-Baselines3 uses it for recurrent policies.
             deterministic: Whether to return the most likely action (the mean of a Gaussian) instead of a random action.
+            action_masks: The mask of the observation, or one mask for each of a batch, as in sb3-contrib. It is required with
+                `action_mask="info"`, unless the observation contains it.
 
         Returns:
             The action or batch of actions in the environment's format, and `state`.
+
+        Raises:
+            ContractError: The observation does not fit its space, or is not finite.
+            ConfigError: There is no mask, and the policy needs one.
         """
+        if (
+            self.action_mask == "info"
+            and action_masks is None
+            and isinstance(observation, Mapping)
+            and KEY in observation
+        ):
+            observation, action_masks = take_mask(observation)
         batch, single = as_batch(self.pool.observation_space, observation)
         observations = self.encoder(batch)
-        if self.action_mask == "info":
+        if action_masks is not None:
+            given = [action_masks] if single else action_masks
+            allowed: Tensor | None = self._masks_of(given)
+        elif self.action_mask == "info":
             raise ConfigError(
-                "EpisodePolicy.predict gets no info, which action_mask='info' needs. Pass a callable as action_mask, or use "
-                "evaluate_policy."
+                "EpisodePolicy.predict gets no info, which action_mask='info' needs. Pass action_masks=info['action_mask'], or "
+                "use evaluate_policy."
             )
-        actions = self.act(observations, self._allow(observations, None), deterministic=deterministic)
+        else:
+            allowed = self._allow(observations, None)
+        actions = self.act(observations, allowed, deterministic=deterministic)
         taken = self.distribution.to_env(actions)
         return (taken[0] if single else taken), state
 
@@ -341,6 +390,7 @@ class EpisodePolicy(nn.Module):
     def act(self, observations: Tensor, allowed: Tensor | None, *, deterministic: bool) -> Shaped[Tensor, "n *action"]:
         """Encoded actions for encoded observations. Random actions use torch's global generator."""
         parameters = self.decide(observations).cpu()
+        require_finite(parameters)
         if deterministic:
             return self.distribution.mode(parameters, allowed)
         rng = np.random.default_rng(draw_seed())
@@ -486,6 +536,12 @@ class EpisodePolicy(nn.Module):
 
     def _allow(self, observations: Tensor, infos: Sequence[dict[str, Any]] | None) -> Tensor | None:
         if self.action_mask is None:
+            if not self._has_said_masks and infos and KEY in infos[0]:
+                self._has_said_masks = True
+                LOGGER.warning(
+                    "EpisodePolicy: the environment gives masks of allowed actions in info['action_mask'], and they are not "
+                    "used. EpisodePolicy(action_mask='info') uses them."
+                )
             return None
         if callable(self.action_mask):
             return self.action_mask(observations)
@@ -493,12 +549,24 @@ class EpisodePolicy(nn.Module):
             raise ConfigError(
                 "EpisodePolicy: action_mask='info' needs a pool with infos. Create it with make_pool(..., infos=True)."
             )
-        if any("action_mask" not in info for info in infos):
+        if any(KEY not in info for info in infos):
             raise ContractError(
-                "EpisodePolicy: action_mask='info' needs info['action_mask'] after every reset and step, but this environment "
-                "returned none. Pass a callable (encoded observations -> bool [n, K]), or action_mask=None."
+                "EpisodePolicy: action_mask='info' needs info['action_mask'] after every reset and step, a method "
+                "action_masks(), or observations with a part 'action_mask'; this environment returned none. Pass a callable "
+                "(encoded observations -> bool [n, K]), or action_mask=None."
             )
-        return torch.from_numpy(np.stack([np.asarray(info["action_mask"]) for info in infos]).astype(bool))
+        return self._masks_of([info[KEY] for info in infos])
+
+    def _masks_of(self, masks: Sequence[Any]) -> Bool[Tensor, "n K"]:
+        """The masks of n observations, in any form, as rows."""
+        rows = [flat_mask(self.pool.action_space, mask) for mask in masks]
+        num_categories = self.distribution.num_categories
+        if wrong := [len(row) for row in rows if len(row) != num_categories]:
+            raise ContractError(
+                f"EpisodePolicy: a mask must have one entry per category, K = {num_categories} for "
+                f"{self.pool.action_space}; got {wrong[0]}. Correct the mask."
+            )
+        return torch.from_numpy(np.stack(rows))
 
 
 def draw_seed() -> int:
@@ -565,14 +633,17 @@ def _metrics(episodes: Sequence[Episode], num_lost: int) -> dict[str, float]:
     }
 
 
-def as_batch(space: spaces.Space, observation: Any) -> tuple[Any, bool]:
-    """Turn a single observation into a batch of one. Returns the batch, and whether the observation was single."""
-    if isinstance(space, spaces.Dict):
-        parts = {name: as_batch(part, observation[name]) for name, part in space.spaces.items()}
-        return {name: batch for name, (batch, _) in parts.items()}, all(single for _, single in parts.values())
-    if isinstance(space, spaces.Tuple):
-        pairs = [as_batch(part, one) for part, one in zip(space.spaces, observation, strict=True)]
-        return tuple(batch for batch, _ in pairs), all(single for _, single in pairs)
-    values = np.asarray(observation)
-    single = values.ndim == len(space.shape or ())
-    return (values[None] if single else values), single
+def _refuse_near_misses(env_id: str, make: Mapping[str, Any]) -> None:
+    """Refuse keywords that nearly are those of the policy, because an environment with `**kwargs` would swallow them.
+
+    Raises:
+        ArgumentError: Names the keyword that was meant.
+    """
+    own = [*inspect.signature(EpisodePolicy).parameters, *(field.name for field in fields(EpisodeOptions))]
+    for name in sorted(make.keys() - {*environment_keywords(env_id), *inspect.signature(make_pool).parameters}):
+        meant = nearest_name(name, own)
+        if get_close_matches(name, own, n=1, cutoff=0.8) or not meant.startswith(("Did you mean", "There are")):
+            raise ArgumentError(
+                f"EpisodePolicy and {env_id} have no argument {name!r}. {meant} If the environment takes it among its "
+                f"**kwargs, pass a function that creates it: lambda: gymnasium.make({env_id!r}, {name}=...)."
+            )

@@ -2,14 +2,18 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
+from gymnasium import spaces
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from grpo.arguments import describe, require_instances, require_integers, require_widths
 from grpo.errors import ConfigError
+
+from .observations import is_large
 
 Activation: TypeAlias = Literal["tanh", "relu"]
 
@@ -54,12 +58,13 @@ def mlp_torso(num_inputs: int, hidden: Sequence[int] = (64, 64), activation: Act
 
 
 class CNNTorso(nn.Module):
-    """Three convolutions and a linear layer for images [n, height, width, channels] of at least 36 x 36 pixels.
+    """Three convolutions and a linear layer for images of at least 36 x 36 pixels, with their channels last or first.
 
     Integer pixels are divided by 255. Float pixels are not scaled.
 
     Args:
-        shape: Shape of an image, (height, width, channels).
+        shape: Shape of an image, (height, width, channels) or (channels, height, width). The channels are first if that axis is
+            the shortest.
         num_features: Number of features. A larger number can represent more and costs more per step.
 
     Source:
@@ -71,12 +76,12 @@ class CNNTorso(nn.Module):
         require_instances("CNNTorso", Sequence, "(height, width, channels)", shape=shape)
         if len(shape) != 3:
             raise ConfigError(f"CNNTorso: shape must be (height, width, channels); got {describe(shape)}.")
-        height, width, channels = shape
+        self.is_channels_first = _are_first(shape)
+        height, width, channels = (*shape[1:], shape[0]) if self.is_channels_first else shape
         require_integers("CNNTorso", 1, height=height, width=width, channels=channels, num_features=num_features)
         if min(height, width) < 36:
             raise ConfigError(
-                f"CNNTorso: images must be at least 36 x 36; got {height} x {width}. Pass a custom torso. Channels and "
-                "stacked frames must come last: move them with gymnasium.wrappers.TransformObservation and np.moveaxis."
+                f"CNNTorso: images must be at least 36 x 36; got {height} x {width}. Pass a custom torso."
             )
         self.convolutions = nn.Sequential(
             nn.Conv2d(channels, 16, 8, stride=4), nn.ReLU(),
@@ -88,10 +93,44 @@ class CNNTorso(nn.Module):
             num_flat = self.convolutions(torch.zeros(1, channels, height, width)).shape[1]
         self.features = nn.Sequential(linear(num_flat, num_features, math.sqrt(2.0)), nn.ReLU())
 
-    def forward(self, images: Shaped[Tensor, "n height width channels"]) -> Float[Tensor, "n features"]:
+    def forward(self, images: Shaped[Tensor, "n rows columns planes"]) -> Float[Tensor, "n features"]:
         """Map images to features."""
         scaled = images.float() if images.is_floating_point() else images.float() / 255.0
-        return self.features(self.convolutions(scaled.permute(0, 3, 1, 2)))
+        return self.features(self.convolutions(scaled if self.is_channels_first else scaled.permute(0, 3, 1, 2)))
+
+
+def _are_first(shape: Sequence[Any]) -> bool:
+    """Whether the channels are the first axis of an image."""
+    return all(isinstance(side, int) for side in shape) and shape[0] < min(shape[1:])
+
+
+class MixedTorso(nn.Module):
+    """For flat observations with images among their parts: a `CNNTorso` for each image, and a layer over all parts.
+
+    Args:
+        parts: The spaces of the parts, in the order of the flat observation.
+        num_features: Number of features, also of each image.
+    """
+
+    def __init__(self, parts: Sequence[spaces.Space], num_features: int = 256) -> None:
+        super().__init__()
+        self.widths = [spaces.flatdim(part) for part in parts]
+        self.shapes = [part.shape if is_large(part) else None for part in parts]
+        self.scales = [255.0 if np.issubdtype(part.dtype or float, np.integer) else 1.0 for part in parts]
+        self.images = nn.ModuleList([CNNTorso(shape, num_features) for shape in self.shapes if shape is not None])
+        num_numbers = sum(width for width, shape in zip(self.widths, self.shapes, strict=True) if shape is None)
+        joined = num_features * len(self.images) + num_numbers
+        self.joined = nn.Sequential(linear(joined, num_features, math.sqrt(2.0)), nn.ReLU())
+
+    def forward(self, observations: Float[Tensor, "n features"]) -> Float[Tensor, "n F"]:
+        """Map flat observations to features."""
+        networks = iter(self.images)
+        columns = zip(observations.split(self.widths, 1), self.shapes, self.scales, strict=True)
+        parts = [
+            values if shape is None else next(networks)(values.unflatten(1, shape) / scale)
+            for values, shape, scale in columns
+        ]
+        return self.joined(torch.cat(parts, 1))
 
 
 class SharedStd(nn.Module):

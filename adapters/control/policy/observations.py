@@ -9,7 +9,8 @@ from gymnasium import spaces
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from grpo.errors import ConfigError
+from grpo.arguments import describe
+from grpo.errors import ConfigError, ContractError
 
 MIN_VARIANCE = 1e-8
 """Added to variances, so that constant observations are normalised to 0 without a division by 0."""
@@ -28,19 +29,23 @@ IMAGE_SIDE = 36
 class ObservationEncoder:
     """Encodes a batch of observations as one tensor [n, *shape].
 
-    Boxes with three axes are images and keep their shape and dtype. All other observations are flattened to float32, with
-    one-hot categories and with the parts of `Dict` and `Tuple` concatenated in Gymnasium's order.
+    A box with three axes, two of them at least 36 long, is an image and keeps its shape and dtype. All other observations are
+    flattened to float32, with one-hot categories and with the parts of `Dict` and `Tuple` concatenated in Gymnasium's order.
 
     Args:
         space: Space of a single observation.
+        keeps_images: Whether smaller boxes with three axes keep their shape and dtype, too, for a network of the user's.
 
     Raises:
         ConfigError: The space has no fixed size (`Text`, `Graph`, `Sequence`).
     """
 
-    def __init__(self, space: spaces.Space) -> None:
+    def __init__(self, space: spaces.Space, *, keeps_images: bool = False) -> None:
         self.space = space
-        self.is_image = isinstance(space, spaces.Box) and len(space.shape) == 3
+        self.parts = _parts(space)
+        """The space itself, or the parts of a nested space, in the order of the flat observation."""
+        has_axes = isinstance(space, spaces.Box) and len(space.shape) == 3
+        self.is_image = has_axes and (keeps_images or is_large(space))
         self._encode = self._keep if self.is_image else _encoder(space)
         self.shape: tuple[int, ...] = space.shape if self.is_image else (spaces.flatdim(space),)  # type: ignore[assignment]
         self.dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype if self.is_image else torch.float32
@@ -50,26 +55,31 @@ class ObservationEncoder:
         return torch.from_numpy(self._encode(observations))
 
     def require_flat(self) -> None:
-        """Check that a fully connected network suits the flat observation.
+        """Check that the default network suits the flat observation.
 
         Raises:
-            ConfigError: A part of the observation is an image, or the observation is too long.
+            ConfigError: A part of the observation is an image without channels or a stack of images, or the observation is too
+                long.
         """
-        images = [part for part in _parts(self.space) if _is_image(part)]
+        images = [part for part in self.parts if is_large(part) and len(part.shape or ()) != 3]
         if images:
             raise ConfigError(
-                f"EpisodePolicy: the default networks take an image only as a single Box [height, width, channels]; got "
-                f"{images[0]} in {type(self.space).__name__} observations, which would be flattened to {self.shape[0]:,} "
-                "numbers. Stack frames along the last axis, or add one to images without channels, with "
-                "gymnasium.wrappers.TransformObservation; take the image out of a Dict in the same way. Or pass a torso that "
-                "takes the flat observation."
+                f"EpisodePolicy: the default networks take images with three axes, [height, width, channels] or [channels, "
+                f"height, width]; got {images[0]} in {type(self.space).__name__} observations, which would be flattened to "
+                f"{self.shape[0]:,} numbers. Stack frames along the last axis, or add one to images without channels, with "
+                "gymnasium.wrappers.TransformObservation. Or pass a torso that takes the flat observation."
             )
-        if self.shape[0] > MAX_FLAT:
+        if not self.has_images and self.shape[0] > MAX_FLAT:
             raise ConfigError(
                 f"EpisodePolicy: a flat observation must have at most {MAX_FLAT:,} numbers for the default network; got "
                 f"{self.shape[0]:,} from {self.space}. Reduce the observation with gymnasium.wrappers.TransformObservation, or "
                 "pass a torso."
             )
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a part of a nested observation is an image."""
+        return any(is_large(part) for part in self.parts)
 
     def _keep(self, observations: Any) -> Any:
         return np.array(observations)
@@ -86,10 +96,12 @@ def _parts(space: spaces.Space) -> list[spaces.Space]:
             return [space]
 
 
-def _is_image(space: spaces.Space) -> bool:
+def is_large(space: spaces.Space) -> bool:
+    """Whether a space has images that are too large for a fully connected network."""
     if not isinstance(space, spaces.Box):
         return False
-    return np.issubdtype(space.dtype, np.integer) and sum(side >= IMAGE_SIDE for side in space.shape) >= 2
+    is_picture = np.issubdtype(space.dtype, np.integer) or len(space.shape) == 3
+    return is_picture and sum(side >= IMAGE_SIDE for side in space.shape) >= 2
 
 
 def _encoder(space: spaces.Space) -> Callable[[Any], Any]:
@@ -101,10 +113,16 @@ def _encoder(space: spaces.Space) -> Callable[[Any], Any]:
         case spaces.Discrete() | spaces.MultiDiscrete():
             nvec = space.n if isinstance(space, spaces.Discrete) else space.nvec
             sizes, starts = np.ravel(nvec), np.ravel(space.start)
-            offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]]) - starts
+            offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]])
 
             def one_hot(batch: Any) -> Any:
-                places = np.asarray(batch).reshape(-1, len(sizes)) + offsets
+                numbers = np.asarray(batch).reshape(-1, len(sizes)) - starts
+                if not ((numbers >= 0) & (numbers < sizes)).all():  # numpy would take -1 as the last category
+                    raise ContractError(
+                        f"EpisodePolicy: observations must lie in {space}; got {batch!r:.100}. Correct the environment, or its "
+                        "observation_space."
+                    )
+                places = numbers + offsets
                 encoded = np.zeros((len(places), int(sizes.sum())), dtype=np.float32)
                 np.put_along_axis(encoded, places, 1.0, axis=1)
                 return encoded
@@ -121,6 +139,45 @@ def _encoder(space: spaces.Space) -> Callable[[Any], Any]:
                 f"EpisodePolicy: observations of {space} have no fixed size. Wrap the environment so that it returns a Box, "
                 "Discrete, MultiDiscrete, MultiBinary, Dict or Tuple (gymnasium.wrappers.TransformObservation)."
             )
+
+
+def as_batch(space: spaces.Space, observation: Any) -> tuple[Any, bool]:
+    """Turn a single observation into a batch of one. Returns the batch, and whether the observation was single.
+
+    Raises:
+        ContractError: It is neither an observation of the space nor a batch, or it is not finite.
+    """
+    try:
+        batch, singles = _as_arrays(space, observation)
+    except ContractError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ContractError(
+            f"EpisodePolicy.predict needs an observation of {space}, or a batch of them; got {describe(observation)}."
+        ) from error
+    if len(set(singles)) > 1:
+        raise ContractError(f"EpisodePolicy.predict: some parts of the observation of {space} are batches, others not.")
+    return batch, singles[0]
+
+
+def _as_arrays(space: spaces.Space, observation: Any) -> tuple[Any, list[bool]]:
+    """A batch of arrays, and for each part whether it was a single observation."""
+    if isinstance(space, spaces.Dict):
+        parts = {name: _as_arrays(part, observation[name]) for name, part in space.spaces.items()}
+        return {name: batch for name, (batch, _) in parts.items()}, [one for _, ones in parts.values() for one in ones]
+    if isinstance(space, spaces.Tuple):
+        pairs = [_as_arrays(part, one) for part, one in zip(space.spaces, observation, strict=True)]
+        return tuple(batch for batch, _ in pairs), [one for _, ones in pairs for one in ones]
+    values, shape = np.asarray(observation), space.shape or ()
+    single = values.ndim == len(shape)
+    values = values[None] if single else values
+    if values.shape[1:] != shape or not np.can_cast(values.dtype, space.dtype or values.dtype, "same_kind"):
+        raise ValueError(f"{values.dtype} {list(values.shape)} is no batch of {space}")
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise ContractError(
+            f"EpisodePolicy.predict: an observation must be finite; got {describe(observation)} with NaN."
+        )
+    return values, [single]
 
 
 class RunningNormalizer(nn.Module):

@@ -125,11 +125,12 @@ def _step(pool: EnvironmentPool, members: NDArray[np.int64], parameters: Tensor,
     except WorkerLost:
         raise
     except Exception:  # actions from a diverged network can make an environment raise anything
-        _require_finite(parameters)
+        require_finite(parameters)
         raise
 
 
-def _require_finite(parameters: Tensor) -> None:
+def require_finite(parameters: Tensor) -> None:
+    """Raise a `ContractError` if the outputs of the network are not finite."""
     if not bool(parameters.isfinite().all()):
         raise ContractError(
             "EpisodePolicy: the network's outputs must be finite; got NaN or infinity, so training has diverged. Lower the "
@@ -239,7 +240,7 @@ class _Running:
         order = torch.from_numpy(kept[np.argsort(rows, kind="stable")])
         allowed = [step[5] for step in self.steps]
         parameters = torch.cat([step[2] for step in self.steps])[order]
-        _require_finite(parameters)
+        require_finite(parameters)
         ends = [self.ends[row] for row in range(len(self.starts))]
         return Record(
             lengths=np.bincount(rows, minlength=len(self.starts)).tolist(),

@@ -11,7 +11,6 @@ from adapters.control.policy.episode_policy import EpisodePolicy
 from adapters.control.policy.options import EpisodeOptions
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
 from grpo.arguments import Settings, require_instances, require_integers, setting
-from grpo.errors import ConfigError
 from grpo.surrogates import Clip
 
 from .episode_rewards import EnvironmentReward
@@ -167,10 +166,10 @@ def preset_for(env_id: str, *, max_episode_steps: int | None = None) -> ControlP
     Args:
         env_id: Registered id of the environment.
         max_episode_steps: Maximum length of training episodes. None keeps the preset's maximum, or the environment's own
-            limit. It is required for an environment without a limit.
+            limit. An environment without a limit should get one that fits its task: the default is 10,000.
 
     Raises:
-        ConfigError: The environment cannot be created, or has no time limit and none is passed.
+        ConfigError: The environment cannot be created.
     """
     require_instances("preset_for", str, "the id of an environment", env_id=env_id)
     require_integers("preset_for", 1, optional=True, max_episode_steps=max_episode_steps)
@@ -181,13 +180,9 @@ def preset_for(env_id: str, *, max_episode_steps: int | None = None) -> ControlP
     base = _MUJOCO if isinstance(pool.action_space, spaces.Box) else PRESETS["Acrobot-v1"]
     longest = pool.max_episode_steps if max_episode_steps is None else max_episode_steps
     pool.close()
-    if longest is None:
-        raise ConfigError(
-            f"preset_for: episodes must have a time limit, and {env_id} is registered without one. Pass "
-            "max_episode_steps=..., in steps."
-        )
-    num_groups = 1 if longest > LONG_EPISODE else base.num_groups
-    total_steps = max(MIN_STEPS, MIN_ITERATIONS * num_groups * base.group_size * longest)
+    num_groups = 1 if longest is None or longest > LONG_EPISODE else base.num_groups
+    # episodes without a limit usually end long before the default limit, which says nothing about a run
+    total_steps = max(MIN_STEPS, MIN_ITERATIONS * num_groups * base.group_size * (longest or 0))
     return replace(
         base,
         env_id=env_id,

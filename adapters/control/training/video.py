@@ -11,6 +11,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from adapters.control.environments.masks import KEY, MasksInInfo
 from adapters.control.environments.pool_base import time_limit
 from adapters.control.policy.episode_policy import EpisodePolicy
 from grpo.arguments import require_integers
@@ -76,12 +77,14 @@ def _frames(policy: EpisodePolicy, env: gym.Env, seed: int, every: int | None) -
 
     Yields a frame before every `every`-th step, or no frames if `every` is None.
     """
-    observation, _ = env.reset(seed=seed)
+    env = MasksInInfo(env) if policy.action_mask == "info" else env
+    observation, info = env.reset(seed=seed)
     for step in range(time_limit(env) or policy.time_limit):
         if every is not None and step % every == 0:
             yield env.render()
-        action, _ = policy.predict(observation, deterministic=True)
-        observation, _, terminated, truncated, _ = env.step(action)
+        masks = info[KEY] if policy.action_mask == "info" else None
+        action, _ = policy.predict(observation, deterministic=True, action_masks=masks)
+        observation, _, terminated, truncated, info = env.step(action)
         if terminated or truncated:
             return
 

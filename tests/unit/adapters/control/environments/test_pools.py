@@ -281,7 +281,9 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         make_pool("Acrobot-v1", 1, vectorization="native")
     with pytest.raises(ConfigError, match=r"keywords of gymnasium.make need an environment id; got \['g'\]"):
         make_pool(Scripted, 1, g=1.0)
-    with pytest.raises(ConfigError, match=r"got Scripted\. Pass a function that creates the environment"):
+    with pytest.raises(
+        ConfigError, match=r"got Scripted\. A single instance cannot be copied. Pass a function that creates it"
+    ):
         make_pool(one, 1)
     with pytest.raises(ConfigError, match="needs num_members=2 and vectorization='auto'; got 3 and 'sync'"):
         make_pool(SyncVectorEnv([Scripted] * 2), 3, vectorization="sync")

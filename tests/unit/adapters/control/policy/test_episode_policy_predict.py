@@ -7,7 +7,7 @@ import torch
 from gymnasium import spaces
 
 from adapters.control import EpisodeOptions, EpisodePolicy
-from adapters.control.policy.episode_policy import as_batch
+from adapters.control.policy.observations import as_batch
 from grpo.errors import ConfigError
 from tests.support.control_environments import GOALS, UNIT, Crossing, Spaces, space_of_everything
 from tests.support.control_policies import ACTIONS, made
@@ -76,7 +76,5 @@ def test_a_mask_function_is_obeyed_and_a_mask_in_infos_is_refused() -> None:
     observation = np.array([0.0, 1.0, 0.0, 0.0, 0.0], dtype=np.float32)
     assert {int(policy.predict(observation)[0]) for _ in range(20)} == {1}
     assert policy.predict(observation, deterministic=True)[0] == 1
-    with pytest.raises(
-        ConfigError, match=r"predict gets no info, .* Pass a callable as action_mask, or use evaluate_policy"
-    ):
+    with pytest.raises(ConfigError, match=r"predict gets no info, .* Pass action_masks=.* or use evaluate_policy"):
         EpisodePolicy(Crossing, action_mask="info").predict(observation)

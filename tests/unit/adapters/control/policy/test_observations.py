@@ -54,9 +54,11 @@ def test_images_keep_shape_and_dtype(subtests: pytest.Subtests) -> None:
     for dtype in (np.uint8, np.float32):
         with subtests.test(dtype=dtype):
             space = spaces.Box(0, 255, (6, 5, 3), dtype)
-            encoder = ObservationEncoder(space)
+            encoder = ObservationEncoder(space, keeps_images=True)
             _, batch = batch_of(space, 2)
             encoded = encoder(batch)
+            assert ObservationEncoder(space).shape == (90,)
+            assert ObservationEncoder(spaces.Box(0, 255, (36, 36, 1), dtype)).is_image
             assert (encoder.is_image, encoder.shape, encoded.dtype) == (True, (6, 5, 3), encoder.dtype)
             np.testing.assert_array_equal(encoded.numpy(), batch, strict=True)
 

@@ -383,17 +383,12 @@ def test_missing_and_wrong_masks_are_refused(subtests: pytest.Subtests) -> None:
                 policy.sample_actions(starts_of(1), 1)
 
 
-def test_an_environment_without_a_limit_needs_one(subtests: pytest.Subtests) -> None:
+def test_an_environment_without_a_limit_has_one_of_ten_thousand_steps(subtests: pytest.Subtests) -> None:
     assert gymnasium.spec("CliffWalking-v1").max_episode_steps is None
     for environment in ("CliffWalking-v1", Unending, make_pool("CliffWalking-v1", 1)):
-        with (
-            subtests.test(environment=environment),
-            pytest.raises(
-                ConfigError,
-                match=r"must have a time limit, .* Pass options=EpisodeOptions\(max_episode_steps=...\), in steps",
-            ),
-        ):
-            EpisodePolicy(environment)
+        with subtests.test(environment=environment):
+            assert EpisodePolicy(environment).time_limit == 10_000
+            assert EpisodePolicy(environment, options=EpisodeOptions(max_episode_steps=9)).time_limit == 9
 
 
 class Unending(Chance):

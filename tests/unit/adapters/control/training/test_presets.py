@@ -42,10 +42,8 @@ def test_an_environment_without_a_preset_gets_settings_by_its_action_space() -> 
     robots, others = preset_for("MountainCarContinuous-v0"), preset_for("MountainCar-v0")
     assert (robots.env_id, robots.normalize_observations) == ("MountainCarContinuous-v0", True)
     assert (others.env_id, others.normalize_observations) == ("MountainCar-v0", False)
-    with pytest.raises(
-        ConfigError, match=r"CliffWalking-v1 is registered without one. Pass max_episode_steps=..., in steps"
-    ):
-        preset_for("CliffWalking-v1")
+    unlimited = preset_for("CliffWalking-v1")
+    assert (unlimited.num_groups, unlimited.total_steps, unlimited.max_episode_steps) == (1, 500_000, None)
     with pytest.raises(ConfigError, match=r"no environment is registered as 'CartPool-v1'. Did you mean 'CartPole-v1'"):
         preset_for("CartPool-v1")
 

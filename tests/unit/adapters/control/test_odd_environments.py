@@ -1,0 +1,245 @@
+"""Odd environments are trained on as they are, or refused by an error that says what to do. None is misread in silence."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from adapters.control import EpisodeOptions, EpisodePolicy, EpisodeStart, check_environment
+from adapters.control.policy.networks import CNNTorso, MixedTorso
+from grpo.errors import ArgumentError, ConfigError, ContractError
+from tests.support.control_policies import trainer_of
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.odd_environments import (
+    BOX,
+    FAULTS,
+    IMAGES,
+    MASKS,
+    OBSERVED,
+    WORK,
+    WRONG_MASKS,
+    MaskedPart,
+    Odd,
+    TheirVector,
+)
+
+OPTIONS = EpisodeOptions(hidden=(4,))
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*episodes of a group should differ:grpo.errors.GRPOWarning")
+
+
+@pytest.fixture(autouse=True)
+def _as_users_run_it() -> Iterator[None]:
+    with as_users_run_it():
+        yield
+
+
+def made(environment: Any, **arguments: Any) -> EpisodePolicy:
+    torch.manual_seed(0)
+    return EpisodePolicy(environment, num_members=2, options=OPTIONS, **arguments)
+
+
+def test_environments_that_are_only_odd_are_trained_on(subtests: pytest.Subtests) -> None:
+    for name, environment in WORK.items():
+        with subtests.test(name):
+            policy = made(environment)
+            metrics = trainer_of(policy, batch_size=6).step([EpisodeStart(seed=1), EpisodeStart(seed=2)])
+            assert metrics["rewards/mean"] == metrics["steps/mean"] == (2 if "by a limit" in name else 3)
+            assert all(bool(value.isfinite().all()) for value in policy.parameters())
+
+
+def test_environments_that_cannot_be_read_are_refused_in_words(subtests: pytest.Subtests) -> None:
+    for name, (environment, words) in FAULTS.items():
+        with subtests.test(name), pytest.raises((ContractError, ConfigError), match=words):
+            made(environment).generate_actions([EpisodeStart(seed=1)], 2)
+
+
+def test_the_lists_have_a_hundred_environments() -> None:
+    assert len(WORK) + len(FAULTS) + len(MASKS) + len(WRONG_MASKS) >= 100
+
+
+def test_an_instance_of_another_interface_is_refused_with_the_line_that_helps(subtests: pytest.Subtests) -> None:
+    for environment, words in (
+        (TheirVector(), "make_vec_env got, and num_members"),
+        (Odd(), r"A single instance cannot be copied. Pass a function that creates it: lambda"),
+        (3, "Pass a function that creates the environment"),
+    ):
+        with subtests.test(words), pytest.raises(ConfigError, match=words):
+            made(environment)
+
+
+def test_a_fault_in_a_worker_process_is_the_same_error() -> None:
+    policy = made(lambda: Odd(reward="1.5"), vectorization="async")
+    with pytest.raises(ContractError, match=r"the reward must be a number; got '1\.5'"):
+        policy.generate_actions([EpisodeStart(seed=1)], 2)
+    policy.pool.close()
+
+
+def test_images_get_a_network_that_fits_or_a_row_and_this_is_said(
+    subtests: pytest.Subtests, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, space in IMAGES.items():
+        with subtests.test(name):
+            caplog.clear()
+            policy = made(lambda space=space: Odd(space))
+            torso = policy.actor[0]  # type: ignore[index]
+            is_small = name in ("MiniGrid", "MinAtar", "small floats")
+            expected = MixedTorso if "with pixels" in name else CNNTorso if not is_small else torch.nn.Sequential
+            assert isinstance(torso, expected) or name in ("a matrix", "a dict with MiniGrid")
+            assert any("takes it as a row of" in line for line in caplog.messages) == is_small
+
+
+def test_channels_first_and_last_give_the_same_features() -> None:
+    last, first = CNNTorso((40, 44, 3)), CNNTorso((3, 40, 44))
+    first.load_state_dict(last.state_dict())
+    images = torch.randint(256, (2, 40, 44, 3), dtype=torch.uint8)
+    torch.testing.assert_close(first(images.permute(0, 3, 1, 2)), last(images), rtol=0, atol=0)
+
+
+def test_a_mixed_torso_scales_pixels_and_reads_every_part() -> None:
+    space = OBSERVED["a dict with pixels"]
+    torso = MixedTorso(list(space.spaces.values()), 5)  # type: ignore[attr-defined]
+    observation = torch.rand(2, 36 * 36 * 3 + 2) * 255
+    features = torso.images[0](observation[:, :-2].unflatten(1, (36, 36, 3)) / 255)
+    expected = torso.joined(torch.cat([features, observation[:, -2:]], 1))
+    torch.testing.assert_close(torso(observation), expected)
+
+
+def test_an_environment_without_a_limit_is_cut_as_truncated_and_this_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    class Endless(Odd):
+        def step(self, action: Any) -> Any:
+            return np.zeros(2, np.float32), 1.0, False, False, {}
+
+    policy = made(Endless)
+    ((episode,),) = policy.generate_actions([EpisodeStart(seed=1)], 1)
+    assert (len(episode), episode.truncated, episode.terminated) == (10_000, True, False)
+    (said,) = caplog.messages
+    assert said.startswith(
+        "EpisodePolicy: 1 of 1 episodes were truncated after 10,000 steps, because the environment has no"
+    )
+    assert said.endswith("Pass EpisodeOptions(max_episode_steps=...).")
+
+
+class Swallows(gymnasium.Env):
+    """Takes any keyword."""
+
+    observation_space, action_space = BOX, gymnasium.spaces.Discrete(2)
+
+    def __init__(self, *, size: int = 3, **kwargs: Any) -> None:
+        self.kwargs = kwargs
+
+    reset, step = Odd.reset, Odd.step
+
+
+def test_keywords_that_an_environment_would_swallow_are_refused_with_the_nearest_name(
+    subtests: pytest.Subtests,
+) -> None:
+    gymnasium.register("Swallows-v0", entry_point=Swallows)
+    try:
+        for name, words in (
+            ("normalise_observations", "Did you mean 'normalize_observations'"),
+            ("n_envs", "SB3's n_envs is num_members here"),
+            ("num_member", "Did you mean 'num_members'"),
+            ("hiden", "Did you mean 'hidden'"),
+        ):
+            with subtests.test(name), pytest.raises(ArgumentError, match=words):
+                made("Swallows-v0", **{name: 3})
+        policy = made("Swallows-v0", size=4, difficulty="hard")
+        assert [env.unwrapped.kwargs for env in policy.pool._envs] == [{"difficulty": "hard"}] * 2
+        with pytest.raises(ArgumentError, match="have no argument 'gravty'"):
+            made("Pendulum-v1", gravty=9.0)
+        assert made("Pendulum-v1", g=9.0).pool.max_episode_steps == 200
+    finally:
+        del gymnasium.registry["Swallows-v0"]
+
+
+def test_masks_are_found_wherever_the_ecosystem_writes_them(subtests: pytest.Subtests) -> None:
+    for name, (environment, expected) in MASKS.items():
+        with subtests.test(name):
+            policy = made(environment, action_mask="info")
+            (episodes,) = policy.generate_actions([EpisodeStart(seed=1)], 2)
+            for episode in episodes:
+                assert episode.allowed.tolist() == [expected] * 3  # type: ignore[union-attr]
+            report = check_environment(environment)
+            assert f"Masks of {len(expected)} categories in" in report["masks"].message
+    assert policy.pool.observation_space == BOX
+    in_workers = made(MaskedPart, action_mask="info", vectorization="async")
+    (episodes,) = in_workers.generate_actions([EpisodeStart(seed=1)], 2)
+    assert episodes[0].allowed.tolist() == [[False, True, False]] * 3  # type: ignore[union-attr]
+    in_workers.pool.close()
+
+
+def test_masks_that_cannot_be_read_are_refused_in_words(subtests: pytest.Subtests) -> None:
+    for name, (environment, words) in WRONG_MASKS.items():
+        with subtests.test(name), pytest.raises(ContractError, match=words):
+            made(environment, action_mask="info").generate_actions([EpisodeStart(seed=1)], 2)
+
+
+def test_masks_that_are_not_used_are_said_once(subtests: pytest.Subtests, caplog: pytest.LogCaptureFixture) -> None:
+    class Tells(Odd):
+        def action_masks(self) -> Any:
+            return np.ones(3, bool)
+
+    part = gymnasium.spaces.Dict(observation=BOX, action_mask=gymnasium.spaces.MultiBinary(3))
+    for environment, where in (
+        (Tells, r"in action_masks()"),
+        (lambda: Odd(part), "which is taken as input"),
+        (lambda: Odd(info=lambda env: {"action_mask": np.ones(3, np.int8)}), "in info['action_mask']"),
+    ):
+        with subtests.test(where):
+            caplog.clear()
+            policy = made(environment)
+            for _ in range(2):
+                policy.generate_actions([EpisodeStart(seed=1)], 2)
+            assert len(caplog.messages) == 1
+            assert where in caplog.messages[0]
+            assert "EpisodePolicy(action_mask='info') uses them" in caplog.messages[0]
+
+
+def test_predict_takes_masks_as_sb3_contrib_passes_them(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    policy = made(MaskedPart, action_mask="info")
+    observation = BOX.sample()
+    mask = np.array([False, False, True])
+    assert policy.predict(observation, action_masks=mask)[0] == 2
+    assert policy.predict(np.stack([observation] * 2), action_masks=[mask, mask])[0].tolist() == [2, 2]
+    assert policy.predict({"observation": observation, "action_mask": mask})[0] == 2
+    with pytest.raises(ConfigError, match=r"Pass action_masks=info\['action_mask'\]"):
+        policy.predict(observation)
+    with pytest.raises(ContractError, match="K = 3"):
+        policy.predict(observation, action_masks=[1, 1])
+    assert made(Odd).predict(observation, action_masks=mask)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("space", "observation", "words"),
+    [
+        (BOX, [np.nan, 0.0], "must be finite"),
+        (BOX, np.zeros(3, np.float32), r"needs an observation of Box.* got a numpy array"),
+        (BOX, np.zeros((2, 3), np.float32), "or a batch of them"),
+        (BOX, "ab", "needs an observation of Box"),
+        (BOX, None, "needs an observation of Box"),
+        (gymnasium.spaces.Discrete(3), 7, r"observations must lie in Discrete\(3\)"),
+        (gymnasium.spaces.Discrete(3), -1, r"observations must lie in Discrete\(3\)"),
+        (gymnasium.spaces.Discrete(3), 0.5, r"needs an observation of Discrete"),
+        (gymnasium.spaces.Dict(a=BOX, b=BOX), {"a": BOX.sample()}, "needs an observation of Dict"),
+        (gymnasium.spaces.Dict(a=BOX), 3, "needs an observation of Dict"),
+        (gymnasium.spaces.Dict(a=BOX, b=BOX), {"a": BOX.sample(), "b": [BOX.sample()]}, "some parts .* are batches"),
+        (gymnasium.spaces.Tuple((BOX, BOX)), (BOX.sample(),), "needs an observation of Tuple"),
+    ],
+)
+def test_predict_refuses_what_is_no_observation(space: Any, observation: Any, words: str) -> None:
+    with pytest.raises(ContractError, match=words):
+        made(lambda: Odd(space)).predict(observation)
+
+
+def test_predict_refuses_weights_that_are_not_finite() -> None:
+    policy = made(Odd)
+    with torch.no_grad():
+        next(policy.parameters()).fill_(torch.nan)
+    with pytest.raises(ContractError, match="the network's outputs must be finite"):
+        policy.predict(BOX.sample())
