@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from ._collecting.dynamic_sampling import collect_live_groups
+from ._common.protocols import AnyPolicy
 from ._updating.coefficients import Coefficients
 from ._updating.loss import MeteredObjective
 from ._updating.optimizer_step import OptimizerStep
@@ -54,6 +55,7 @@ class Learner:
         ConfigError: Settings and arguments contradict one another, or a setting needs `GRPOTrainer.train`.
     """
 
+    policy: Any  # of the caller's own class
     is_alone: ClassVar[bool] = True  # nobody honours the settings that need a run
     call_in_process: ClassVar[CallsInProcess | None] = None  # nor starts processes
 
@@ -62,7 +64,7 @@ class Learner:
         self,
         *,
         config: GRPOConfig,
-        policy: Any,
+        policy: AnyPolicy,
         reward_model: Any,
         reference_policy: Any = None,
         optimizer: torch.optim.Optimizer | Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = None,
@@ -76,8 +78,7 @@ class Learner:
         self.engine: Engine = OneProcess() if engine is None else engine
         require_consistent(config, policy, self.engine, is_alone=self.is_alone, **given, group_by=group_by)
         self.config, self.policy, self.reference_policy = config, policy, reference_policy
-        self.reward_model = as_reward_model(reward_model)
-        has_own_loss = objective is not None
+        self.reward_model, has_own_loss = as_reward_model(reward_model), objective is not None
         kl_coef = first_kl_coef(config, policy, reference_policy, has_own_loss=has_own_loss)
         data_seed = prepare(config, self.engine, policy, self.reward_model, reference_policy)
         self.meter = Meter()
@@ -100,12 +101,11 @@ class Learner:
         )
         self.advantages = AdvantageEstimator(config.advantage) if advantages is None else advantages
         self.objective = MeteredObjective(config, objective, self.meter)
-        self.coefficients = Coefficients(config, kl_coef)
+        self.coefficients, self.counters = Coefficients(config, kl_coef), Counters(data_seed=data_seed)
         context = UpdateContext(config, self.collector, self.coefficients, self.engine, has_own_loss, data_seed)
         self.updates = Updates(context, self.advantages)
         self.report = IterationReport(context, self.optimizer_step, self.meter)
         self.reference = MovingReference(config, policy, reference_policy, self.engine)
-        self.counters = Counters(data_seed=data_seed)
         self.parts = Parts(policy, reference_policy, self.reward_model, self.engine)
         self.parts.add(counters=self.counters, advantages=self.advantages, coefficients=self.coefficients)
         self.parts.add(collector=self.collector.costs, scorer=self.collector.scorer, updates=context)

@@ -1,7 +1,7 @@
 """Checks of objects that have to have the methods of a protocol."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +10,21 @@ from grpo.errors import ConfigError, ContractError, ProtocolError
 
 from .checks import is_one_letter_off
 from .conversion import describe, has_values
+
+if TYPE_CHECKING:
+
+    class AnyPolicy(Protocol):
+        """`PolicyModel` with any arguments, for type checkers: states may be tensors, or narrower than `Sequence`."""
+
+        def generate_actions(self, *args: Any, **kwargs: Any) -> Any: ...
+        def get_log_probabilities(self, *args: Any, **kwargs: Any) -> Tensor: ...
+        def get_parameters(self, *args: Any, **kwargs: Any) -> Any: ...
+        def train(self, *args: Any, **kwargs: Any) -> Any: ...
+        def eval(self, *args: Any, **kwargs: Any) -> Any: ...
+        def to(self, *args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    AnyPolicy = Any  # at run time `require_methods` names the missing methods, also where tests check types
 
 
 def require_methods(value: Any, methods: Sequence[str], role: str, protocol: str) -> None:
