@@ -208,3 +208,19 @@ def test_no_page_leads_to_an_address_that_the_project_does_not_have() -> None:
     assert all(url.startswith(address) for url in PROJECT.get("urls", {}).values())
     for page in ("README.md", "grpo/README.md", "CITATION.cff", "SECURITY.md", "CONTRIBUTING.md"):
         assert address not in (ROOT / page).read_text(encoding="utf-8"), page
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/index.md", "grpo/README.md"])
+def test_the_commands_of_a_page_exist(page: str) -> None:
+    """Targets of the Makefile, extras, and modules that are run."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    targets = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE))
+    extras = {name for names in re.findall(r'"\.\[([\w,-]*)\]', text) for name in names.split(",")}
+    modules = set(re.findall(r"python -m ((?:examples|benchmarks)\.[\w.]+)", text))
+    assert targets | extras | modules
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert targets <= set(re.findall(r"^([a-z-]+)(?: [a-z-]+)*:", makefile, re.MULTILINE))
+    assert extras <= set(EXTRAS)
+    for module in modules:
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
