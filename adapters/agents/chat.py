@@ -219,6 +219,10 @@ class Chat:
         """How long the agent program has been busy since the policy's last message."""
         return 0.0 if self._num_waiting else time.monotonic() - self._active_since
 
+    def said_before(self, name: str) -> list[Message] | None:
+        """The messages up to the reply with this id, with the reply. None: there is no such reply."""
+        return next((turn.messages for turn in self._turns if turn.id == name), None)
+
     def restart_clock(self) -> None:
         """Count the time without a request from now on."""
         self._active_since = time.monotonic()

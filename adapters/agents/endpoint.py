@@ -9,8 +9,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from typing import Any
@@ -21,8 +22,12 @@ from grpo.errors import ConfigError
 
 from .chat import Chat, ConversationEnded, PlaysConversations
 from .environments import OwnThread
-from .openai_api import ApiError, error_body, read_request, response_body
+from .messages import Message
+from .openai_api import READ, ApiError, error_body, parsed, read_request, response_body
+from .responses_api import as_chat_request, responses_body
 
+METHODS = {"v1/chat/completions": "POST", "v1/responses": "POST", "v1/models": "GET"}
+"""The method of each path."""
 MOST_BYTES = 64 * 2**20
 """Maximum size of a request."""
 HEAD_BYTES = 2**16
@@ -47,16 +52,21 @@ class _Line:
 
 
 class ChatEndpoint:
-    """Serves conversations on 127.0.0.1, for agent programs that use OpenAI's chat completions API, in any language.
+    """Serves conversations over HTTP, for agent programs that use OpenAI's chat completions or responses API, in any language.
 
     Each conversation has its own URL: the `base_url` of the program's client. Requests to it are answered as by `chat` in
     `async def play(chat, state)`. The server starts when it is needed. After `close`, it has no port and no thread.
 
     Args:
         policy: The language model. Requests may not change its sampling settings.
+        ignore: Parameters of requests that are left out instead of refused, such as `{"temperature", "response_format"}`, of
+            programs that cannot leave them out. The program then does not get what it asked for: `Conversation.info["ignored"]`
+            has what was left out.
+        host: The address to listen at. 127.0.0.1 is this computer alone. Sandboxes in containers need another one, such as that
+            of the bridge of Docker, 172.17.0.1. Nothing is encrypted, and the token in the URL is all that protects it.
 
     Raises:
-        ConfigError: The policy is no language model.
+        ConfigError: The policy is no language model, or a parameter cannot be ignored.
 
     Example:
         Train a program that uses OpenAI's client::
@@ -72,14 +82,20 @@ class ChatEndpoint:
                 GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward()).train(tasks, num_iterations=100)
     """
 
-    def __init__(self, policy: HFPolicy) -> None:
+    def __init__(self, policy: HFPolicy, *, ignore: Collection[str] = (), host: str = "127.0.0.1") -> None:
         sampling = getattr(policy, "sampling", None)
         if not isinstance(sampling, SamplingConfig):
             raise ConfigError(
                 f"ChatEndpoint: policy must be the language model, an HFPolicy; got {describe(policy)}. Pass the policy that "
                 "AgentPolicy gets."
             )
-        self._sampling = sampling
+        needed = READ - {"tool_choice"}
+        if isinstance(ignore, str) or needed.intersection(ignore):
+            raise ConfigError(
+                f"ChatEndpoint: ignore must be names of parameters that are refused otherwise; got {ignore!r}. Leave out those "
+                f"that are read, and a single text: {sorted(needed.intersection(ignore))}."
+            )
+        self._sampling, self._ignore, self._host = sampling, frozenset(ignore), host
         self._server: _Server | None = None
         self._lines: dict[str, _Line] = {}
         self._ended: dict[str, str] = {}
@@ -134,21 +150,30 @@ class ChatEndpoint:
         """Close the endpoint."""
         self.close()
 
-    def answer(self, token: str, body: bytes) -> tuple[str, bytes]:
+    def answer(self, token: str, body: bytes, *, is_responses: bool = False) -> tuple[str, bytes]:
         """The type and the bytes of the response to a request, for the threads of the server. Waits for the policy.
 
         Raises:
             ApiError: The conversation has ended, or the request is malformed or refused.
             ContractError: The chat template does not accept the messages or the tools.
         """
-        request, arguments = read_request(body, self._sampling)
+        given = parsed(body)
+        self.require(token)
+        with self._lock:
+            line = self._lines.get(token)
+        if line is None:
+            raise _gone(self._ended.get(token, "error"))
+        request = as_chat_request(given, partial(_said_before, line.chat)) if is_responses else given
+        arguments = read_request(request, self._sampling, self._ignore)
+        ignored = {name: request[name] for name in sorted(self._ignore & request.keys()) if request[name] is not None}
+        if ignored:
+            line.chat.info["ignored"] = line.chat.info.get("ignored", {}) | ignored
         with self._lock:
             self.require(token)
-            line = self._lines[token]
             future = asyncio.run_coroutine_threadsafe(line.chat.reply(**arguments), line.loop)
             line.waiting.add(future)
         try:
-            return response_body(future.result(), request)
+            return (responses_body if is_responses else response_body)(future.result(), given)
         except ConversationEnded as end:
             raise _gone(end.ended_by) from end
         except concurrent.futures.CancelledError as error:
@@ -165,9 +190,9 @@ class ChatEndpoint:
 
     def _open(self, token: str, line: _Line) -> str:
         with self._lock:
-            self._server = self._server or _Server(self)
+            self._server = self._server or _Server(self, self._host)
             self._lines[token] = line
-            return f"http://127.0.0.1:{self._server.server_address[1]}/{token}/v1"
+            return f"http://{self._host}:{self._server.server_address[1]}/{token}/v1"
 
     def _hang_up(self, token: str, ended_by: str) -> None:
         with self._lock:
@@ -184,8 +209,8 @@ class _Server(ThreadingTCPServer):
 
     request_queue_size = 128
 
-    def __init__(self, endpoint: ChatEndpoint) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, endpoint: ChatEndpoint, host: str) -> None:
+        super().__init__((host, 0), _Handler)
         self.endpoint = endpoint
         self.strangers: dict[socket.socket, None] = {}
         """Connections that have not named a conversation, the oldest first."""
@@ -286,16 +311,9 @@ class _Handler(BaseHTTPRequestHandler):
             )
         self._unread = self._request.left = int(length)
         token, *path = self.path.split("?")[0].strip("/").split("/")
-        if path == ["v1", "responses"]:
-            raise ApiError(
-                404,
-                "The responses API is not served, but chat completions are. Call client.chat.completions.create, or set this "
-                "API in your framework: set_default_openai_api('chat_completions') in OpenAI's Agents SDK, and OpenAIChatModel "
-                "in Pydantic AI.",
-            )
-        method = {"v1/chat/completions": "POST", "v1/models": "GET"}.get("/".join(path))
+        method = METHODS.get("/".join(path))
         if method is None:
-            raise ApiError(404, f"Only /v1/chat/completions and /v1/models are served; got {self.path[:200]!r}.")
+            raise ApiError(404, f"Only /{', /'.join(METHODS)} are served; got {self.path[:200]!r}.")
         if self.command != method:
             raise ApiError(405, f"{self.path[:200]} needs the method {method}; got {self.command}.")
         self.server.endpoint.require(token)  # before the body is read: a stranger gets no memory
@@ -304,7 +322,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise ApiError(413, f"A request may have {MOST_BYTES} bytes; got {length}. Shorten the messages.")
         body, self._unread = self.rfile.read(self._unread), 0
         if method == "POST":
-            return self.server.endpoint.answer(token, body)
+            return self.server.endpoint.answer(token, body, is_responses=path[-1] == "responses")
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "you"}
         return "application/json", json.dumps({"object": "list", "data": [model]}).encode()
 
@@ -330,6 +348,13 @@ def _end(connection: socket.socket | None) -> None:
     with contextlib.suppress(OSError):  # the client has closed it
         if connection is not None:
             connection.shutdown(socket.SHUT_RD)
+
+
+def _said_before(chat: Chat, name: str) -> list[Message]:
+    said = chat.said_before(name)
+    if said is None:
+        raise ApiError(404, f"No reply of this conversation has the id {name!r}.", param="previous_response_id")
+    return said
 
 
 def _gone(ended_by: str) -> ApiError:

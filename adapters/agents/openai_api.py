@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from adapters.llm import SamplingConfig
@@ -10,13 +10,17 @@ from grpo.arguments import describe
 from grpo.errors import GRPOError
 
 from .chat import Reply
+from .messages import Message
 
 READ = {"messages", "model", "tools", "tool_choice", "stream", "stream_options", "stop", "max_tokens"}
 READ |= {"max_completion_tokens", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+READ |= {
+    "seed",
+    "parallel_tool_calls",
+}  # each conversation has random numbers of its own, and the policy makes as many calls as it wants
 """Parameters with meaning here, and parameters that change nothing."""
 ACCEPTED: dict[str, Any] = {
     "n": 1,
-    "parallel_tool_calls": True,
     "response_format": {"type": "text"},
     "modalities": ["text"],
 }
@@ -24,7 +28,6 @@ ACCEPTED |= {"logprobs": False, "top_logprobs": 0, "frequency_penalty": 0, "pres
 """The value of other parameters with which the policy is sampled as it is. All others must be left out."""
 ADVICE = {
     "n": "Send n requests.",
-    "seed": "Set GRPOConfig(seed=...): each conversation has random numbers of its own.",
     "response_format": "Describe the format in a message, and check it in the reward.",
     "logprobs": "The conversation keeps the log-probs.",
     "functions": "Use tools.",
@@ -39,18 +42,26 @@ class ApiError(GRPOError):
         self.status, self.fields = status, fields
 
 
-def read_request(body: bytes, sampling: SamplingConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The request in a body, and the arguments of `Chat.reply` for it.
+def parsed(body: bytes) -> Any:
+    """What a body says.
+
+    Raises:
+        ApiError: The body is no JSON.
+    """
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"The body must be JSON; got {bytes(body[:80])!r}. Encode it: {error}.") from error
+
+
+def read_request(given: Any, sampling: SamplingConfig, ignore: Collection[str] = ()) -> dict[str, Any]:
+    """The arguments of `Chat.reply` for a request. Parameters in `ignore` are left out.
 
     Raises:
         ApiError: The request is malformed, or would change the distribution that the policy is trained on.
     """
-    try:
-        given = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"The body must be JSON; got {bytes(body[:80])!r}. Encode it: {error}.") from error
     _require(isinstance(given, dict), "The body", "a JSON object", given)
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None and name not in ignore}
     own = sampling.to_dict()
     for name in sorted(given.keys() - READ):
         accepted = own.get(name, ACCEPTED.get(name))
@@ -70,7 +81,7 @@ def read_request(body: bytes, sampling: SamplingConfig) -> tuple[dict[str, Any],
         _require(type(limit) is int and limit > 0, name, "an integer of at least 1", limit)
     messages: Any = given.get("messages")
     _require(isinstance(messages, list) and messages, "messages", "a list of messages, with at least one", messages)
-    return given, {
+    return {
         "messages": [_message(f"messages[{place}]", message) for place, message in enumerate(messages)],
         "tools": None if choice == "none" else tools,
         "max_new_tokens": min(limits.values(), default=None),
@@ -80,11 +91,7 @@ def read_request(body: bytes, sampling: SamplingConfig) -> tuple[dict[str, Any],
 
 def response_body(reply: Reply, request: Mapping[str, Any]) -> tuple[str, bytes]:
     """The type and the bytes of a response: a chat completion or, with `stream`, its events."""
-    said = reply.message
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in said.get("tool_calls", [])
-    ]
+    said, calls = reply.message, called(reply.message)
     message: dict[str, Any] = {
         "role": "assistant",
         "content": None if calls and not said["content"] else said["content"],
@@ -113,6 +120,14 @@ def response_body(reply: Reply, request: Mapping[str, Any]) -> tuple[str, bytes]
         chunks.append({"choices": [], "usage": usage})
     events = [json.dumps({**head, "object": "chat.completion.chunk", **chunk}) for chunk in chunks]
     return "text/event-stream", "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]).encode()
+
+
+def called(message: Message) -> list[dict[str, Any]]:
+    """The calls of a message, with their arguments as JSON texts, as OpenAI has them."""
+    return [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", [])
+    ]
 
 
 def error_body(error: Exception) -> tuple[int, bytes]:

@@ -213,10 +213,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 0.9}, r"top_p must be 1\.0 or left out, .* Set SamplingConfig\(top_p=\.\.\.\)"),
     ({"top_k": 5}, r"top_k must be left out, .* Set SamplingConfig\(top_k=\.\.\.\)"),
     ({"n": 2}, r"n must be 1 or left out, .* Send n requests"),
-    ({"seed": 1}, r"seed must be left out, .* Set GRPOConfig\(seed"),
     ({"tool_choice": "required"}, r"tool_choice must be 'auto' or 'none'; .* the policy decides"),
     ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, r"tool_choice must be 'auto'"),
-    ({"parallel_tool_calls": False}, r"parallel_tool_calls must be True or left out"),
     ({"response_format": {"type": "json_object"}}, r"response_format must be .* Describe the format in a message"),
     ({"logprobs": True}, r"logprobs must be False or left out.* The conversation keeps the log-probs"),
     ({"frequency_penalty": 0.1}, r"frequency_penalty must be 0 or left out.* Leave it out"),
@@ -262,9 +260,9 @@ def test_what_would_change_the_distribution_is_refused(subtests: pytest.Subtests
 
 def test_settings_that_change_nothing_are_accepted() -> None:
     neutral = {
-        "temperature": 1.5, "top_p": 1, "top_k": None, "n": 1, "seed": None, "logprobs": False, "logit_bias": {},
+        "temperature": 1.5, "top_p": 1, "top_k": None, "n": 1, "logprobs": False, "logit_bias": {},
         "frequency_penalty": 0, "presence_penalty": 0.0, "response_format": {"type": "text"}, "user": "me", "store": True,
-        "metadata": {"a": "b"}, "parallel_tool_calls": True, "tools": None, "stop": None, "max_tokens": None,
+        "metadata": {"a": "b"}, "parallel_tool_calls": False, "seed": 5, "tools": None, "stop": None, "max_tokens": None,
     }  # fmt: skip
 
     def program(base_url: str, state: Any) -> float:
@@ -287,8 +285,7 @@ def test_bad_http_gets_an_error_in_openais_form(subtests: pytest.Subtests, monke
         ({"body": ASKED, "Content-Length": "many"}, 411, "A request needs a Content-Length in bytes; got 'many'"),
         ({"body": ASKED, "Content-Length": "9" * 5000}, 411, "A request needs a Content-Length"),
         ({"body": b"", "Transfer-Encoding": "chunked"}, 411, "A request needs a Content-Length"),
-        ({"path": "/responses"}, 404, "The responses API is not served, but chat completions are"),
-        ({"path": "/embeddings"}, 404, "Only /v1/chat/completions and /v1/models are served"),
+        ({"path": "/embeddings"}, 404, "Only /v1/chat/completions, /v1/responses, /v1/models are served"),
         ({"method": "GET", "body": b""}, 405, "needs the method POST; got GET"),
         ({"method": "DELETE", "path": "/models", "body": b""}, 405, "needs the method GET; got DELETE"),
         ({"method": "BREW"}, 501, "BREW"),

@@ -1,0 +1,180 @@
+"""OpenAI's responses API, with the official client, and what an endpoint may ignore."""
+
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from adapters.agents import AgentPolicy, ChatEndpoint, Conversation
+from adapters.agents.templates import TOOL
+from adapters.llm import SamplingConfig
+from grpo.errors import ConfigError
+from tests.support.agents import says_call
+from tests.unit.adapters.agents.test_conversations import text_and_sampled
+from tests.unit.adapters.agents.test_endpoint import ASKED, raw, says, with_client
+
+FLAT = {"type": "function", "strict": True, **TOOL["function"]}
+
+
+def converse(policy: Any, use: Any, **options: Any) -> Conversation:
+    """The conversation of a program with an endpoint."""
+    with ChatEndpoint(policy, **options) as served:
+        ((row,),) = AgentPolicy(policy, served.runs(with_client(use))).generate_actions(["you"], 1)
+    return row
+
+
+def final(client: OpenAI, *, streams: bool, **request: Any) -> Any:
+    """The response, from its events if it streams. The client checks that the events fit together."""
+    if not streams:
+        return client.responses.create(model="m", **request)
+    with client.responses.stream(model="m", **request) as stream:
+        events = list(stream)
+    kinds = [event.type for event in events]
+    response: Any = events[-1].response
+    assert (kinds[0], kinds[-1]) == ("response.created", f"response.{response.status}")
+    done = [event.item.id for event in events if event.type == "response.output_item.done"]
+    assert done == [item.id for item in response.output]
+    return response
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_conversation_with_tools_over_the_responses_api_is_one_context(streams: bool) -> None:
+    call = says_call(arguments='{"topic":   "sun"}')
+
+    def use(client: OpenAI) -> dict[str, float]:
+        asked: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "you"}]}]
+        common: Any = {"instructions": "Be short.", "tools": [FLAT], "streams": streams}
+        first = final(client, input=asked, **common)
+        said, called = first.output
+        assert (said.type, said.content[0].text) == ("message", "Hm.")
+        assert (called.type, called.name, called.arguments) == ("function_call", "lookup", '{"topic": "sun"}')
+        result = {"type": "function_call_output", "call_id": called.call_id, "output": "bright"}
+        items = [*asked, *(item.model_dump(exclude_none=True) for item in first.output), result]
+        second = final(client, input=items, **common)
+        assert (second.output_text, second.status) == ("Fine.", "completed")
+        assert second.usage.total_tokens == second.usage.input_tokens + second.usage.output_tokens
+        return {first.id: 0.25, second.id: 1.0}
+
+    row = converse(says("Hm. " + call, "Fine."), use)
+    ((text, sampled),) = text_and_sampled(row)
+    assert sampled == f"Hm. {call}<|im_end|>|Fine.<|im_end|>"
+    assert "<|im_start|>system\nBe short.<|im_end|>" in text
+    assert "bright" in text
+    assert row.rewards == (0.25, 1.0)
+
+
+def test_a_response_goes_on_from_the_previous_one_by_its_id() -> None:
+    def use(client: OpenAI) -> list[float]:
+        first = client.responses.create(model="m", instructions="One.", input="you")
+        second = client.responses.create(model="m", previous_response_id=first.id, input="more")
+        other = client.responses.create(model="m", previous_response_id=first.id, input="more", instructions="Two.")
+        assert [each.output_text for each in (first, second, other)] == ["a", "b", "c"]
+        with pytest.raises(openai.NotFoundError, match="No reply of this conversation has the id 'resp_1'"):
+            client.responses.create(model="m", previous_response_id="resp_1", input="more")
+        return [1.0, 2.0, 3.0]
+
+    row = converse(says("a", "b", "c"), use)
+    texts = [text for text, _ in text_and_sampled(row)]
+    assert len(texts) == 2  # other instructions begin another context
+    assert sum("system\nOne.<" in text and "user\nmore<" in text for text in texts) == 1
+    assert sum("system\nTwo.<" in text and "user\nmore<" in text for text in texts) == 1
+    assert sorted(row.rewards) == [1.0, 2.0, 3.0]
+
+
+def test_a_truncated_response_is_incomplete() -> None:
+    def use(client: OpenAI) -> float:
+        for streams in (False, True):
+            response = final(client, streams=streams, input="you", max_output_tokens=3)
+            assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+            assert response.output_text == "abc"
+        return 1.0
+
+    assert converse(says("abcdef", "abcdef"), use).reward == 1.0
+
+
+def test_thoughts_go_out_and_come_back() -> None:
+    policy = says("<think>hm</think>Yes.", "No.")
+    policy.tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "reasoning_content": {"open": "<think>", "close_pattern": "</think>", "content": "text"},
+            "content": {"close_pattern": r"<\|im_end\|>", "content": "text"},
+        },
+    }
+
+    def use(client: OpenAI) -> float:
+        first = client.responses.create(model="m", input="you")
+        thought, said = first.output
+        assert (thought.type, thought.content[0].text, said.content[0].text) == ("reasoning", "hm", "Yes.")
+        items: list[Any] = [
+            {"role": "user", "content": "you"},
+            *(item.model_dump(exclude_none=True) for item in first.output),
+        ]
+        client.responses.create(model="m", input=[*items, {"role": "user", "content": "more"}])
+        return 1.0
+
+    assert len(converse(policy, use).segments) == 1  # the history continues what was sampled
+
+
+def test_what_the_policy_does_not_know_is_refused_by_name(subtests: pytest.Subtests) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"input": [{"type": "item_reference", "id": "a"}]}, r"input\[0\] must be a message, a function_call"),
+        ({"input": ["you"]}, r"input\[0\] must be a message"),
+        ({"input": []}, r"messages must be a list of messages, with at least one"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]},
+            "describe them in a text",
+        ),
+        ({"input": "you", "tools": [{"type": "web_search"}]}, r"tools\[0\] must be of the type 'function'"),
+        ({"input": "you", "tool_choice": "required"}, r"tool_choice must be 'auto' or 'none'"),
+        ({"input": "you", "temperature": 0.5}, r"temperature must be 1\.0 or left out"),
+        ({"input": "you", "text": {"format": {"type": "json_object"}}}, r"response_format must be"),
+        ({"input": "you", "background": True}, r"background must be left out"),
+        ({"input": "you", "max_tool_calls": 3}, r"max_tool_calls must be left out"),
+    ]
+
+    def use(client: OpenAI) -> float:
+        for request, message in cases:
+            with subtests.test(request=request), pytest.raises(openai.BadRequestError, match=message):
+                client.responses.create(model="m", **request)
+        return float(client.responses.create(model="m", input="you").output_text == "fine")
+
+    assert converse(says("fine"), use).reward == 1.0
+
+
+def test_parameters_may_be_ignored_and_the_conversation_says_which() -> None:
+    def use(client: OpenAI) -> float:
+        said = client.chat.completions.create(**ASKED, temperature=0.5, tool_choice="required", tools=[TOOL])
+        again = client.responses.create(model="m", input="you", temperature=0.25)
+        with pytest.raises(openai.BadRequestError, match=r"top_p must be 1\.0 or left out"):
+            client.chat.completions.create(**ASKED, top_p=0.5)
+        return float((said.choices[0].message.content, again.output_text) == ("a", "b"))
+
+    row = converse(says("a", "b"), use, ignore={"temperature", "tool_choice", "response_format"})
+    assert row.reward == 1.0
+    assert row.info["ignored"] == {"temperature": 0.25, "tool_choice": "required"}
+
+
+def test_only_what_is_refused_can_be_ignored(subtests: pytest.Subtests) -> None:
+    for ignore in ({"messages"}, ["stop", "temperature"], "temperature"):
+        with (
+            subtests.test(ignore=ignore),
+            pytest.raises(ConfigError, match="ignore must be names of parameters that are"),
+        ):
+            ChatEndpoint(says(), ignore=ignore)
+
+
+def test_an_endpoint_may_listen_for_containers() -> None:
+    urls = []
+
+    def program(base_url: str, state: Any) -> float:
+        urls.append(base_url)
+        return float(raw(base_url.replace("0.0.0.0", "127.0.0.2"))[0] == 200)
+
+    policy = says("a", sampling=SamplingConfig(max_new_tokens=8))
+    with ChatEndpoint(policy, host="0.0.0.0") as served:
+        ((row,),) = AgentPolicy(policy, served.runs(program)).generate_actions(["you"], 1)
+    assert row.reward == 1.0
+    assert urls[0].startswith("http://0.0.0.0:")
