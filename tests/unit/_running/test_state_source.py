@@ -211,5 +211,5 @@ def test_a_run_takes_either_iterations_or_epochs():
     assert trained(states, num_epochs=2) == 5
     assert trained(states, num_iterations=3) == 3
     for both_or_none in ({}, {"num_iterations": 3, "num_epochs": 1}):
-        with pytest.raises(ConfigError, match=r"train needs either num_iterations or num_epochs; got .* exactly one"):
+        with pytest.raises(ConfigError, match=r"train needs num_iterations, num_epochs or budget; got .* exactly one"):
             trained(states, **both_or_none)
