@@ -125,7 +125,17 @@ class RunState:
                 f"The checkpoint does not fit this trainer, which is unchanged: {error!r}. Build the trainer as when it was "
                 "saved."
             ) from error
+        if state["config"].get("learning_rate") != present["config"]["learning_rate"]:
+            self._keep_learning_rates(present["parts"])
         _warn_of_changes(state["config"], present["config"])
+
+    def _keep_learning_rates(self, parts: Mapping[str, Any]) -> None:
+        """Give the loaded optimizer the learning rates that it had before, because the new setting counts."""
+        optimizer = self._parts.by_name.get("optimizer")
+        if isinstance(optimizer, torch.optim.Optimizer) and "lr_scheduler" not in self._parts.by_name:
+            for group, before in zip(optimizer.param_groups, parts["optimizer"]["param_groups"], strict=True):
+                group.pop("initial_lr", None)
+                group |= {name: before[name] for name in ("lr", "initial_lr") if name in before}
 
     def with_rows(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A checkpoint's state with rows in place of whole tensors, where the ranks have divided the tensor."""

@@ -91,7 +91,7 @@ def test_control_learns_writes_its_files_and_resumes_where_it_stopped(tmp_path: 
     assert found is not None, printed
     assert float(found.group(1)) > 30, "it falls within 10 steps at first"
     names = {path.name for path in folder.iterdir() if not path.name.startswith("iteration-")}
-    assert names == {"metrics.jsonl", "curve.json", "learning_curve.png"}
+    assert names == {"metrics.jsonl", "curve.json", "run.json", "learning_curve.png"}
     assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     first = json.loads((folder / "curve.json").read_text())
     assert first["steps"][-1] >= 1500

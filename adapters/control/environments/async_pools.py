@@ -25,6 +25,7 @@ from .pool_base import (
     checked_step,
     environment_name,
     find_misfit,
+    layers_in_words,
     misfit_fault,
     require_environment,
     require_equal_members,
@@ -54,7 +55,8 @@ class WorkerEnv(gymnasium.Wrapper):
         super().__init__(env)
         require_equal_members(env)
         # AsyncVectorEnv passes the metadata on
-        self.metadata = {**env.metadata, "name": environment_name(env), "time_limit": time_limit(env)}
+        own = {"name": environment_name(env), "time_limit": time_limit(env), "layers": layers_in_words(env)}
+        self.metadata = {**env.metadata, **own}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment, or restore the snapshot in `options`."""
@@ -131,6 +133,8 @@ class AsyncPool:
         self.observation_space = vector.single_observation_space
         self.action_space = vector.single_action_space
         self.max_episode_steps: int | None = vector.metadata["time_limit"]
+        self.layers: list[str] = vector.metadata["layers"]
+        """The environment and its wrappers, in words."""
         self._steps = EpisodeSteps(vector.metadata["name"], self.num_members)
         self._rebuilds_in_a_row = 0
         self._unproven: set[int] = set()  # lost members that have not completed a step since

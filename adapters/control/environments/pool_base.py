@@ -95,6 +95,13 @@ def environment_name(env: gymnasium.Env) -> str:
     return type(env.unwrapped).__name__ if env.spec is None else env.spec.id
 
 
+def layers_in_words(env: gymnasium.Env) -> list[str]:
+    """The wrappers from the outermost on, and the environment with the keywords with which it was made."""
+    *wrappers, inner = [type(layer).__name__ for layer in layers_of(env)]
+    kwargs = {} if env.spec is None else env.spec.kwargs
+    return [*wrappers, f"{inner}({', '.join(f'{name}={value!r:.100}' for name, value in kwargs.items())})"]
+
+
 def time_limit(env: gymnasium.Env) -> int | None:
     """The environment's time limit in steps, from its registration or a `TimeLimit` wrapper. None if it has none."""
     registered = None if env.spec is None else env.spec.max_episode_steps

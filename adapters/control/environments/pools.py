@@ -39,6 +39,7 @@ from .pool_base import (
     checked_step,
     environment_name,
     exception_fault,
+    layers_in_words,
     misfit_fault,
     remedy_for,
     require_environment,
@@ -94,6 +95,8 @@ class SerialPool:
         limits = [time_limit(env) for env in self._envs]
         self.max_episode_steps = None if None in limits else max(limit for limit in limits if limit is not None)
         name = environment_name(self._envs[0])
+        self.layers = layers_in_words(self._envs[0])
+        """The environment and its wrappers, in words."""
         for member, env in enumerate(self._envs):
             require_equal_members(env)
             if env.observation_space != self.observation_space or env.action_space != self.action_space:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, assert_never
 
 import numpy as np
@@ -33,6 +34,7 @@ from .fast_forward import fast_forward
 from .networks import CNNTorso, MixedTorso, SharedStd, linear, mlp_torso, num_outputs
 from .observations import ObservationEncoder, RunningNormalizer, as_batch
 from .options import EpisodeOptions
+from .policy_files import as_bytes, as_plain, load_policy, require_same, save_policy
 from .rollouts import Decide, Record, require_finite, roll_out
 
 ActionMask: TypeAlias = Literal["info"] | Callable[[Tensor], Tensor] | None
@@ -178,6 +180,22 @@ class EpisodePolicy(nn.Module):
             "action_mask": action_mask,
             "options": options.to_dict(),
             "make": {name: value for name, value in make.items() if isinstance(value, str | int | float | None)},
+        }
+        given = {"environment": environment, "torso": torso, "distribution": distribution, "critic": critic}
+        self._arguments = {
+            **{name: as_plain(value) for name, value in {**given, "action_mask": action_mask}.items()},
+            "num_members": self.pool.num_members,
+            "options": options.to_dict(),
+            "make": {} if isinstance(environment, EnvironmentPool) else {k: as_plain(v) for k, v in make.items()},
+        }
+        self._built = {
+            "observations": list(self.encoder.shape),
+            "actions": str(self.pool.action_space),
+            "distribution": type(self.distribution).__name__,
+            "torso": type(body).__name__ if torso is not None else [list(options.hidden), options.activation],
+            "std": options.std,
+            "normalize_observations": options.normalize_observations,
+            "critic": self.critic is not None,
         }
         self._has_warned_of_strangers = self._has_looked_for_twins = self._has_said_cut = self._has_said_masks = False
         self.register_buffer("_sampled_with", torch.full_like(self._fingerprint(), torch.nan))
@@ -494,6 +512,77 @@ class EpisodePolicy(nn.Module):
             values=padded(steps.values),
             final_values=final_values,
         )
+
+    # Files
+
+    def save(self, path: str | Path) -> Path:
+        """Write the policy to one file: weights, statistics of observations, and how it was built. `EpisodePolicy.load` reads
+        it, also in another process.
+
+        Args:
+            path: The file, such as `cartpole.safetensors`. Missing folders are created, and a file that is there is replaced.
+
+        Returns:
+            The path.
+        """
+        return save_policy(path, self.state_dict(), self._arguments)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        environment: Any = None,
+        torso: nn.Module | None = None,
+        distribution: ActionDistribution | None = None,
+        critic: nn.Module | None = None,
+        action_mask: ActionMask = None,
+        num_members: int | None = None,
+        options: EpisodeOptions | None = None,
+        **make: Any,
+    ) -> "EpisodePolicy":
+        """Build the policy that `save` has written.
+
+        What a file cannot hold, such as a function that creates the environment or a network of your own, has to be passed.
+        Other arguments replace those in the file.
+
+        Args:
+            path: The file.
+            environment: The environment, unless the policy was built from an id.
+            torso: The torso, if the policy was built with one.
+            distribution: The distribution, if the policy was built with an object.
+            critic: The critic, if the policy was built with a module.
+            action_mask: The mask, if the policy was built with a function.
+            num_members: Number of concurrent environments.
+            options: Options in place of those in the file.
+            make: Keywords of `make_pool`.
+
+        Raises:
+            ConfigError: What a file cannot hold was not passed.
+            CheckpointError: The file is damaged, or the policy is built in another way than the one that was saved.
+        """
+
+        def build(arguments: dict[str, Any]) -> EpisodePolicy:
+            if isinstance(arguments["options"], Mapping):
+                arguments["options"] = EpisodeOptions.from_dict(arguments["options"])
+            return cls(**arguments)
+
+        given = {"environment": environment, "torso": torso, "distribution": distribution, "critic": critic}
+        given |= {"action_mask": action_mask, "num_members": num_members, "options": options, **make}
+        policy: EpisodePolicy = load_policy(path, build, given)
+        return policy
+
+    def get_extra_state(self) -> Tensor:
+        """How the policy is built, as a part of its state dict."""
+        return as_bytes(self._built)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Check that weights belong to a policy that is built like this one.
+
+        Raises:
+            CheckpointError: Names what differs.
+        """
+        require_same(type(self).__name__, state, self._built)
 
     # Several ranks
 

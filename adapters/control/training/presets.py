@@ -9,7 +9,7 @@ from gymnasium import spaces
 from adapters.control.environments.pools import make_pool
 from adapters.control.policy.episode_policy import EpisodePolicy
 from adapters.control.policy.options import EpisodeOptions
-from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, preserved_random_state
 from grpo.arguments import Settings, require_instances, require_integers, setting
 from grpo.surrogates import Clip
 
@@ -62,10 +62,11 @@ class ControlPreset(Settings):
     evaluate_every: int = setting(10_000, at_least=1)
     """Training steps between evaluations."""
 
-    def make_policy(self, **arguments: Any) -> EpisodePolicy:
-        """Create a policy with its own environments. Initial weights are drawn from torch's global generator.
+    def make_policy(self, *, seed: int | None = None, **arguments: Any) -> EpisodePolicy:
+        """Create a policy with its own environments.
 
         Args:
+            seed: Seed of the initial weights. None: they are drawn from torch's global generator.
             arguments: Other arguments of `EpisodePolicy`. `options` replaces those of the preset.
         """
         options = EpisodeOptions(
@@ -74,7 +75,12 @@ class ControlPreset(Settings):
             max_episode_steps=self.max_episode_steps,
         )
         own: dict[str, Any] = {"num_members": self.num_groups * self.group_size, "options": options}
-        return EpisodePolicy(self.env_id, **own | arguments)
+        if seed is None:
+            return EpisodePolicy(self.env_id, **own | arguments)
+        require_integers("make_policy", 0, seed=seed)
+        with preserved_random_state():
+            torch.manual_seed(seed)
+            return EpisodePolicy(self.env_id, **own | arguments)
 
     def make_config(self, seed: int | None = None) -> GRPOConfig:
         """Create the trainer's settings."""
@@ -94,16 +100,17 @@ class ControlPreset(Settings):
         )
 
     def make_trainer(
-        self, policy: EpisodePolicy, *, seed: int | None = None, reward_model: Any = None, **options: Any
+        self, policy: EpisodePolicy | None = None, *, seed: int | None = None, reward_model: Any = None, **options: Any
     ) -> GRPOTrainer:
         """Create a trainer with Adam.
 
         Args:
-            policy: The policy, from `make_policy`.
-            seed: Seed of the trainer.
+            policy: The policy, from `make_policy`. None: the trainer makes one, `trainer.policy`.
+            seed: Seed of the trainer, and of the first weights of a policy that it makes.
             reward_model: Reward model. None uses the environment's own rewards, per step.
             options: Other arguments of `GRPOTrainer`.
         """
+        policy = self.make_policy(seed=seed) if policy is None else policy
         return GRPOTrainer(
             config=self.make_config(seed),
             policy=policy,

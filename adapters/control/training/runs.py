@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from adapters.control.environments.episodes import EpisodeStart
+from adapters.control.environments.pools import AsyncPool, SerialPool
+from adapters.control.policy.policy_files import as_plain
 from grpo import GRPOTrainer
 from grpo.arguments import require_integers, with_checked_arguments
 from grpo.callbacks import Decision, RunningTrainer
+from grpo.errors import ConfigError
 from grpo.sinks import MetricSink, replace_text
 
 from .evaluation import EVALUATION_SEED, evaluate_policy
@@ -78,17 +81,21 @@ def train_control(
         sinks: Receive the metrics of each iteration, with `eval/return` after evaluations, and samples of its episodes.
         callbacks: Called after each iteration, and may stop the run; see `grpo.callbacks`. `trainer.history` is this run's.
         folder: Folder for `curve.json` and for checkpoints, which are written after evaluations: the newest three, and the best
-            by its return, which `best_checkpoint(folder)` finds. A run that is there is continued. None writes nothing.
+            by its return, which `best_checkpoint(folder)` finds. A run that is there is continued, if its environment, starts
+            and policy are these. None writes nothing.
         progress: Whether to show a progress bar.
 
     Returns:
         The evaluations.
 
     Raises:
-        ConfigError: `total_steps` or `evaluate_every` is below 1, or the trainer has made `total_steps` steps already.
+        ConfigError: `total_steps` or `evaluate_every` is below 1, the trainer has made `total_steps` steps already, or `folder`
+            holds a run of another environment, with other starts or another policy.
         TrainingInterrupted: As in `GRPOTrainer.train`.
     """
     require_integers("train_control", 1, total_steps=total_steps, evaluate_every=evaluate_every)
+    if folder is not None:
+        _require_same_run(Path(folder), trainer, starts)
     recorder = CurveRecorder(None if folder is None or trainer.engine.rank > 0 else Path(folder))
     own = [recorder] if stop_at is None else [recorder, StopAt(stop_at, recorder)]
 
@@ -118,6 +125,39 @@ def train_control(
             trainer.iteration,
         )
     return recorder.curve
+
+
+def _require_same_run(folder: Path, trainer: GRPOTrainer, starts: Any) -> None:
+    """Check that a folder holds no run of another environment, with other starts or another policy, and note this run there.
+
+    Raises:
+        ConfigError: Names what differs.
+    """
+    path = folder / "run.json"
+    settings, pool = dict(trainer.policy.settings()), trainer.policy.pool
+    settings |= {
+        "make": {name: value for name, value in settings["make"].items() if name != "vectorization"},
+        "environment and wrappers": pool.layers if isinstance(pool, SerialPool | AsyncPool) else None,
+        "first starts": [str(start) for start in starts(0)] if callable(starts) else None,
+    }
+    now = json.loads(json.dumps(settings, default=as_plain))
+    del now["num_members"]  # like vectorization, it changes no episode
+    if path.is_file() and any(folder.glob("iteration-*")):
+        before = json.loads(path.read_text(encoding="utf-8"))
+        names = [
+            name for name in now if None not in (before.get(name), now[name]) or name != "environment and wrappers"
+        ]
+        changed = [
+            f"{name} was {before.get(name)} and is {now[name]}" for name in names if before.get(name) != now[name]
+        ]
+        if changed:
+            raise ConfigError(
+                f"train_control: {folder} holds another run: {'; '.join(changed)}. Use another folder, or delete this one. To "
+                "go on from its weights, use load_weights(folder, policy)."
+            )
+    elif trainer.engine.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(now))
 
 
 class CurveRecorder:

@@ -19,7 +19,15 @@ from grpo.checkpoint import open_checkpoint, read_checkpoint, write_checkpoint
 from tests.support.checkpoint_runs import built, names_in
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy, digest, weights_of
-from tests.support.stopped_runs import Calls, assert_same_metrics, by_exception, by_signal, end_of, stopped
+from tests.support.stopped_runs import (
+    Calls,
+    StoppingCallback,
+    assert_same_metrics,
+    by_exception,
+    by_signal,
+    end_of,
+    stopped,
+)
 from tests.support.trainers import by_hand
 
 
@@ -114,6 +122,28 @@ def test_changed_settings_are_named_and_count(tmp_path: Path) -> None:
     assert "seed" not in message
     assert "group_size" not in message
     trainer(seed=2).load_checkpoint(tmp_path / "checkpoint")  # a warning would be an error
+    assert changed.step(["a", "b"])["train/learning_rate"] == 0.25
+
+
+def test_a_changed_learning_rate_counts_under_a_schedule_too(tmp_path: Path) -> None:
+    """Of four iterations, the first two have 1 and 3/4 of the old rate, and the others 1/2 and 1/4 of the new one."""
+
+    def train(learning_rate: float, num_iterations: int) -> list[float]:
+        config = GRPOConfig(group_size=2, learning_rate=learning_rate, seed=1, lr_schedule="linear")
+        rewards = lambda states, actions: [float(action) for action in actions]  # noqa: E731
+        trainer = GRPOTrainer(config=config, policy=TablePolicy(), reward_model=rewards)
+        stop = StoppingCallback(lambda: by_exception() if trainer.iteration == 2 else None)
+        options: dict[str, Any] = {"num_iterations": 4, "checkpoint_dir": tmp_path, "resume": "auto", "progress": False}
+        if num_iterations == 2:
+            with stopped():
+                trainer.train(["a", "b"], callbacks=[stop], **options)
+        else:
+            with pytest.warns(GRPOWarning, match="learning_rate was 0.5 and is 0.25"):
+                trainer.train(["a", "b"], **options)
+        return [metrics["train/learning_rate"] for metrics in trainer.history]
+
+    assert train(0.5, 2) == [0.5]
+    assert train(0.25, 4) == [0.375, 0.125, 0.0625]
 
 
 def test_a_loaded_unfinished_iteration_is_finished_by_train_and_dropped_by_step_with_a_warning(tmp_path: Path) -> None:

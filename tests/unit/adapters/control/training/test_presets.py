@@ -1,9 +1,11 @@
 """Presets: registered environments, their settings, and settings for an environment without a preset."""
 
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
 import pytest
+import torch
 
 from adapters.control import PRESETS, EnvironmentReward, EpisodeOptions, episode_starts, preset_for
 from grpo.errors import ConfigError
@@ -73,3 +75,19 @@ def test_settings_without_a_preset_have_at_least_50_iterations_of_the_longest_ep
 def test_a_preset_takes_another_limit() -> None:
     assert preset_for("HalfCheetah-v5").max_episode_steps == 250
     assert preset_for("HalfCheetah-v5", max_episode_steps=99).max_episode_steps == 99
+
+
+def test_a_seed_fixes_the_first_weights_and_leaves_the_generator() -> None:
+    preset = replace(preset_for("CartPole-v1"), num_groups=1, group_size=2)
+    torch.manual_seed(5)
+    expected = torch.rand(())
+    torch.manual_seed(5)
+    trainers = [preset.make_trainer(seed=seed) for seed in (3, 3, 4)]
+    assert torch.rand(()) != expected, "a trainer with a seed seeds the generators"
+    first, same, other = [torch.cat([value.flatten() for value in one.policy.parameters()]) for one in trainers]
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+    torch.manual_seed(5)
+    weights = torch.cat([value.flatten() for value in preset.make_policy(seed=3).parameters()])
+    assert torch.equal(weights, first)
+    assert torch.rand(()) == expected

@@ -6,10 +6,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 import torch
 
-from adapters.control import EnvironmentReward, LearningCurve, evaluate_policy, train_control
+from adapters.control import (
+    EnvironmentReward,
+    EpisodeOptions,
+    EpisodePolicy,
+    LearningCurve,
+    evaluate_policy,
+    train_control,
+)
 from adapters.control.environments.episodes import episode_starts
 from adapters.control.environments.pools import SerialPool
 from adapters.control.training.evaluation import EVALUATION_SEED
@@ -199,6 +207,30 @@ def test_a_run_that_reached_its_target_or_its_total_stays_ended_and_says_so(tmp_
     assert longer.steps == [60, 100, 120]
     with pytest.warns(GRPOWarning, match=r"episodes/steps=120 is the total, .* nothing left to do"):
         assert run(total_steps=120) == longer
+
+
+def test_the_folder_of_another_run_is_refused_by_name(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    def run(seed: int = 0, limit: int = 6, **environment: Any) -> LearningCurve:
+        options = EpisodeOptions(hidden=(4,), max_episode_steps=limit)
+        given = environment.pop("environment", "Pendulum-v1")
+        policy = EpisodePolicy(given, num_members=2, options=options, **environment)
+        trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=policy, reward_model=EnvironmentReward())
+        steps = {"total_steps": 12, "evaluate_every": 12, "num_eval_episodes": 1, "max_eval_steps": 6}
+        return train_control(trainer, episode_starts(1, seed=seed), folder=tmp_path, progress=False, **steps)
+
+    curve = run()
+    for changed, words in (
+        ({"g": 0.5}, r"make was \{\} and is \{'g': 0\.5\}"),
+        ({"environment": lambda: gymnasium.make("Pendulum-v1", g=0.5)}, r"environment was Pendulum-v1 and is function"),
+        ({"environment": "MountainCarContinuous-v0"}, "environment was Pendulum-v1 and is MountainCarContinuous-v0"),
+        ({"seed": 3}, r"first starts was \['seed \d+'\] and is \['seed \d+'\]"),
+        ({"limit": 5}, r"options was .*'max_episode_steps': 6.* and is .*'max_episode_steps': 5"),
+        ({"distribution": "beta"}, "distribution was auto and is beta"),
+    ):
+        with subtests.test(words), pytest.raises(ConfigError, match=f"holds another run: .*{words}"):
+            run(**changed)
+    with pytest.warns(GRPOWarning, match="nothing left to do"):
+        assert run(vectorization="sync") == curve
 
 
 def test_the_best_checkpoint_has_the_highest_return(tmp_path: Path) -> None:
