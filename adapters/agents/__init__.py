@@ -45,12 +45,13 @@ from .environments import Environment
 from .messages import Message
 from .policy import AgentPolicy
 from .rewards import EnvironmentReward
+from .speakers import Seat, seat_advantages
 from .templates import ChatTemplate
 from .transcripts import save_transcripts, transcript_page
 from .trl import train_with_trl, trl_environment, trl_reward_functions
 
 __all__ = [
     "AgentPolicy", "Branching", "Chat", "ChatEndpoint", "ChatTemplate", "Conversation", "ConversationEnded",
-    "Environment", "EnvironmentReward", "Message", "Segment", "Turn", "save_transcripts", "train_with_trl",
-    "transcript_page", "trl_environment", "trl_reward_functions",
+    "Environment", "EnvironmentReward", "Message", "Seat", "Segment", "Turn", "save_transcripts", "seat_advantages",
+    "train_with_trl", "transcript_page", "trl_environment", "trl_reward_functions",
 ]  # fmt: skip

@@ -11,15 +11,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from adapters.llm import CompletionTexts, FinishReason
+from adapters.llm import FinishReason
 from grpo.arguments import describe
 from grpo.errors import ContractError, GRPOError
 
 from .branching import Branch, Saved
-from .calls import read_turn, tool_schemas
+from .calls import tool_schemas
 from .conversations import Conversation, EndedBy, Segment, Turn, plain_values
 from .messages import Message, as_messages, in_the_order_of_calls, say_the_same
-from .templates import ChatTemplate
+from .speakers import Seat, Speaker, said_by
 
 MOST_WAITING = 256
 """Maximum number of requests of a conversation that wait for a turn at the same time."""
@@ -48,8 +48,9 @@ class SampledTurn:
     """Why the turn ended."""
 
 
-SampleTurn = Callable[[list[int], int, int, tuple[str, ...]], Awaitable[SampledTurn]]
-"""Samples a turn, given the token ids of a context, a seed, the maximum number of tokens, and texts that end the turn."""
+SampleTurn = Callable[[list[int], int, int, tuple[str, ...], Speaker | None], Awaitable[SampledTurn]]
+"""Samples a turn, given the token ids of a context, a seed, the maximum number of tokens, texts that end the turn, and who
+speaks (None: the trained model)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,8 @@ class PlaysConversations(Protocol):
         """Hold one conversation about `state`.
 
         Return its reward, or one reward for each message of the policy: a list in the order of the replies, or a dict by
-        `Reply.id`, in which a missing message has the reward 0. After requests that waited at the same time, a list is refused.
+        `Reply.id` or seat, in which a missing message has the reward 0. A seat's reward belongs to its last message. After
+        requests that waited at the same time, a list is refused.
         """
         ...
 
@@ -99,8 +101,9 @@ class _Context:
     """A segment that grows."""
 
     token_ids: list[int]
-    number: int
-    """Number of earlier contexts that begin with the same tokens."""
+    seat: str | None
+    name: str = ""
+    """The id of its first turn."""
     num_begun: int = field(init=False)
     """Number of tokens before the first turn."""
     sampled: list[bool] = field(init=False)
@@ -162,14 +165,14 @@ class Chat:
 
     def __init__(
         self,
-        template: ChatTemplate,
-        tokenizer: Any,
-        texts: CompletionTexts,
+        speaker: Speaker,
         sample: SampleTurn,
         limits: Limits,
         *,
         seed: int,
         sampling_seed: int,
+        seats: Mapping[str, Seat] | None = None,
+        frozen: Mapping[str, Speaker] | None = None,
     ) -> None:
         self.seed = seed
         """Seed of the environment. All conversations of a group have the same."""
@@ -196,17 +199,17 @@ class Chat:
         self.program: asyncio.Future | None = None
         """The task that plays the conversation."""
         self._sampling_seed: tuple[int, ...] = (sampling_seed,)
-        self._template = template
-        self._tokenizer = tokenizer
-        self._texts = texts
+        self._speaker = speaker
         self._sample = sample
+        self._seats, self._frozen = seats or {}, frozen or {}
         self._limits = limits
         self._contexts: list[_Context] = []
         self._turns: list[_Turn] = []
         self._num_equal: Counter[bytes] = Counter()
         self._tasks: list[asyncio.Task | None] = []
         self._is_parallel = False
-        self._num_waiting = 0
+        self._num_waiting = self._num_sampled = 0
+        """Numbers of requests that wait, and of those of them that the trained policy answers."""
         self._active_since = time.monotonic()
 
     @property
@@ -218,6 +221,10 @@ class Chat:
     def seconds_without_request(self) -> float:
         """How long the agent program has been busy since the policy's last message."""
         return 0.0 if self._num_waiting else time.monotonic() - self._active_since
+
+    def seat_of(self, model: Any) -> dict[str, str]:
+        """The argument of `reply` for the `model` of a request over HTTP, if a seat has this name."""
+        return {"seat": model} if isinstance(model, str) and model in self._seats else {}
 
     def said_before(self, name: str) -> list[Message] | None:
         """The messages up to the reply with this id, with the reply. None: there is no such reply."""
@@ -249,7 +256,8 @@ class Chat:
             chat.info, chat.counts = dict(self.info), dict.fromkeys(self.counts, 0)
             chat.branch, chat.fork, chat.program = branch, None, None
             chat._sample, chat._sampling_seed = sampler(branch.leaf), (*self._sampling_seed, branch.leaf)
-            chat._num_equal, chat._tasks, chat._num_waiting = self._num_equal.copy(), [], 0
+            chat._num_equal, chat._tasks = self._num_equal.copy(), []
+            chat._num_waiting = chat._num_sampled = 0
             chats.append((branch.leaf, chat))
         return chats
 
@@ -288,9 +296,22 @@ class Chat:
         *,
         max_new_tokens: int | None = None,
         stop: Sequence[str] = (),
+        seat: str | None = None,
     ) -> Reply:
         """The policy's next message, with its id and numbers of tokens. Arguments and errors are those of `chat(messages)`.
-        A truncated message is returned, and not an error."""
+        A truncated message is returned, and not an error.
+
+        Args:
+            messages, tools, max_new_tokens, stop: See `chat(messages)`.
+            seat: Who speaks. None: the trained policy, in no seat.
+
+        Raises:
+            ContractError: There is no such seat.
+        """
+        if seat is not None and seat not in self._seats:
+            raise ContractError(
+                f"Chat: seat must be one of {sorted(self._seats)}; got {seat!r}. Pass AgentPolicy(seats=[Seat(name=...)])."
+            )
         if self._num_waiting >= MOST_WAITING:
             raise ContractError(
                 f"Chat: at most {MOST_WAITING} requests may wait at the same time. Await some of them first."
@@ -306,7 +327,10 @@ class Chat:
                 )
             limit = min(max_new_tokens or self._limits.max_new_tokens, self._limits.max_new_tokens)
             history = in_the_order_of_calls(as_messages(messages))
-            return await self._reply(history, tool_schemas(tools) if tools else None, limit, tuple(stop))
+            schemas = tool_schemas(tools) if tools else None
+            if seat is not None and not self._seats[seat].is_trained:
+                return await self._reply_of_others(self._seats[seat], history, schemas, max_new_tokens, tuple(stop))
+            return await self._reply(history, schemas, limit, tuple(stop), seat)
         finally:
             self._num_waiting -= 1
             self._active_since = time.monotonic()
@@ -319,34 +343,88 @@ class Chat:
         if task not in self._tasks:
             self._tasks.append(task)
 
-    async def _reply(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, max_new_tokens: int, stop: tuple[str, ...]
+    async def _reply_of_others(
+        self,
+        seat: Seat,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        max_new_tokens: int | None,
+        stop: tuple[str, ...],
     ) -> Reply:
+        """What a frozen model or a function says. Nothing of it is recorded but the count."""
+        self._require_going_on(messages)
+        self.counts[f"turns_of/{seat.name}"] = self.counts.get(f"turns_of/{seat.name}", 0) + 1
+        speaker = self._frozen.get(seat.name)
+        if speaker is None:
+            message = await said_by(seat.policy, messages)  # type: ignore[arg-type]
+            text = message["content"]
+            return Reply(
+                id=self._named([*text.encode()], seat.name)[0],
+                message=message,
+                num_context_tokens=0,
+                num_tokens=0,
+                is_truncated=False,
+                ends_context=False,
+            )
+        read = speaker.template.render(messages, tools)
+        name, seed = self._named(read, seat.name)
+        own_limit = speaker.policy.sampling.max_new_tokens
+        turn = await self._sample(read, seed, min(max_new_tokens or own_limit, own_limit), stop, speaker)
+        message, *_ = speaker.message(messages, read, turn.token_ids, turn.finish_reason, tools, stop)
+        return Reply(
+            id=name,
+            message=message,
+            num_context_tokens=len(read),
+            num_tokens=len(turn.token_ids),
+            is_truncated=turn.finish_reason == "length",
+            ends_context=False,
+        )
+
+    def _named(self, read: Sequence[int], seat: str | None) -> tuple[str, int]:
+        """The id and the seed of the reply to these tokens. Equal requests are numbered."""
+        given = np.asarray(read, dtype=np.int64).tobytes() + (seat or "").encode()
+        digest = hashlib.blake2b(given, digest_size=8).digest()
+        number = self._num_equal[digest]
+        self._num_equal[digest] += 1
+        seed = np.random.SeedSequence([*self._sampling_seed, int.from_bytes(digest), number])
+        return f"turn-{digest.hex()}-{number}", int(seed.generate_state(1, np.uint64)[0] >> 2)
+
+    def _require_going_on(self, messages: list[Message]) -> None:
         if not messages:
             raise ContractError("Chat: messages must have at least one message; got none. Pass the whole history.")
         if self.ended_by is not None:
             raise ConversationEnded(self.ended_by)
-        if len(self._turns) + self._num_waiting > self._limits.max_turns:
+
+    async def _reply(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        max_new_tokens: int,
+        stop: tuple[str, ...],
+        seat: str | None,
+    ) -> Reply:
+        self._require_going_on(messages)
+        if len(self._turns) + self._num_sampled >= self._limits.max_turns:
             self.ended_by = "max_turns"
             raise self._end("max_turns", messages)
         state_key = self.state_key
-        last, new = self._continued(messages, tools)
+        last, new = self._continued(messages, tools, seat)
         held = [] if last is None else last.context.token_ids[: last.end]
         read = [*held, *new]
-        digest = hashlib.blake2b(np.asarray(read, dtype=np.int64).tobytes(), digest_size=8).digest()
-        number = self._num_equal[digest]
         goes_on = last is not None and last.is_free
-        context = last.context if last is not None and goes_on else _Context([*read], number)
+        context = last.context if last is not None and goes_on else _Context([*read], seat)
         limit = self._limits.max_tokens
         context.is_full |= limit is not None and len(read) + max_new_tokens > limit
         if context.is_full:
             raise self._end("length", messages)
-        self._num_equal[digest] += 1
-        seed = np.random.SeedSequence([*self._sampling_seed, int.from_bytes(digest), number])
+        name, seed = self._named(read, seat)
+        context.name = context.name or name
         context.is_asked = True
+        self._num_sampled += 1
         try:
-            turn = await self._sample(read, int(seed.generate_state(1, np.uint64)[0] >> 2), max_new_tokens, stop)
+            turn = await self._sample(read, seed, max_new_tokens, stop, None)
         finally:
+            self._num_sampled -= 1
             context.is_asked = False
         if goes_on:
             context.add(new, sampled=False)
@@ -354,13 +432,16 @@ class Chat:
             self._contexts.append(context)
         context.add(turn.token_ids, sampled=True)
         context.log_probs += turn.log_probs
-        message, was_cut = self._message(messages, read, turn, tools, stop)
+        message, was_cut, is_malformed = self._speaker.message(
+            messages, read, turn.token_ids, turn.finish_reason, tools, stop
+        )
+        self.counts["malformed_calls"] += is_malformed
         self.messages = [*messages, message]
         is_truncated = turn.finish_reason == "length"
         context.is_full = is_truncated and max_new_tokens == self._limits.max_new_tokens
         self.limited_by = "length" if context.is_full else None
         said = _Turn(
-            id=f"turn-{digest.hex()}-{number}",
+            id=name,
             context=context,
             end=len(context.token_ids),
             token_ids=list(turn.token_ids),
@@ -390,7 +471,7 @@ class Chat:
         """
         contexts = self._contexts
         if len(self._tasks) > 1:  # requests come in any order
-            contexts = sorted(contexts, key=lambda context: (context.token_ids[: context.num_begun], context.number))
+            contexts = sorted(contexts, key=lambda context: (context.token_ids[: context.num_begun], context.name))
         turns = [turn for context in contexts for turn in context.turns]
         given = self._rewards(rewards, turns)
         is_repeated = self.branch is not None and self.branch.num_leaves > 1
@@ -411,6 +492,7 @@ class Chat:
                     num_tokens=len(turn.token_ids),
                     reward=given[turn.id],
                     message=plain_values(turn.messages[-1]),
+                    seat=turn.context.seat,
                     state_key=None if turn.state_key is None else repr(turn.state_key),
                     continues=self.branch is not None and i > 0 and turn.state_key == turns[i - 1].state_key,
                     is_truncated=turn.ends_by_length,
@@ -438,9 +520,16 @@ class Chat:
             given = np.zeros((0, 0))
         ids = [turn.id for turn in turns]
         if isinstance(rewards, Mapping) and given.shape == (len(rewards),):
+            last = {turn.context.seat: turn.id for turn in turns}
+            rewards = {
+                last.get(name, name): reward
+                for name, reward in rewards.items()
+                if name not in self._seats or name in last
+            }
+            given = np.asarray(list(rewards.values()), dtype=np.float64)
             if unknown := [name for name in rewards if name not in ids]:
                 raise ContractError(
-                    f"{required}, by Reply.id; got {unknown[:4]}, which no message has. Return the replies' ids."
+                    f"{required}, by Reply.id or seat; got {unknown[:4]}, which no message has. Return the replies' ids."
                 )
             return dict.fromkeys(ids, 0.0) | dict(zip(rewards, given.tolist(), strict=True))
         if given.ndim == 0 and rewards is not None:
@@ -464,57 +553,21 @@ class Chat:
         self.limited_by = ended_by
         return ConversationEnded(ended_by)
 
-    def _continued(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> tuple[_Turn | None, list[int]]:
+    def _continued(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, seat: str | None
+    ) -> tuple[_Turn | None, list[int]]:
         """The turn after which the messages go on, and the token ids to append to it. Without a turn, they are the whole
         history: it begins otherwise, or the template rewrites it, or the other side did not see the end of the turn."""
         found = None
         for turn in reversed(self._turns):
             count = len(turn.messages)
             is_better = found is None or (count, turn.is_free) > (len(found.messages), found.is_free)
-            is_better = is_better and count < len(messages) and turn.tools == tools
+            is_better = is_better and count < len(messages) and turn.tools == tools and turn.context.seat == seat
             if is_better and say_the_same(messages[:count], turn.messages):
                 found = turn
         if found is not None and not found.was_cut:
             said, new_messages = found.messages[-1], messages[len(found.messages) :]
-            appended = self._template.bridge(found.token_ids, said, new_messages, tools)
+            appended = self._speaker.template.bridge(found.token_ids, said, new_messages, tools)
             if appended is not None:
                 return found, appended
-        return None, self._template.render(messages, tools)
-
-    def _message(
-        self,
-        history: list[Message],
-        context: list[int],
-        turn: SampledTurn,
-        tools: list[dict[str, Any]] | None,
-        stop: tuple[str, ...],
-    ) -> tuple[Message, bool]:
-        """The turn as a message, and whether its end was cut off."""
-        [text] = self._texts.decode([turn.token_ids])
-        [opened] = self._texts.opened_by([context])
-        begun: Message = {"opened": opened} if opened else {}
-        if turn.finish_reason == "length":  # a truncated call is not a malformed call
-            self._texts.say_lost(turn.token_ids)
-            return {"role": "assistant", "content": text, **begun}, False
-        stops = (*self._template.stop, *stop)  # the former begin a message of others
-        shown = _before(text, stops)
-        message, is_malformed = read_turn(
-            self._tokenizer,
-            context,
-            turn.token_ids,
-            shown,
-            tools,
-            number=sum(message["role"] == "assistant" for message in history),
-            hidden=self._texts.hidden,
-        )
-        self.counts["malformed_calls"] += is_malformed
-        if "reasoning_content" in message:  # thoughts were read, so the content does not begin in a tag
-            begun = {}
-        elif not is_malformed and message.get("content") == shown:  # nothing else reads the tokens
-            self._texts.say_lost(turn.token_ids)
-        return {**message, "content": _before(message["content"], stops), **begun}, shown != text
-
-
-def _before(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first of the stop strings."""
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+        return None, self._speaker.template.render(messages, tools)

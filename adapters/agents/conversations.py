@@ -46,6 +46,8 @@ class Turn:
     """Reward for this turn. NaN: the environment failed, so the reward is not known."""
     message: Message | None = field(default=None, hash=False)
     """The message. None: not recorded."""
+    seat: str | None = None
+    """The seat that spoke. None: the conversation has no seats."""
     state_key: str | None = None
     """What the environment's `state_key()` returned before the turn. None: the environment has no such method. With
     `Branching`: the last fork before the turn."""

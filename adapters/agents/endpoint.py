@@ -21,10 +21,10 @@ from grpo.arguments import describe
 from grpo.errors import ConfigError
 
 from .chat import Chat, ConversationEnded, PlaysConversations
-from .environments import OwnThread
 from .messages import Message
 from .openai_api import READ, ApiError, error_body, parsed, read_request, response_body
 from .responses_api import as_chat_request, responses_body
+from .threads import OwnThread
 
 METHODS = {"v1/chat/completions": "POST", "v1/responses": "POST", "v1/models": "GET"}
 """The method of each path."""
@@ -164,7 +164,7 @@ class ChatEndpoint:
         if line is None:
             raise _gone(self._ended.get(token, "error"))
         request = as_chat_request(given, partial(_said_before, line.chat)) if is_responses else given
-        arguments = read_request(request, self._sampling, self._ignore)
+        arguments = read_request(request, self._sampling, self._ignore) | line.chat.seat_of(given.get("model"))
         ignored = {name: request[name] for name in sorted(self._ignore & request.keys()) if request[name] is not None}
         if ignored:
             line.chat.info["ignored"] = line.chat.info.get("ignored", {}) | ignored

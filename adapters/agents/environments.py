@@ -1,10 +1,8 @@
 """Environments: Gymnasium's five values, with messages in them. An environment is played as an agent program."""
 
 import asyncio
-import contextlib
 import copy
 import inspect
-import queue
 import sys
 import threading
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from .branching import Saved
 from .calls import call_functions, tool_schemas
 from .chat import Chat, ConversationEnded
 from .messages import Message, Observation, as_messages
+from .threads import OwnThread
 
 
 class Environment(Protocol):
@@ -48,58 +47,6 @@ class Environment(Protocol):
         """Answer the policy's message. Return the observation, the reward, whether the conversation ended (terminated, or cut
         off), and a dict with anything else."""
         ...
-
-
-class OwnThread:
-    """A thread in which one environment makes all its blocking calls. A call that hangs holds up no one else."""
-
-    def __init__(self, turns: contextlib.AbstractContextManager | None = None) -> None:
-        self._turns = turns or contextlib.nullcontext()  # held during each call
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future, asyncio.AbstractEventLoop] | None]
-        self._calls = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function in the thread, or await it if it is `async def`."""
-        if inspect.iscoroutinefunction(function):
-            return await function(*args, **kwargs)
-        if self._thread is None:  # a daemon, so that a call that never returns does not keep the process
-            # daemon: a call that hangs is given up, and must not hold up the exit
-            self._thread = threading.Thread(target=self._work, daemon=True, name="environment")
-            self._thread.start()
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
-        self._calls.put((lambda: function(*args, **kwargs), future, loop))
-        result = await future
-        return await result if inspect.isawaitable(result) else result
-
-    def end(self) -> None:
-        """End the thread after the calls that it was given."""
-        self._calls.put(None)
-
-    def _work(self) -> None:
-        while (job := self._calls.get()) is not None:
-            call, future, loop = job
-            try:
-                with self._turns:
-                    result, error = call(), None
-            except BaseException as raised:
-                result, error = None, raised
-            try:
-                loop.call_soon_threadsafe(_settle, future, result, error)
-            except RuntimeError:  # the loop has closed, because the call was given up; `close` may follow
-                continue
-
-
-def _settle(future: asyncio.Future, result: Any, error: BaseException | None) -> None:
-    if future.done():  # cancelled
-        return
-    if error is None:
-        future.set_result(result)
-    elif isinstance(error, Exception) and not isinstance(error, StopIteration):
-        future.set_exception(error)
-    else:  # asyncio cannot carry these
-        future.set_exception(RuntimeError(f"the environment raised {type(error).__name__}: {error}"))
 
 
 class EnvironmentLoop:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adapters.llm import CompletionTexts, HFPolicy
+from adapters.llm import HFPolicy
 from grpo import ActionScores, SampledActions
 from grpo.arguments import describe, require_lengths
 from grpo.errors import ConfigError, ContractError
@@ -22,7 +22,7 @@ from .environments import EnvironmentLoop
 from .messages import Message
 from .rollouts import Job, Rollouts
 from .scoring import plan_passes, reference_log_probs, score_conversations
-from .templates import ChatTemplate
+from .speakers import Seat, Speaker
 from .turns import ModelTurns, ScriptedTurns
 
 ENDED_BY = ("environment", "max_turns", "length", "timeout", "error")
@@ -54,6 +54,8 @@ class AgentPolicy:
         branch: Where the conversations of a group branch. They are sampled, and forwarded, once up to there. A single
             conversation per state does not branch, and `generate_actions` never does. The environments need `snapshot()` and
             `restore(state)`. None: all conversations are independent.
+        seats: Who may speak in a conversation, for agent programs: the trained policy in several roles, frozen models such as a
+            user, a judge or an older self, and functions. Empty: the trained policy alone.
 
     Raises:
         ConfigError: A limit is invalid, the tokenizer has no usable chat template, or an agent program should branch.
@@ -78,6 +80,7 @@ class AgentPolicy:
         num_retries: int = 0,
         one_at_a_time: bool = False,
         branch: Branching | None = None,
+        seats: Sequence[Seat] = (),
     ) -> None:
         if not callable(make):
             raise ConfigError(
@@ -95,18 +98,14 @@ class AgentPolicy:
         if branch is not None:
             _require_branching(branch, make, max_turns)
         self.policy, self.make, self.max_turns, self.max_tokens = policy, make, max_turns, max_tokens
-        self.template = ChatTemplate(
-            policy.tokenizer, end_token_ids=policy.end_token_ids, options=policy.options.chat_template_options
-        )
+        self._speaker = Speaker(policy)
+        self.template = self._speaker.template
         require_readable_calls(policy.tokenizer, self.template)
-        self._texts = CompletionTexts(
-            policy.tokenizer,
-            (*self.template.end_token_ids, *self.template.opening_token_ids),
-            keeps_special_tokens=policy.options.keep_special_tokens,
-            whose="AgentPolicy",
-            text="message['content']",
-            opened="message.get('opened', '')",
-        )
+        self.seats = {seat.name: seat for seat in _require_seats(seats, make)}
+        """Who may speak in a conversation, by name."""
+        self._frozen = {
+            name: Speaker(seat.policy) for name, seat in self.seats.items() if isinstance(seat.policy, HFPolicy)
+        }
         self.branch, self._concurrency = branch, concurrency
         self.has_dependent_rows = branch is not None
         """Whether rows of a group share steps, so that `max_at_k` is refused."""
@@ -278,7 +277,7 @@ class AgentPolicy:
                 max_new_tokens=turns.max_new_tokens,
             )
             seeds = {"seed": job.seed, "sampling_seed": job.sampling_seed}
-            chat = Chat(self.template, self.policy.tokenizer, self._texts, sample, limits, **seeds)
+            chat = Chat(self._speaker, sample, limits, seats=self.seats, frozen=self._frozen, **seeds)
             if branching is not None:
                 chat.branch = Branch(branching=branching, leaf=job.index, num_leaves=branching.num_leaves)
             return chat
@@ -318,9 +317,27 @@ def _metrics(
         "agents/failed_calls": float(sum(chat.counts["failed_calls"] for chat, _ in held)),
         "agents/abandoned": float(num_abandoned),
     }
+    for seat in dict.fromkeys(turn.seat for turn in turns if turn.seat is not None):
+        metrics[f"agents/turns_of/{seat}"] = float(sum(turn.seat == seat for turn in turns))
+    for name in dict.fromkeys(name for chat, _ in held for name in chat.counts if name.startswith("turns_of/")):
+        metrics[f"agents/{name}"] = float(sum(chat.counts.get(name, 0) for chat, _ in held))
     for reason in ENDED_BY:
         metrics[f"agents/ended_by_{reason}"] = float(sum(c.ended_by == reason for c in conversations))
     return metrics
+
+
+def _require_seats(seats: Any, make: Any) -> Sequence[Seat]:
+    names = [getattr(seat, "name", None) for seat in seats]
+    if not all(isinstance(seat, Seat) for seat in seats) or len({*names}) < len(names):
+        raise ConfigError(
+            f"AgentPolicy: seats must be a list of Seat with a name each; got {describe(seats)}, {names}."
+        )
+    if seats and not is_async(make):
+        raise ConfigError(
+            "AgentPolicy: seats need an agent program, which says who speaks; got an environment. Pass async def play(chat, "
+            "state), or remove seats=[...]."
+        )
+    return seats
 
 
 def _require_branching(branch: Any, make: Any, max_turns: int) -> None:

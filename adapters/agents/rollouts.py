@@ -20,6 +20,7 @@ from grpo.errors import DeadlineError, GRPOError
 from .branching import Saved
 from .chat import Chat, ConversationEnded, SampledTurn, SampleTurn
 from .conversations import Conversation
+from .speakers import Speaker
 
 PATIENCE = 0.2
 """How long a batch waits for conversations that are still busy, as a share of the time that the last batch took."""
@@ -65,6 +66,8 @@ class Request:
     """Texts that end the turn, in addition to those of the policy."""
     turn: asyncio.Future
     """Gets the `SampledTurn`."""
+    speaker: Speaker | None
+    """Who speaks. None: the trained model."""
 
 
 SampleBatch = Callable[[Sequence[Request]], list[SampledTurn]]
@@ -261,10 +264,20 @@ class _Batches:
     def sampler(self, index: int) -> SampleTurn:
         """A function that requests turns for one conversation, for the conversations' thread."""
 
-        async def sample(context: list[int], seed: int, max_new_tokens: int, stop: tuple[str, ...]) -> SampledTurn:
+        async def sample(
+            context: list[int], seed: int, max_new_tokens: int, stop: tuple[str, ...], speaker: Speaker | None
+        ) -> SampledTurn:
             turn = asyncio.get_running_loop().create_future()
             self._requests.put(
-                Request(index=index, context=context, seed=seed, max_new_tokens=max_new_tokens, stop=stop, turn=turn)
+                Request(
+                    index=index,
+                    context=context,
+                    seed=seed,
+                    max_new_tokens=max_new_tokens,
+                    stop=stop,
+                    turn=turn,
+                    speaker=speaker,
+                )
             )
             return await turn
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adapters.llm import HFPolicy, RowLimit, SamplingConfig
+from adapters.llm import HFPolicy, RowLimit, SampledTokens, SamplingConfig
 from grpo.errors import ContractError
 
 from .chat import SampledTurn
@@ -33,23 +33,40 @@ class ModelTurns:
         return sys.maxsize
 
     def __call__(self, requests: Sequence[Request]) -> list[SampledTurn]:
-        """One turn for each request. All are sampled together, each with its own limit and stop strings."""
-        always = (*self._config.stop, *self._template.stop)
-        sampled = self._policy.sample_tokens(
+        """One turn for each request. Those of a model are sampled together, each with its own limit and stop strings."""
+        turns: dict[int, SampledTurn] = {}
+        for speaker in dict.fromkeys(request.speaker for request in requests):
+            own = {i: request for i, request in enumerate(requests) if request.speaker is speaker}
+            if speaker is None:
+                sampled = self._sampled(self._policy, self._template, self._config, [*own.values()], self._sampling)
+                self.is_exact = self.is_exact and sampled.policy_log_probs is sampled.behaviour_log_probs
+            else:
+                policy = speaker.policy
+                sampled = self._sampled(policy, speaker.template, policy.sampling, [*own.values()], {})
+            rows = zip(own, sampled.token_ids, sampled.behaviour_log_probs, sampled.finish_reasons, strict=True)
+            for i, ids, log_probs, reason in rows:
+                turns[i] = SampledTurn(token_ids=ids, log_probs=log_probs, finish_reason=reason)
+        return [turns[i] for i in range(len(requests))]
+
+    @staticmethod
+    def _sampled(
+        policy: HFPolicy,
+        template: ChatTemplate,
+        config: SamplingConfig,
+        requests: Sequence[Request],
+        sampling: Mapping[str, Any],
+    ) -> SampledTokens:
+        always = (*config.stop, *template.stop)
+        return policy.sample_tokens(
             [request.context for request in requests],
             seeds=[request.seed for request in requests],
-            end_token_ids=self._template.end_token_ids + self._template.opening_token_ids,
+            end_token_ids=template.end_token_ids + template.opening_token_ids,
             limits=[
                 RowLimit(max_new_tokens=request.max_new_tokens, stop=tuple(dict.fromkeys((*always, *request.stop))))
                 for request in requests
             ],
-            **self._sampling,
+            **sampling,
         )
-        self.is_exact = self.is_exact and sampled.policy_log_probs is sampled.behaviour_log_probs
-        rows = zip(sampled.token_ids, sampled.behaviour_log_probs, sampled.finish_reasons, strict=True)
-        return [
-            SampledTurn(token_ids=ids, log_probs=log_probs, finish_reason=reason) for ids, log_probs, reason in rows
-        ]
 
 
 class ScriptedTurns:

@@ -6,7 +6,7 @@ from typing import Any
 
 from adapters.agents.calls import call_functions
 from adapters.agents.chat import Chat, ConversationEnded
-from adapters.agents.environments import OwnThread
+from adapters.agents.threads import OwnThread
 
 
 def trl_environments(factory: Callable[[], Any], *reward_functions: Callable[..., Any]) -> Callable[..., Any]:

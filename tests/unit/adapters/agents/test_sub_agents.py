@@ -251,7 +251,11 @@ def test_rewards_of_several_agents_need_ids(subtests: pytest.Subtests) -> None:
 
     cases: list[tuple[Any, Any, str | list[float]]] = [
         (together, lambda ids: [1.0, 2.0], "must return rewards by message, because"),
-        (together, lambda ids: {ids[0]: 1.0, "turn-1": 2.0}, "by Reply.id; got .'turn-1'., which no message has"),
+        (
+            together,
+            lambda ids: {ids[0]: 1.0, "turn-1": 2.0},
+            "by Reply.id or seat; got .'turn-1'., which no message has",
+        ),
         (together, lambda ids: {ids[0]: "good"}, "must return one reward, or one for each"),
         (together, lambda ids: {ids[0]: 1.0}, [0.0, 1.0]),  # "they" comes before "you"
         (together, lambda ids: 3.0, [0.0, 3.0]),
