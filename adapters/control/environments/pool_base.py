@@ -284,6 +284,15 @@ def take_rows(batch: Any, rows: Any) -> Any:
     return tuple(take_rows(part, rows) for part in batch) if isinstance(batch, tuple) else batch[rows]
 
 
+def put_rows(batch: Any, rows: Any, values: Any) -> None:
+    """`batch[rows] = values` for every array of a nested batch."""
+    if isinstance(batch, np.ndarray):
+        batch[rows] = values
+        return
+    for key in batch if isinstance(batch, dict) else range(len(batch)):
+        put_rows(batch[key], rows, values[key])
+
+
 def finite_rows(batch: Any, num_rows: int) -> Bool[np.ndarray, " n"]:
     """Mask of the rows without NaN and infinity."""
     if isinstance(batch, dict | tuple):
@@ -315,16 +324,8 @@ class ObservationRows:
             misfit = find_misfit(self.space, observation)
             if misfit:
                 return misfit
-        _write(self.batch, row, observation)
+        put_rows(self.batch, row, observation)
         return None
-
-
-def _write(batch: Any, row: int, observation: Any) -> None:
-    if isinstance(batch, np.ndarray):
-        batch[row] = observation
-        return
-    for key in batch if isinstance(batch, dict) else range(len(batch)):
-        _write(batch[key], row, observation[key])
 
 
 def require_fixed_shape(space: gymnasium.Space) -> None:

@@ -108,6 +108,11 @@ class EpisodePolicy(nn.Module):
                 f"EpisodePolicy: action_mask must be 'info', a callable (encoded observations -> bool [n, K]) or None; got "
                 f"{action_mask!r}."
             )
+        if options.repeat > 1 and action_mask is not None:
+            raise ConfigError(
+                f"EpisodePolicy: repeat={options.repeat} and an action mask contradict each other, because an action that is "
+                "repeated may be masked by then. Use repeat=1, or let the environment repeat."
+            )
         if isinstance(environment, EnvironmentPool):
             if make or num_members not in (None, environment.num_members):
                 raise ConfigError(
@@ -128,7 +133,7 @@ class EpisodePolicy(nn.Module):
                     f"EpisodePolicy and its environment have no argument {strange[0]!r}. "
                     f"{nearest_name(strange[0], list(inspect.signature(EpisodePolicy).parameters))}"
                 ) from error
-        self.max_episode_steps = options.max_episode_steps
+        self.max_episode_steps, self.repeat = options.max_episode_steps, options.repeat
         self.time_limit = self._time_limit(None)
         self.encoder = ObservationEncoder(self.pool.observation_space, keeps_images=torso is not None)
         self.distribution = (
@@ -262,7 +267,7 @@ class EpisodePolicy(nn.Module):
         )
         scores = self._score_steps(record.observations, record.actions, record.allowed, parameters=record.parameters)
         episodes = _episodes(record, scores.log_probs.squeeze(1).cpu())
-        self._say_cut(episodes)
+        self._say_cut(record)
         self._warn_of_strangers(episodes, num_actions_per_state)
         self._warn_of_twins(episodes, num_actions_per_state)
         scores = self._as_rows(scores, episodes)
@@ -274,20 +279,21 @@ class EpisodePolicy(nn.Module):
             mask=scores.mask,
             behaviour_log_probs=scores.log_probs,
             scores=scores,
-            metrics=_metrics(episodes, record.num_lost),
+            metrics=_metrics(record),
         )
 
-    def _say_cut(self, episodes: Sequence[Episode]) -> None:
+    def _say_cut(self, record: Record) -> None:
         """Say once that episodes were cut at a limit that nobody has chosen."""
         if not self._has_said_cut and self.max_episode_steps is None and self.pool.max_episode_steps is None:
-            num_cut = sum(episode.truncated and len(episode) >= MAX_STEPS for episode in episodes)
+            counts = zip(record.num_steps, record.terminated, strict=True)
+            num_cut = sum(count >= MAX_STEPS and not terminated for count, terminated in counts)
             self._has_said_cut = num_cut > 0
             if num_cut:
                 LOGGER.warning(
                     "EpisodePolicy: %d of %d episodes were truncated after %s steps, because the environment has no limit. "
                     "Pass EpisodeOptions(max_episode_steps=...).",
                     num_cut,
-                    len(episodes),
+                    len(record.num_steps),
                     f"{MAX_STEPS:,}",
                 )
 
@@ -348,6 +354,7 @@ class EpisodePolicy(nn.Module):
             allow=self._allow,
             seed=seed,
             max_steps=self._time_limit(max_steps),
+            repeat=self.repeat,
         )
 
     def generate_actions(
@@ -713,12 +720,12 @@ def _content(episode: Episode) -> bytes:
     return episode.actions.numpy().tobytes() + episode.rewards.numpy().tobytes()
 
 
-def _metrics(episodes: Sequence[Episode], num_lost: int) -> dict[str, float]:
+def _metrics(record: Record) -> dict[str, float]:
     """Counts of this iteration: environment steps, terminated episodes, and lost environments."""
     return {
-        "episodes/steps": float(sum(map(len, episodes))),
-        "episodes/terminated": float(sum(episode.terminated for episode in episodes)),
-        "episodes/lost_environments": float(num_lost),
+        "episodes/steps": float(sum(record.num_steps)),
+        "episodes/terminated": float(sum(record.terminated)),
+        "episodes/lost_environments": float(record.num_lost),
     }
 
 

@@ -29,6 +29,10 @@ class EpisodeOptions(Settings):
     max_episode_steps: int | None = setting(None, at_least=1)
     """Maximum length of training episodes, in addition to the environment's own limit. It is required if the environment has no
     limit of its own, and is then the default for evaluations and videos, too."""
+    repeat: int = setting(1, at_least=1)
+    """Number of environment steps for which each action is repeated. A larger value decides less often: cheaper, and easier to
+    learn where reward needs the same action for long, but coarser. Rewards of the steps are summed, limits and budgets count
+    steps of the environment, and `gamma` is per decision."""
     split_steps: bool = True
     """Whether updates use single steps. False updates whole episodes and supports row-level ratios."""
     state_key_decimals: int = setting(3, at_least=0)

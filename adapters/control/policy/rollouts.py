@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adapters.control.environments.episodes import EpisodeStart
+from adapters.control.environments.pool_base import put_rows
 from adapters.control.environments.pools import EnvironmentPool, PoolStep, WorkerLost
 from grpo.errors import ContractError
 
@@ -32,10 +33,12 @@ Allow = Callable[[Shaped[Tensor, "n *features"], Sequence[dict[str, Any]] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The S steps of N episodes, one episode after the other."""
+    """The S decisions of N episodes, one episode after the other."""
 
     lengths: list[int]
-    """Number of steps of each episode, [N]."""
+    """Number of decisions of each episode, [N]."""
+    num_steps: list[int]
+    """Number of steps of the environment in each episode, [N]. A decision that is repeated is several steps."""
     observations: Shaped[Tensor, "S *features"]
     """Encoded observation at each step."""
     parameters: Float[Tensor, "S P"]
@@ -43,7 +46,7 @@ class Record:
     actions: Shaped[Tensor, "S *action"]
     """Encoded action at each step."""
     rewards: Float[Tensor, " S"]
-    """The environment's reward at each step, float64."""
+    """The environment's reward of each decision, float64: the sum over its steps."""
     allowed: Bool[Tensor, "S K"] | None
     """Mask of the allowed categories at each step. None if all were allowed."""
     terminated: list[bool]
@@ -64,6 +67,7 @@ def roll_out(
     allow: Allow,
     seed: int,
     max_steps: int,
+    repeat: int = 1,
 ) -> Record:
     """Run one episode from each of N starts.
 
@@ -79,7 +83,8 @@ def roll_out(
         encode: Converts observations to tensors.
         allow: Mask of the allowed categories.
         seed: Seed of the noise.
-        max_steps: Maximum length of an episode, in addition to the environment's own limit.
+        max_steps: Maximum number of steps of an episode, in addition to the environment's own limit.
+        repeat: Number of steps for which each action is repeated, unless the episode ends before.
 
     Raises:
         ContractError: An environment or the network returns a non-finite value, or workers are lost repeatedly.
@@ -97,7 +102,8 @@ def roll_out(
             assert observations is not None  # an unfinished episode is running or has just started
             parameters = decide(observations)
             actions = distribution.sample(parameters, running.noise.of_step(running.members), allowed)
-            step = _step(pool, running.members, parameters, distribution.to_env(actions))
+            left = max_steps - running.taken
+            step, counts = _steps(pool, running.members, parameters, distribution.to_env(actions), left, repeat)
         except WorkerLost as lost:
             num_lost += len(lost.members)
             running.start_over(lost)
@@ -105,7 +111,7 @@ def roll_out(
             continue
         following = encode(step.observations)
         running.keep(observations, parameters, actions, step.rewards, allowed)
-        alive = running.finish(step.terminated, step.truncated, following, max_steps)
+        alive = running.finish(step.terminated, step.truncated, following, counts, max_steps)
         infos = step.infos
         if alive is not None:  # the last info of an episode may have no mask
             following = following[alive]
@@ -117,6 +123,52 @@ def roll_out(
 def _with(rows: Tensor | None, more: Tensor | None) -> Tensor | None:
     """Append rows to a batch. None stands for a batch without rows, or for no masks."""
     return more if rows is None or more is None else torch.cat([rows, more])
+
+
+def _steps(
+    pool: EnvironmentPool,
+    members: NDArray[np.int64],
+    parameters: Tensor,
+    actions: Any,
+    left: NDArray[np.int64],
+    repeat: int,
+) -> tuple[PoolStep, NDArray[np.int64]]:
+    """Take an action in each member, up to `repeat` times or the number of steps that are left.
+
+    Returns:
+        The sums of rewards, with observations and ends after each member's last step; and its number of steps.
+    """
+    step, counts = _step(pool, members, parameters, actions), np.ones(len(members), dtype=np.int64)
+    if repeat == 1:
+        return step, counts
+    whole = PoolStep(
+        observations=_copied(step.observations),
+        rewards=step.rewards.copy(),
+        terminated=step.terminated.copy(),
+        truncated=step.truncated.copy(),
+        infos=None if step.infos is None else list(step.infos),
+    )
+    for _ in range(repeat - 1):
+        rows = np.flatnonzero(~(whole.terminated | whole.truncated) & (counts < left))
+        if not len(rows):
+            break
+        held = [actions[row] for row in rows] if isinstance(actions, list) else actions[rows]
+        step = _step(pool, members[rows], parameters, held)
+        put_rows(whole.observations, rows, step.observations)
+        whole.rewards[rows] += step.rewards
+        whole.terminated[rows], whole.truncated[rows] = step.terminated, step.truncated
+        counts[rows] += 1
+        if isinstance(whole.infos, list) and step.infos is not None:
+            for row, info in zip(rows.tolist(), step.infos, strict=True):
+                whole.infos[row] = info
+    return whole, counts
+
+
+def _copied(batch: Any) -> Any:
+    """A copy of the arrays of a nested batch."""
+    if isinstance(batch, dict):
+        return {name: _copied(part) for name, part in batch.items()}
+    return tuple(map(_copied, batch)) if isinstance(batch, tuple) else batch.copy()
 
 
 def _step(pool: EnvironmentPool, members: NDArray[np.int64], parameters: Tensor, actions: Any) -> PoolStep:
@@ -154,9 +206,9 @@ class _Running:
         self.free = list(range(pool.num_members))
         self.members = np.empty(0, dtype=np.int64)  # active members in the order of the batch, the earliest start first
         self.runs = np.empty(0, dtype=np.int64)  # the run of each active member
-        self.begun = np.empty(0, dtype=np.int64)  # number of batches before each run's first step
+        self.taken = np.empty(0, dtype=np.int64)  # number of steps of each run
         self.row_of_run: list[int] = []
-        self.ends: dict[int, tuple[int, bool, Tensor]] = {}  # row -> run, terminated, final observation
+        self.ends: dict[int, tuple[int, bool, Tensor, int]] = {}  # row -> run, terminated, final observation, steps
         self.losses_in_a_row = 0
         self.num_ended = 0  # number of finished episodes at the last loss
         self.steps: list[tuple[NDArray[np.int64], Tensor, Tensor, Tensor, NDArray[np.float64], Tensor | None]] = []
@@ -176,7 +228,7 @@ class _Running:
         self.row_of_run += rows
         self.members = np.concatenate([self.members, members])
         self.runs = np.concatenate([self.runs, runs])
-        self.begun = np.concatenate([self.begun, [len(self.steps)] * count])
+        self.taken = np.concatenate([self.taken, [0] * count])
         for member, row in zip(members, rows, strict=True):
             self.noise.begin(member, row)
         return self.pool.reset(members, [self.starts[row] for row in rows])
@@ -192,22 +244,29 @@ class _Running:
         self.steps.append((self.runs, observations, parameters, actions, rewards, allowed))
 
     def finish(
-        self, terminated: NDArray[np.bool_], truncated: NDArray[np.bool_], following: Tensor, max_steps: int
+        self,
+        terminated: NDArray[np.bool_],
+        truncated: NDArray[np.bool_],
+        following: Tensor,
+        counts: NDArray[np.int64],
+        max_steps: int,
     ) -> Tensor | None:
         """Record the episodes that end. Returns the mask of rows that are still active, or None if all are active."""
         ended = terminated | truncated
-        if len(self.steps) - self.begun[0] >= max_steps:
-            ended |= len(self.steps) - self.begun >= max_steps
+        self.taken = self.taken + counts
+        if self.taken[0] >= max_steps:  # the earliest run has the most steps
+            ended |= self.taken >= max_steps
         if not np.count_nonzero(ended):
             return None
         places = torch.from_numpy(ended.nonzero()[0])
         runs, members, finals = self.runs[ended].tolist(), self.members[ended].tolist(), following[places].unbind()
-        for run, member, fell, final in zip(runs, members, terminated[ended].tolist(), finals, strict=True):
-            self.ends[self.row_of_run[run]] = (run, fell, final)
+        fallen, taken = terminated[ended].tolist(), self.taken[ended].tolist()
+        for run, member, fell, final, count in zip(runs, members, fallen, finals, taken, strict=True):
+            self.ends[self.row_of_run[run]] = (run, fell, final, count)
             self.noise.end(member)
         alive = ~ended
         self.free += members
-        self.members, self.runs, self.begun = self.members[alive], self.runs[alive], self.begun[alive]
+        self.members, self.runs, self.taken = self.members[alive], self.runs[alive], self.taken[alive]
         return torch.from_numpy(alive)
 
     def start_over(self, lost: WorkerLost) -> None:
@@ -227,14 +286,14 @@ class _Running:
         self.waiting.extendleft(sorted({self.row_of_run[run] for run in self.runs.tolist()}, reverse=True))
         for member in self.members.tolist():
             self.noise.end(member)
-        self.members, self.runs, self.begun = self.members[:0], self.runs[:0], self.begun[:0]
+        self.members, self.runs, self.taken = self.members[:0], self.runs[:0], self.taken[:0]
         self.free = list(range(self.pool.num_members))
 
     def record(self, num_lost: int) -> Record:
         runs = np.concatenate([step[0] for step in self.steps])
         row_of_run = np.array(self.row_of_run)
         finished = np.zeros(len(row_of_run), dtype=bool)
-        finished[[run for run, _, _ in self.ends.values()]] = True
+        finished[[run for run, *_ in self.ends.values()]] = True
         kept = np.flatnonzero(finished[runs])
         rows = row_of_run[runs[kept]]
         order = torch.from_numpy(kept[np.argsort(rows, kind="stable")])
@@ -249,7 +308,8 @@ class _Running:
             actions=torch.cat([step[3] for step in self.steps])[order],
             rewards=torch.from_numpy(np.concatenate([step[4] for step in self.steps]))[order],
             allowed=None if allowed[0] is None else torch.cat(allowed)[order],  # type: ignore[arg-type]
-            terminated=[terminated for _, terminated, _ in ends],
-            final_observations=[observation for _, _, observation in ends],
+            num_steps=[count for *_, count in ends],
+            terminated=[terminated for _, terminated, _, _ in ends],
+            final_observations=[observation for _, _, observation, _ in ends],
             num_lost=num_lost,
         )

@@ -25,7 +25,7 @@ class Evaluation:
     returns: NDArray[np.float64]
     """Undiscounted return of each episode, [E]."""
     lengths: NDArray[np.int64]
-    """Number of steps of each episode, [E]."""
+    """Number of environment steps of each episode, [E]."""
 
     def __post_init__(self) -> None:
         for name in ("returns", "lengths"):
@@ -70,7 +70,7 @@ def evaluate_policy(
     with preserved_random_state():
         record = act_out(policy, starts, seed=seed, deterministic=deterministic, max_steps=max_steps)
     returns = [float(part.sum()) for part in record.rewards.split(record.lengths)]
-    return Evaluation(returns=np.array(returns), lengths=np.array(record.lengths))
+    return Evaluation(returns=np.array(returns), lengths=np.array(record.num_steps))
 
 
 def act_out(

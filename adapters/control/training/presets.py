@@ -59,6 +59,8 @@ class ControlPreset(Settings):
     """Whether observations are normalised by running statistics. Use it if their parts differ in scale."""
     max_episode_steps: int | None = setting(None, at_least=1)
     """Maximum length of training episodes. A smaller limit updates more often and sees fewer late steps."""
+    repeat: int = setting(1, at_least=1)
+    """Environment steps for which each action is repeated. A larger value decides less often."""
     evaluate_every: int = setting(10_000, at_least=1)
     """Training steps between evaluations."""
 
@@ -73,6 +75,7 @@ class ControlPreset(Settings):
             initial_log_std=self.initial_log_std,
             normalize_observations=self.normalize_observations,
             max_episode_steps=self.max_episode_steps,
+            repeat=self.repeat,
         )
         own: dict[str, Any] = {"num_members": self.num_groups * self.group_size, "options": options}
         if seed is None:

@@ -79,11 +79,13 @@ def _frames(policy: EpisodePolicy, env: gym.Env, seed: int, every: int | None) -
     """
     env = MasksInInfo(env) if policy.action_mask == "info" else env
     observation, info = env.reset(seed=seed)
+    action: Any = None
     for step in range(time_limit(env) or policy.time_limit):
         if every is not None and step % every == 0:
             yield env.render()
-        masks = info[KEY] if policy.action_mask == "info" else None
-        action, _ = policy.predict(observation, deterministic=True, action_masks=masks)
+        if step % policy.repeat == 0:
+            masks = info[KEY] if policy.action_mask == "info" else None
+            action, _ = policy.predict(observation, deterministic=True, action_masks=masks)
         observation, _, terminated, truncated, info = env.step(action)
         if terminated or truncated:
             return

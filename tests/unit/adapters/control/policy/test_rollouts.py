@@ -10,13 +10,15 @@ import pytest
 import torch
 from gymnasium.envs.registration import EnvSpec
 
-from adapters.control import EpisodeOptions, EpisodePolicy
+from adapters.control import EpisodeOptions, EpisodePolicy, evaluate_policy
 from adapters.control.environments.episodes import Episode, EpisodeStart
 from adapters.control.environments.pools import PoolStep, SerialPool, WorkerLost, make_pool
+from adapters.control.policy.observations import as_batch
 from adapters.control.policy.rollouts import MAX_LOSSES_IN_A_ROW, Record
 from grpo.errors import ConfigError, ContractError, GRPOWarning
-from tests.support.control_environments import Chance, Crossing, Watched
+from tests.support.control_environments import Chance, Crossing, Spaces, Watched, space_of_everything
 from tests.support.control_policies import policy_of
+from tests.support.odd_environments import ACTED
 
 POOLS: dict[str, Callable[[int], Any]] = {
     "native": lambda members: make_pool("CartPole-v1", members),
@@ -171,6 +173,57 @@ def test_an_episode_is_truncated_at_the_policys_limit(subtests: pytest.Subtests)
                 assert (len(episode), episode.terminated, episode.truncated) == (length, terminated, not terminated)
             assert sampled.metrics["episodes/steps"] == 3 * length
             assert sampled.metrics["episodes/terminated"] == (3 if terminated else 0)
+
+
+SINGLE: dict[str, Callable[[], gymnasium.Env]] = {
+    "native": lambda: gymnasium.make("CartPole-v1"),
+    "sync": lambda: gymnasium.make("CartPole-v1"),
+    "pendulum": lambda: gymnasium.make("Pendulum-v1", max_episode_steps=40),
+    "chance": lambda: Chance(9, end_above=0.8),
+    "nested": lambda: Spaces(space_of_everything(), ACTED["named parts"], length=7),
+}
+
+
+@pytest.mark.parametrize("repeat", [1, 2, 3, 50])
+def test_an_action_is_repeated_and_its_rewards_are_summed(repeat: int, subtests: pytest.Subtests) -> None:
+    """Each episode is played again by hand. 40 steps of Pendulum are 13 decisions of 3 steps, and one of a single step."""
+    pools = {**POOLS, "nested": lambda members: SerialPool([SINGLE["nested"]() for _ in range(members)])}
+    for kind, make in pools.items():
+        with subtests.test(kind=kind):
+            policy = policy_on(make(3), repeat=repeat)
+            record = policy.roll_out(starts_of(1, 2, 3, 4, 5), seed=7)
+            actions, seen = record.actions.split(record.lengths), record.observations.split(record.lengths)
+            rewards = record.rewards.split(record.lengths)
+            env = SINGLE[kind]()
+            for row in range(5):
+                observation, _ = env.reset(seed=row + 1)
+                num_steps, terminated, truncated = 0, False, False
+                for number, action in enumerate(policy.distribution.to_env(actions[row])):
+                    batch, _ = as_batch(policy.pool.observation_space, observation)
+                    torch.testing.assert_close(policy.encoder(batch)[0], seen[row][number])
+                    total = 0.0
+                    for _ in range(repeat):
+                        if not (terminated or truncated):
+                            observation, reward, terminated, truncated, _ = env.step(action)
+                            total, num_steps = total + float(reward), num_steps + 1
+                    assert float(rewards[row][number]) == pytest.approx(total)
+                batch, _ = as_batch(policy.pool.observation_space, observation)
+                torch.testing.assert_close(policy.encoder(batch)[0], record.final_observations[row])
+                assert (record.num_steps[row], record.terminated[row]) == (num_steps, terminated)
+                assert terminated or truncated
+
+
+def test_limits_and_counts_of_repeated_actions_are_in_steps_of_the_environment() -> None:
+    """A limit of 6 steps is a decision of 4 and one of 2, with 10 steps in all of an episode that nobody limits."""
+    for limit, lengths, terminated in ((6, [4, 2], False), (None, [4, 4, 2], True)):
+        policy = policy_on(SerialPool([Chance(10) for _ in range(2)]), repeat=4, max_episode_steps=limit)
+        sampled = policy.sample_actions(starts_of(1), 2)
+        for episode in flat(sampled.actions):
+            assert (len(episode), episode.terminated) == (len(lengths), terminated)
+        assert sampled.metrics["episodes/steps"] == 2 * sum(lengths)
+    assert evaluate_policy(policy, num_episodes=2).lengths.tolist() == [10, 10]
+    with pytest.raises(ConfigError, match="repeat=2 and an action mask contradict each other"):
+        policy_on(SerialPool([Crossing()], infos=True), repeat=2, action_mask="info")
 
 
 def test_an_episode_is_truncated_at_the_environments_own_limit() -> None:

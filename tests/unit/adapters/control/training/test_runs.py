@@ -181,6 +181,16 @@ def test_progress_is_steps_done_and_a_schedule_reads_it() -> None:
     assert rates == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 
+def test_a_budget_counts_steps_of_the_environment_where_actions_are_repeated() -> None:
+    """Two groups of two episodes of five steps: three decisions each, 20 steps in all."""
+    torch.manual_seed(2)
+    policy = policy_of(lambda: Chance(5), hidden=(4,), num_members=4, repeat=2)
+    trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=policy, reward_model=EnvironmentReward())
+    curve = train_control(trainer, episode_starts(2), total_steps=40, evaluate_every=40, **QUIET)
+    assert curve.steps == [40]
+    assert [metrics["steps/mean"] for metrics in trainer.history] == [3, 3]
+
+
 def test_groups_with_equal_rewards_are_replaced_and_their_steps_count() -> None:
     """All groups are dead: an iteration draws three times, and has 3 x 20 steps."""
     trainer = of_five_steps(dynamic_sampling_rounds=2)
