@@ -1,0 +1,1 @@
+"""One core, eight domains: one file each, to be read from top to bottom."""

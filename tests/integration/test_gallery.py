@@ -1,0 +1,45 @@
+"""The gallery: each file is short, checks its policy, prints its baseline and GRPO in one table, and draws a picture."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.example_runs import ROOT, run_example
+
+SHORT = {
+    "portfolio": (["--iterations", "3", "--markets", "50"], ["best fixed split", "GRPO", "best split of each mood"]),
+}
+"""By file: the arguments of its short form, and rows of its table."""
+FOLDER = ROOT / "examples" / "gallery"
+PAGE = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+
+
+def test_each_file_of_the_gallery_is_short_complete_and_on_the_page() -> None:
+    files = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
+    assert files == sorted(SHORT)
+    for name in files:
+        text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 150, name
+        imported = [node.module or "" for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+        assert not [module for module in imported if "._" in module or module.startswith("examples")], name
+        assert f"](../examples/gallery/{name}.py)" in PAGE
+        picture = ROOT / "docs" / "images" / "gallery" / f"{name}.png"
+        assert f"](images/gallery/{name}.png)" in PAGE
+        assert picture.stat().st_size < 100_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHORT)
+def test_the_short_form_runs_checks_its_policy_and_draws(name: str, tmp_path: Path) -> None:
+    arguments, rows = SHORT[name]
+    printed = run_example(f"gallery.{name}", *arguments, "--folder", "pictures", folder=tmp_path)
+    assert re.match(r"check_policy\(\w+\): \d+ passed", printed)
+    assert "FAILED" not in printed
+    table = printed[printed.index("optional, not implemented") :]
+    for row in rows:
+        assert re.search(rf"^{re.escape(row)} .*\d", table, re.MULTILINE), printed
+    assert (tmp_path / "pictures" / f"{name}.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert f"written: pictures/{name}.png" in printed
+    assert "last bit" not in printed or "to the last bit: True" in printed
