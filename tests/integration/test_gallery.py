@@ -12,6 +12,7 @@ SHORT = {
     "portfolio": (["--iterations", "3", "--markets", "50"], ["best fixed split", "GRPO", "best split of each mood"]),
     "ranking": (["--passes", "3"], ["click model", "GRPO", "the best possible"]),
     "kuhn_poker": (["--iterations", "20"], ["plain self-play", "KL to the uniform policy"]),
+    "flow": (["--iterations", "2"], ["best of 16", "GRPO", "any, KL 0.05"]),
 }
 """By file: the arguments of its short form, and rows of its table."""
 FOLDER = ROOT / "examples" / "gallery"
