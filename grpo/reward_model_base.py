@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ._common.calls import require_states_and_actions
 from ._common.conversion import as_reward_values, describe
 from ._common.protocols import kept_state, refuse_near_misses, require_methods, restore_state
-from ._common.signatures import require_states_and_actions
 from ._common.tensors import TensorFields
 from .errors import ContractError, ProtocolError, RewardError
 from .policy_base import HasState

@@ -13,10 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from ._common.calls import Call
+from ._common.calls import Call, takes
 from ._common.conversion import as_tensor, describe, require_lengths, reward_name
 from ._common.protocols import kept_state, restore_state
-from ._common.signatures import takes
 from ._processes.calls import call_in_process
 from ._rewarding.answers import checked
 from ._rewarding.deadlines import await_all, is_async

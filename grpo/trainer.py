@@ -13,10 +13,9 @@ from ._processes.calls import call_in_process
 from ._running.ahead import Ahead
 from ._running.budget import Budget, total_of
 from ._running.first_iteration import check_first_iteration
-from ._running.history import History, summary_of
 from ._running.in_progress import IterationInProgress
 from ._running.interrupts import Interrupts
-from ._running.progress import RunProgress
+from ._running.progress import History, RunProgress, summary_of
 from ._running.ranks import run_on_all_ranks
 from ._running.restoring import load_into
 from ._running.run import Run, at_least_one, opened_folder

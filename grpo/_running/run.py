@@ -25,8 +25,7 @@ from grpo.sinks import GuardedSinks, MetricSink, Samples, run_settings
 from grpo.types import Rows, select_rows
 
 from .budget import Budget
-from .history import History
-from .progress import RunProgress
+from .progress import History, RunProgress
 from .silent_parts import SilentParts
 from .state_source import StateSource
 
