@@ -121,7 +121,7 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
 
 
 def test_no_gradient_flows_through_rewards(subtests: pytest.Subtests) -> None:
-    """A reward network that runs in a thread of its own has gradients. They are left out, and nothing fails."""
+    """A reward that keeps its gradient on purpose is refused, because the loss would not follow it."""
     worth = torch.nn.Parameter(torch.tensor([0.0, 1.0]))
 
     def with_gradient(part: bool) -> Any:
@@ -129,16 +129,19 @@ def test_no_gradient_flows_through_rewards(subtests: pytest.Subtests) -> None:
             return Rewards(values=worth * 2, components={"part": worth * 2}) if part else worth * 2
 
     for part in (False, True):
-        with subtests.test(part=part):
-            config = GRPOConfig(group_size=2)
-            trainer = GRPOTrainer(
-                config=config, policy=TablePolicy(), reward_model=lambda s, a, part=part: with_gradient(part)
-            )
-            assert trainer.step(["a"])["rewards/mean"] == 1.0
-            assert trainer.evaluate(["a"], num_actions_per_state=2)["eval/avg_reward"] == 1.0
-    batch = ExperienceBatch.from_rows(["a", "a"], [0, 1], worth * 2, torch.tensor([0, 0]))
-    assert not batch.rewards.requires_grad
-    assert worth.grad is None
+        trainer = GRPOTrainer(
+            config=GRPOConfig(group_size=2),
+            policy=TablePolicy(),
+            reward_model=lambda s, a, part=part: with_gradient(part),
+        )
+        for use in (lambda: trainer.step(["a"]), lambda: trainer.evaluate(["a"], num_actions_per_state=2)):
+            with (
+                subtests.test(part=part),
+                pytest.raises(RewardError, match=r"without a gradient.*Return rewards\.detach"),
+            ):
+                use()
+    with pytest.raises(RewardError, match="without a gradient"):
+        ExperienceBatch.from_rows(["a", "a"], [0, 1], worth * 2, torch.tensor([0, 0]))
 
 
 def test_a_number_of_actions_beyond_64_bits_is_refused() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.agents import AgentPolicy, Conversation, Message, chat
+from adapters.agents import AgentPolicy, Conversation, Message, speakers
 from adapters.agents.messages import tool_message
 from adapters.agents.templates import CALLED, TOOL
 from adapters.llm import SamplingConfig, scoring
@@ -130,6 +130,7 @@ def test_labels_of_observations_change_neither_loss_nor_gradient(family: str, mo
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:AgentPolicy. the (prompt ends in|model writes):UserWarning")
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_sampled_log_probs_are_scored_log_probs_with_any_template(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three turns that the model samples, with tool results in between where the template shows tools. What the model says
@@ -141,7 +142,7 @@ def test_sampled_log_probs_are_scored_log_probs_with_any_template(name: str, mon
     agent = AgentPolicy(policy, Echo)
     if agent.template.shows_tools:
         agent = AgentPolicy(policy, CallsOnly)
-        monkeypatch.setattr(chat, "read_turn", lambda *args, number, **_: (as_call(number), False))
+        monkeypatch.setattr(speakers, "read_turn", lambda *args, number, **_: (as_call(number), False))
     turns: list[tuple[int, ...]] = []
     real = policy.sample_tokens
 
