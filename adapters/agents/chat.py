@@ -189,7 +189,9 @@ class Chat:
         self.ended_by: EndedBy | None = None
         """Why the conversation ended. None: it goes on."""
         self.limited_by: EndedBy | None = None
-        """The limit that was reached last. None: no limit was reached."""
+        """The limit that was reached last. None: the policy has answered since."""
+        self.reached: EndedBy | None = None
+        """A limit that was reached at some time. None: no limit was reached."""
         self.counts = {"malformed_calls": 0, "failed_calls": 0}
         """Tool calls that could not be read, and tool calls that failed."""
         self.branch: Branch | None = None
@@ -312,6 +314,11 @@ class Chat:
             raise ContractError(
                 f"Chat: seat must be one of {sorted(self._seats)}; got {seat!r}. Pass AgentPolicy(seats=[Seat(name=...)])."
             )
+        if seat is not None and not self._seats[seat].is_trained:
+            self._require_going_on(list(messages))
+            self.counts[f"turns_of/{seat}"] = self.counts.get(f"turns_of/{seat}", 0) + 1
+            if seat not in self._frozen:
+                return await self._reply_of_function(self._seats[seat], as_messages(messages))
         if self._num_waiting >= MOST_WAITING:
             raise ContractError(
                 f"Chat: at most {MOST_WAITING} requests may wait at the same time. Await some of them first."
@@ -351,21 +358,8 @@ class Chat:
         max_new_tokens: int | None,
         stop: tuple[str, ...],
     ) -> Reply:
-        """What a frozen model or a function says. Nothing of it is recorded but the count."""
-        self._require_going_on(messages)
-        self.counts[f"turns_of/{seat.name}"] = self.counts.get(f"turns_of/{seat.name}", 0) + 1
-        speaker = self._frozen.get(seat.name)
-        if speaker is None:
-            message = await said_by(seat.policy, messages)  # type: ignore[arg-type]
-            text = message["content"]
-            return Reply(
-                id=self._named([*text.encode()], seat.name)[0],
-                message=message,
-                num_context_tokens=0,
-                num_tokens=0,
-                is_truncated=False,
-                ends_context=False,
-            )
+        """What a frozen model says. Nothing of it is recorded but the count."""
+        speaker = self._frozen[seat.name]
         read = speaker.template.render(messages, tools)
         name, seed = self._named(read, seat.name)
         own_limit = speaker.policy.sampling.max_new_tokens
@@ -379,6 +373,13 @@ class Chat:
             is_truncated=turn.finish_reason == "length",
             ends_context=False,
         )
+
+    async def _reply_of_function(self, seat: Seat, messages: list[Message]) -> Reply:
+        """What a function says. Its time is the program's."""
+        message = await said_by(seat.policy, messages)  # type: ignore[arg-type]
+        name, _ = self._named([*message["content"].encode()], seat.name)
+        numbers = {"num_context_tokens": 0, "num_tokens": 0}
+        return Reply(id=name, message=message, is_truncated=False, ends_context=False, **numbers)
 
     def _named(self, read: Sequence[int], seat: str | None) -> tuple[str, int]:
         """The id and the seed of the reply to these tokens. Equal requests are numbered."""
@@ -440,6 +441,7 @@ class Chat:
         is_truncated = turn.finish_reason == "length"
         context.is_full = is_truncated and max_new_tokens == self._limits.max_new_tokens
         self.limited_by = "length" if context.is_full else None
+        self.reached = self.reached or self.limited_by
         said = _Turn(
             id=name,
             context=context,
@@ -550,7 +552,7 @@ class Chat:
         """End with these messages. What the other side said last stays in the transcript, though nobody answers it."""
         if say_the_same(messages[: len(self.messages)], self.messages):
             self.messages = messages
-        self.limited_by = ended_by
+        self.limited_by = self.reached = ended_by
         return ConversationEnded(ended_by)
 
     def _continued(

@@ -119,10 +119,10 @@ class ChatEndpoint:
                 rewards = await thread.run(program, url, state)
                 outcome = "environment"
             except Exception as error:
-                if chat.limited_by is None:
+                if chat.reached is None:
                     raise
                 chat.info["error"] = f"{type(error).__name__}: {error}"
-                raise ConversationEnded(chat.limited_by) from error
+                raise ConversationEnded(chat.reached) from error
             finally:
                 self._hang_up(token, chat.ended_by or chat.limited_by or outcome)
                 try:  # a thread that hangs holds up this task, and is counted

@@ -148,6 +148,19 @@ def test_functions_of_seats_do_not_hold_up_other_conversations() -> None:
     assert [row.reward for row in rows[0]] == [1.0] * 8
 
 
+def test_a_function_that_hangs_ends_its_conversation() -> None:
+    release = threading.Event()
+
+    async def play(chat: Chat, state: Any) -> float:
+        await chat.reply(YOU, seat="hangs")
+        return 1.0
+
+    seats = [Seat(name="hangs", policy=lambda messages: "late" if release.wait(20) else "")]
+    row = one(says("a"), play, seats, timeout=0.3)
+    release.set()
+    assert (row.ended_by, row.info["error"]) == ("timeout", "no answer within 0.3 s")
+
+
 def test_what_is_wrong_with_seats_is_named(subtests: pytest.Subtests) -> None:
     async def play(chat: Chat, state: Any) -> float:
         await chat.reply(YOU, seat="ueser")

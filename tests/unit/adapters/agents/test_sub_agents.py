@@ -232,6 +232,21 @@ def test_transcripts_and_reward_functions_see_every_context(tmp_path: Path) -> N
     assert places == sorted(places)
 
 
+def test_a_program_that_fails_after_a_limit_has_the_reward_0_although_another_agent_went_on() -> None:
+    def program(base_url: str, state: Any) -> float:
+        _, body = raw(base_url, body={"model": "m", "messages": asked("you")})
+        messages = [*asked("you"), body["choices"][0]["message"], {"role": "user", "content": "more"}]
+        assert raw(base_url, body={"model": "m", "messages": messages})[0] == 410
+        assert raw(base_url, body={"model": "m", "messages": asked("they")})[0] == 200
+        raise KeyError("what the first agent did not say")
+
+    model = Scripted(("abcdefghij", "b"), max_new_tokens=6).policy
+    with ChatEndpoint(model) as endpoint:
+        (row,) = converse(model, endpoint.runs(program))
+    assert (row.reward, row.ended_by) == (0.0, "length")
+    assert row.info["error"] == "KeyError: 'what the first agent did not say'"
+
+
 def test_an_agent_in_a_task_group_that_reaches_a_limit_is_no_failure() -> None:
     async def play(chat: Chat, state: Any) -> float:
         async with asyncio.TaskGroup() as group:
