@@ -314,11 +314,17 @@ class ObservationRows:
         require_fixed_shape(space)
         self.space = space
         self.batch = create_empty_array(space, num_rows, fn=np.empty)
+        self._numbers = (
+            range(int(space.start), int(space.start + space.n)) if isinstance(space, spaces.Discrete) else range(0)
+        )
         is_box = isinstance(space, spaces.Box)
         self._shape, self._dtype = (space.shape, space.dtype) if is_box else (None, None)
 
     def write(self, row: int, observation: Any) -> str | None:
         """Write one row. Returns the description from `find_misfit` if the observation does not fit, otherwise None."""
+        if type(observation) is int and observation in self._numbers:  # the checks below take longer than such a step
+            put_rows(self.batch, row, observation)
+            return None
         # numpy would broadcast a wrong shape. This first test is quick, and most observations of a box pass it.
         if type(observation) is not np.ndarray or observation.shape != self._shape or observation.dtype != self._dtype:
             misfit = find_misfit(self.space, observation)
