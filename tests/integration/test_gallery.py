@@ -13,6 +13,10 @@ SHORT = {
     "ranking": (["--passes", "3"], ["click model", "GRPO", "the best possible"]),
     "kuhn_poker": (["--iterations", "20"], ["plain self-play", "KL to the uniform policy"]),
     "flow": (["--iterations", "2"], ["best of 16", "GRPO", "any, KL 0.05"]),
+    "symbolic_regression": (
+        ["--iterations", "2"],
+        ["random search", "REINFORCE by hand", "GRPO, defaults", "GRPO, best of k"],
+    ),
     "server_policy": (["--iterations", "3"], ["here", "on the server"]),
 }
 """By file: the arguments of its short form, and rows of its table."""
