@@ -137,8 +137,9 @@ class Course:
 
     @property
     def has_collapsed(self) -> bool:
-        """Whether a moving average of the entropy is far below the entropy at the beginning."""
-        return self._entropy < LOW_ENTROPY * float(np.mean(self._first_entropies)) if self._first_entropies else False
+        """Whether a moving average of the entropy is far below the entropy at the beginning. That of a density may be negative,
+        and says nothing."""
+        return bool(self._first_entropies) and 0 <= self._entropy < LOW_ENTROPY * float(np.mean(self._first_entropies))
 
 
 def standard_error(values: Float64[np.ndarray, " W"]) -> float:

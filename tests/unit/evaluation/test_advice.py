@@ -490,6 +490,13 @@ FALSE_ALARMS: list[tuple[str, str, list[dict[str, float]], dict[str, Any]]] = [
         {},
     ),
     ("the entropy has collapsed", "it was low from the start", course(60, LIVE, train__entropy=0.01), {}),
+    ("the entropy has collapsed", "a density's is negative", course(60, LIVE, train__entropy=(1.4, -2.0)), {}),
+    (
+        "the entropy has collapsed",
+        "a density's was negative from the start",
+        course(60, LIVE, train__entropy=(-1.0, -0.9)),
+        {},
+    ),
     (
         "the entropy has collapsed",
         "the reward rises",
