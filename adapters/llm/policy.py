@@ -360,14 +360,18 @@ class HFPolicy:
             longest = max(limit.max_new_tokens for limit in limits)
             given |= {"max_new_tokens": longest, "min_new_tokens": min(given["min_new_tokens"], longest)}
         config = SamplingConfig.from_dict(given)
-        self._require_room([len(prompt) + config.max_new_tokens for prompt in prompts], "prompts with max_new_tokens")
+        numbers = [limit.max_new_tokens for limit in limits or [RowLimit.of(config)] * len(prompts)]
+        lengths = [len(prompt) + number for prompt, number in zip(prompts, numbers, strict=True)]
+        self._require_room(lengths, "prompts with max_new_tokens")
         ends = sorted({*self.end_token_ids, *end_token_ids})
         distinct = list(dict.fromkeys(map(tuple, prompts)))
         size, rest = divmod(len(prompts), len(distinct))
         if rest or [tuple(prompt) for prompt in prompts] != [prompt for prompt in distinct for _ in range(size)]:
             distinct, size = [tuple(prompt) for prompt in prompts], 1
         sampler: Any = self._sampler
-        limits_rows = isinstance(sampler, LimitsRows)
+        # an ended row stays in the batch for a while, so each needs room for as many tokens as the longest
+        room, most = self.max_positions, max(map(len, prompts)) + config.max_new_tokens
+        limits_rows = isinstance(sampler, LimitsRows) and (room is None or most <= room)
         sample = sampler.sample if limits_rows else partial(sample_by_limit, sampler)
         sampled = sample(distinct, size, config, end_token_ids=ends, seeds=seeds, limits=limits)
         return sampled if self._lm.computes_in_float32 else replace(sampled, policy_log_probs=None)

@@ -82,8 +82,8 @@ class VLLMSampler(LimitsRows):
             ConfigError: VLLM does not support a setting, or a prompt is too long.
             SamplerError: VLLM did not complete a request.
         """
-        require_room(prompts, config, self._max_length)
         settings = row_settings(config, end_token_ids, limits, len(seeds))
+        require_room(prompts, settings, self._max_length)
         with preserved_random_state():  # vLLM uses the global generators although every row has a seed
             outputs = self.engine.generate(
                 [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(num_per_prompt)],

@@ -68,13 +68,16 @@ def row_settings(
     return [own[limit] for limit in limits or [RowLimit.of(config)] * count]
 
 
-def require_room(prompts: Sequence[Sequence[int]], config: SamplingConfig, max_length: int) -> None:
+def require_room(prompts: Sequence[Sequence[int]], settings: Sequence[dict[str, Any]], max_length: int) -> None:
     """Check that each prompt and `max_new_tokens` fit into the maximum sequence length."""
+    num_per_prompt = len(settings) // max(len(prompts), 1)
     for index, prompt in enumerate(prompts):
-        if len(prompt) + config.max_new_tokens > max_length:
+        own = settings[index * num_per_prompt : (index + 1) * num_per_prompt]
+        longest = max((each["max_tokens"] for each in own), default=0)
+        if len(prompt) + longest > max_length:
             raise ConfigError(
                 f"vLLM was started for sequences of at most {max_length} tokens (max_model_len); prompt {index} has "
-                f"{len(prompt)}, and SamplingConfig.max_new_tokens={config.max_new_tokens}. Raise max_model_len, shorten the "
+                f"{len(prompt)}, and SamplingConfig.max_new_tokens={longest}. Raise max_model_len, shorten the "
                 "prompt, or lower max_new_tokens."
             )
 

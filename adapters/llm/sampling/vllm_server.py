@@ -145,7 +145,7 @@ class VLLMServerSampler(LimitsRows):
         losses: Counter[VLLMWorker] = Counter()
         while len(answers) < len(bodies):
             workers = self._ready_workers()
-            require_room(prompts, config, min(worker.max_length() for worker in workers))
+            require_room(prompts, settings, min(worker.max_length() for worker in workers))
             shares: dict[VLLMWorker, list[int]] = {}
             for row in range(len(bodies)):
                 if row not in answers:

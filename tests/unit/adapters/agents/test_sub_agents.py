@@ -319,6 +319,17 @@ def test_rows_of_one_call_end_at_their_own_limits_as_in_calls_of_their_own(subte
             assert [len(row) for row in together.token_ids] != [12] * 4
 
 
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_a_long_context_with_a_small_limit_fits_beside_a_short_one_with_a_large_limit(family: str) -> None:
+    """The model has 24 positions. GPT-2 has a table of them, in which an ended row finds no further place."""
+    model = language_model(family, positions=24, sampling=SamplingConfig(max_new_tokens=20, min_new_tokens=20))
+    prompts, limits = [[5] * 22, [6, 7], [8, 9]], [RowLimit(max_new_tokens=n) for n in (2, 20, 20)]
+    found = model.sample_tokens(prompts, seeds=[1, 2, 3], limits=limits)
+    assert [len(row) for row in found.token_ids] == [2, 20, 20]
+    with pytest.raises(ContractError, match=r"24 positions; those at \[0\] need \[25\]"):
+        model.sample_tokens(prompts, seeds=[1, 2, 3], limits=[RowLimit(max_new_tokens=3), *limits[1:]])
+
+
 def test_a_sampler_without_limits_of_rows_samples_each_limit_by_itself() -> None:
     model = language_model(sampling=SamplingConfig(max_new_tokens=12))
     limits = [RowLimit(max_new_tokens=1 + row % 3) for row in range(6)]

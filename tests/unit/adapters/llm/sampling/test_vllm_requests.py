@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from adapters.llm.sampling.samplers import SamplerError
+from adapters.llm.sampling.samplers import RowLimit, SamplerError
 from adapters.llm.sampling.sampling_config import SamplingConfig
 from adapters.llm.sampling.vllm_engine import VLLMSampler
-from adapters.llm.sampling.vllm_requests import Answer, request_settings, require_room, sampled_tokens
+from adapters.llm.sampling.vllm_requests import Answer, request_settings, require_room, row_settings, sampled_tokens
 from grpo.errors import ConfigError
 
 
@@ -50,9 +50,17 @@ def test_settings_that_vllm_does_not_support_are_refused() -> None:
 
 def test_prompt_and_completion_must_fit() -> None:
     config = SamplingConfig(max_new_tokens=6)
-    require_room([[1] * 4], config, 10)
+    settings = row_settings(config, [], None, 2)
+    require_room([[1] * 4], settings, 10)
     with pytest.raises(ConfigError, match=r"at most 10 tokens .*; prompt 1 has 5, and .*max_new_tokens=6"):
-        require_room([[1] * 4, [1] * 5], config, 10)
+        require_room([[1] * 4, [1] * 5], settings, 10)
+    limits = [RowLimit(max_new_tokens=number, stop=stop) for number, stop in ((6, ()), (5, ("a",)))]
+    shorter = row_settings(config, [], limits, 2)
+    require_room([[1] * 4, [1] * 5], shorter, 10)  # each row with its own limit
+    assert [(own["max_tokens"], own["stop"], own["detokenize"]) for own in shorter] == [
+        (6, [], False),
+        (5, ["a"], True),
+    ]
 
 
 def answer(**changes: Any) -> Answer:
