@@ -131,13 +131,13 @@ class Brief(Echo):
 
 @pytest.mark.slow
 def test_gae_learns_from_the_rewards_of_turns() -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     policy = language_model(value_head=True, max_new_tokens=8)
     agent = AgentPolicy(policy, Brief)
     config = GRPOConfig(
         group_size=16,
-        seed=0,
-        learning_rate=1e-2,
+        seed=1,
+        learning_rate=5e-3,
         num_epochs_per_update=2,
         advantage=AdvantageConfig(credit="gae", scale="batch"),
         objective=ObjectiveConfig(value_clip=0.5),
