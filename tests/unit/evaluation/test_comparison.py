@@ -320,8 +320,9 @@ def test_measuring_trains_nothing_and_keeps_no_gradient() -> None:
 
     def watching(states: Any, actions: Any) -> torch.Tensor:
         assert not torch.is_grad_enabled()
-        return torch.ones(len(actions), requires_grad=True)
+        return torch.ones(len(actions)) * worth
 
+    worth = torch.ones((), requires_grad=True)
     policy = Watching(STATES)
     before = weights_of(policy)
     found = measured(policy, reward_model=watching)
