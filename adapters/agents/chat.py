@@ -186,6 +186,8 @@ class Chat:
         """
         self.info: dict[str, Any] = {}
         """Kept as `Conversation.info`."""
+        self.ignored: dict[str, Any] = {}
+        """What requests asked for and did not get, by parameter. `Conversation.info["ignored"]` has it, after an error too."""
         self.ended_by: EndedBy | None = None
         """Why the conversation ended. None: it goes on."""
         self.limited_by: EndedBy | None = None
@@ -255,7 +257,7 @@ class Chat:
             chat = copy.copy(self)
             # together, because they refer to one another
             chat.messages, chat._contexts, chat._turns = copy.deepcopy((self.messages, self._contexts, self._turns))
-            chat.info, chat.counts = dict(self.info), dict.fromkeys(self.counts, 0)
+            chat.info, chat.ignored, chat.counts = dict(self.info), {}, dict.fromkeys(self.counts, 0)
             chat.branch, chat.fork, chat.program = branch, None, None
             chat._sample, chat._sampling_seed = sampler(branch.leaf), (*self._sampling_seed, branch.leaf)
             chat._num_equal, chat._tasks = self._num_equal.copy(), []
@@ -503,7 +505,7 @@ class Chat:
             ),
             messages=tuple(plain_values(message) for message in messages),
             ended_by=self.ended_by or self._reached(contexts) or "environment",
-            info=plain_values(self.info),
+            info=plain_values(self.info | ({"ignored": self.ignored} if self.ignored else {})),
         )
 
     def _reached(self, contexts: Sequence[_Context]) -> EndedBy | None:

@@ -166,10 +166,9 @@ class ChatEndpoint:
         request = as_chat_request(given, partial(_said_before, line.chat)) if is_responses else given
         arguments = read_request(request, self._sampling, self._ignore) | line.chat.seat_of(given.get("model"))
         ignored = {name: request[name] for name in sorted(self._ignore & request.keys()) if request[name] is not None}
-        if ignored:
-            line.chat.info["ignored"] = line.chat.info.get("ignored", {}) | ignored
         with self._lock:
             self.require(token)
+            line.chat.ignored |= ignored
             future = asyncio.run_coroutine_threadsafe(line.chat.reply(**arguments), line.loop)
             line.waiting.add(future)
         try:

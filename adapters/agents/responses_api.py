@@ -11,12 +11,9 @@ from .chat import Reply
 from .messages import Message
 from .openai_api import ApiError, called
 
-SAME = {"model", "temperature", "top_p", "stream", "user", "metadata", "store", "service_tier", "safety_identifier"}
-SAME |= {"prompt_cache_key", "parallel_tool_calls", "seed"}
-"""Parameters that have the same name and meaning in both APIs."""
-UNREAD = {"instructions", "input", "tools", "tool_choice", "max_output_tokens", "text", "previous_response_id"}
-UNREAD |= {"include", "reasoning", "truncation", "background", "prompt_cache_retention"}
-"""Parameters that are translated, and parameters that change nothing here."""
+TRANSLATED = {"instructions", "input", "tools", "max_output_tokens", "text", "previous_response_id"}
+UNREAD = {"include", "reasoning", "truncation", "background", "prompt_cache_retention"}
+"""Parameters that change nothing here. All others have the same name and meaning in both APIs, or are refused as there."""
 PARTS = ("text", "input_text", "output_text")
 """The types of the parts of a content that are texts."""
 
@@ -36,16 +33,18 @@ def as_chat_request(given: Any, said_before: Callable[[str], list[Message]]) -> 
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("background"):
         raise ApiError(400, "background must be left out: a response is complete when it is sent.", param="background")
-    request = {name: value for name, value in given.items() if name in SAME or name not in UNREAD}
+    request = {name: value for name, value in given.items() if name not in TRANSLATED | UNREAD}
     before = said_before(given["previous_response_id"]) if "previous_response_id" in given else []
     if "instructions" in given:  # they take the place of those of the previous response
         rest = before[1:] if before and before[0]["role"] == "system" else before
         before = [{"role": "system", "content": given["instructions"]}, *rest]
     request["messages"] = [*map(_sent, before), *_messages(given.get("input", []))]
-    if given.get("tools"):
-        request["tools"] = [_tool(place, tool) for place, tool in enumerate(given["tools"])]
-    renamed = {"max_output_tokens": "max_tokens", "tool_choice": "tool_choice"}
-    request |= {ours: given[name] for name, ours in renamed.items() if name in given}
+    if (tools := given.get("tools", [])) != []:  # what is no list is refused there
+        request["tools"] = (
+            [_tool(place, tool) for place, tool in enumerate(tools)] if isinstance(tools, list) else tools
+        )
+    if "max_output_tokens" in given:
+        request["max_tokens"] = given["max_output_tokens"]
     text = given.get("text", {})
     kind = text.get("format") if isinstance(text, Mapping) else text
     return request | ({"response_format": kind} if kind else {})
@@ -148,8 +147,8 @@ def _messages(items: Any) -> list[Any]:
                 messages.append(message)
             goes_on = message["role"] == "assistant"
         elif kind == "reasoning":
-            texts = [part.get("text", "") for part in item.get("content") or []]
-            messages[-1] |= {"reasoning_content": "".join(texts)} if texts else {}
+            texts = [part["text"] for part in item.get("content") or [] if isinstance(part, Mapping) and "text" in part]
+            messages[-1] |= {"reasoning_content": "".join(map(str, texts))} if texts else {}
         elif kind == "function_call":
             function = {name: item.get(name) for name in ("name", "arguments")}
             calls = messages[-1].setdefault("tool_calls", [])

@@ -17,7 +17,7 @@ from grpo.errors import ContractError, DamagedCheckpointError
 
 from .files import FileRecord, opened, read_exactly, size_of
 
-SCHEMA = 4
+SCHEMA = 5
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 LARGEST_MANIFEST = 16 * 2**20
 """Bytes. A manifest has about 300 bytes for each rank."""

@@ -146,7 +146,7 @@ def test_a_manifest_rewritten_without_changes_is_accepted(damaged: Path) -> None
 
 def test_a_newer_schema_version_is_refused(damaged: Path) -> None:
     rewritten(damaged, lambda manifest: manifest.update(schema=manifest["schema"] + 1))
-    with pytest.raises(CheckpointError, match=r"manifest\.json has schema 5; this version reads 4\. Update"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json has schema 6; this version reads 5\. Update"):
         read_checkpoint(damaged)
 
 

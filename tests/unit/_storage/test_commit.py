@@ -52,7 +52,7 @@ def test_all_ranks_write_one_folder_with_one_manifest(tmp_path: Path) -> None:
     assert names_in(path) == ["manifest.json", "rank-0", "rank-1", "rank-2"]
     manifest = json.loads((path / "manifest.json").read_bytes())
     assert set(manifest) == {"schema", "iteration", "update", "score", "num_ranks", "files", "sha256"}
-    assert [manifest[name] for name in ("schema", "iteration", "update", "score", "num_ranks")] == [4, 7, None, 0.5, 3]
+    assert [manifest[name] for name in ("schema", "iteration", "update", "score", "num_ranks")] == [5, 7, None, 0.5, 3]
     assert set(manifest["files"]) == {
         f"rank-{rank}/{name}" for rank in range(3) for name in ("state.json", "tensors.safetensors")
     }
@@ -230,8 +230,8 @@ def test_what_is_not_a_checkpoint_is_never_replaced(subtests: pytest.Subtests, t
         "another program's manifest and files": {"manifest.json": "{}", "rank-0/state.json": "{}", "thesis.txt": "x"},
         "a folder of checkpoints": {"iteration-00000001/manifest.json": "{}"},
         "a folder of ranks and a user's file": {"rank-0/state.json": "{}", "thesis.txt": "x"},
-        "a newer version": {"manifest.json": '{"schema": 5}', "rank-0/state.json": "{}"},
-        "an older version": {"manifest.json": '{"schema": 2}', "rank-0/state.json": "{}"},
+        "a newer version": {"manifest.json": '{"schema": 6}', "rank-0/state.json": "{}"},
+        "an older version": {"manifest.json": '{"schema": 4}', "rank-0/state.json": "{}"},
     }
     for case, contents in cases.items():
         with subtests.test(case=case):

@@ -1,5 +1,6 @@
 """OpenAI's responses API, with the official client, and what an endpoint may ignore."""
 
+import logging
 from typing import Any
 
 import openai
@@ -133,6 +134,21 @@ def test_what_the_policy_does_not_know_is_refused_by_name(subtests: pytest.Subte
         ({"input": "you", "text": {"format": {"type": "json_object"}}}, r"response_format must be"),
         ({"input": "you", "background": True}, r"background must be left out"),
         ({"input": "you", "max_tool_calls": 3}, r"max_tool_calls must be left out"),
+        ({"input": "you", "tools": 7}, r"tools must be a list of"),
+        ({"input": "you", "tools": "lookup"}, r"tools must be a list of"),
+        ({"input": "you", "tools": [None]}, r"tools\[0\] must be of the type 'function'"),
+        ({"input": "you", "text": ["a"]}, r"response_format must be"),
+        ({"input": 7}, r"input\[0\] must be a message"),
+        ({"input": [None]}, r"input\[0\] must be a message"),
+        ({"input": [{"role": "user", "content": 7}]}, r"messages\[0\]\.content must be a text"),
+        ({"input": [{"role": "user", "content": [7]}]}, r"messages\[0\]\.content must be a text"),
+        ({"input": [{"type": "function_call", "name": 7}]}, r"messages\[0\]\.tool_calls must be a list of calls"),
+        (
+            {"input": [{"type": "reasoning", "content": [7]}, {"role": "user", "content": 7}]},
+            r"messages\[1\]\.content must be",
+        ),
+        ({"input": "you", "instructions": 7}, r"messages\[0\]\.content must be a text"),
+        ({"input": "you", "max_output_tokens": "many"}, r"max_tokens must be an integer"),
     ]
 
     def use(client: OpenAI) -> float:
@@ -155,6 +171,17 @@ def test_parameters_may_be_ignored_and_the_conversation_says_which() -> None:
     row = converse(says("a", "b"), use, ignore={"temperature", "tool_choice", "response_format"})
     assert row.reward == 1.0
     assert row.info["ignored"] == {"temperature": 0.25, "tool_choice": "required"}
+
+
+def test_a_conversation_that_fails_says_what_was_ignored_too() -> None:
+    def use(client: OpenAI) -> float:
+        client.chat.completions.create(**ASKED, temperature=0.5)
+        raise KeyError("lost")
+
+    logging.getLogger("grpo").disabled = True
+    row = converse(says("a"), use, ignore={"temperature"})
+    logging.getLogger("grpo").disabled = False
+    assert row.info == {"error": "KeyError: 'lost'", "ignored": {"temperature": 0.5}}
 
 
 def test_only_what_is_refused_can_be_ignored(subtests: pytest.Subtests) -> None:
