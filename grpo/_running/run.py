@@ -128,7 +128,7 @@ class Run:
         if is_done and not self.resumes:
             raise ConfigError(
                 f"{self._where}. Pass a larger total: {self.budget.name}={self.budget.done + total:.0f} makes {total} further "
-                f"{'iterations' if self.budget.unit is None else 'ones'}."
+                f"{(self.budget.unit or 'iterations').rpartition('/')[2]}."
             )
         return is_done
 

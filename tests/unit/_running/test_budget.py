@@ -167,7 +167,7 @@ def test_a_further_call_goes_on_to_a_larger_total_and_another_unit_counts_anew(t
     trainer = made()
     assert len(train(trainer, 8, checkpoint_dir=tmp_path)) == 2
     with pytest.raises(
-        ConfigError, match=r"own/size=8 is the total, and the trainer is at 8\. .*own/size=16 makes 8 fu"
+        ConfigError, match=r"own/size=8 is the total, and the trainer is at 8\. .*own/size=16 makes 8 further size\."
     ):
         train(trainer, 8)
     with pytest.warns(GRPOWarning, match="own/size=8 is the total, and the trainer is at 8, so there is nothing left"):
