@@ -101,7 +101,7 @@ class AgentPolicy:
         self._speaker = Speaker(policy)
         self.template = self._speaker.template
         require_readable_calls(policy.tokenizer, self.template)
-        self.seats = {seat.name: seat for seat in _require_seats(seats, make)}
+        self.seats = {seat.name: seat for seat in _require_seats(seats, make, policy)}
         """Who may speak in a conversation, by name."""
         self._frozen = {
             name: Speaker(seat.policy) for name, seat in self.seats.items() if isinstance(seat.policy, HFPolicy)
@@ -326,11 +326,16 @@ def _metrics(
     return metrics
 
 
-def _require_seats(seats: Any, make: Any) -> Sequence[Seat]:
+def _require_seats(seats: Any, make: Any, policy: HFPolicy) -> Sequence[Seat]:
     names = [getattr(seat, "name", None) for seat in seats]
     if not all(isinstance(seat, Seat) for seat in seats) or len({*names}) < len(names):
         raise ConfigError(
             f"AgentPolicy: seats must be a list of Seat with a name each; got {describe(seats)}, {names}."
+        )
+    if same := [seat.name for seat in seats if seat.policy is policy]:
+        raise ConfigError(
+            "AgentPolicy: the model of a seat must be another one than the trained model, which is not frozen; got the trained "
+            f"one for {same}. Leave policy=... out, or pass a copy."
         )
     if seats and not is_async(make):
         raise ConfigError(

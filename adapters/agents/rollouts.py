@@ -303,7 +303,7 @@ class _Batches:
 
         Each conversation has its first request in the batch before another one has its second, and what does not fit waits.
         """
-        requests, self._left = self._left, []
+        requests, self._left = [request for request in self._left if not request.turn.done()], []
         until = time.monotonic() + self._patience() if requests else float("inf")
         while not self._has_ended:
             asking = {request.index for request in requests}

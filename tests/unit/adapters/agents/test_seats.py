@@ -170,6 +170,10 @@ def test_what_is_wrong_with_seats_is_named(subtests: pytest.Subtests) -> None:
         await chat.reply(YOU, seat="user")
         return 1.0
 
+    def trained_in_a_seat() -> AgentPolicy:
+        model = says()
+        return AgentPolicy(model, play, seats=[Seat(name="older", policy=model)])
+
     user = Seat(name="user", policy=lambda messages: None)
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: Seat(name=""), ConfigError, "Seat: name must be a text"),
@@ -181,6 +185,11 @@ def test_what_is_wrong_with_seats_is_named(subtests: pytest.Subtests) -> None:
             "seats must be a list of Seat with a name each",
         ),
         (lambda: AgentPolicy(says(), play, seats=["user"]), ConfigError, "seats must be a list of Seat"),
+        (
+            lambda: trained_in_a_seat(),
+            ConfigError,
+            "must be another one than the trained model, which is not frozen; got",
+        ),
         (lambda: AgentPolicy(says(), Echo, seats=[user]), ConfigError, "seats need an agent program"),
         (lambda: one(says("a"), play, [user]), ContractError, "seat must be one of ['user']; got 'ueser'"),
         (lambda: one(says("a"), asks_a_function, [user]), ContractError, "must return a text or a message"),
