@@ -18,12 +18,17 @@ Example:
         trainer.train([{"prompt": "1 + 1 = ", "answer": "2"}], num_iterations=100)
 """
 
+import logging as _logging
+
 try:
     import transformers as _transformers  # noqa: F401  # the one place that says what to install
 except ImportError as error:
     from grpo.arguments import install_command
 
     raise ImportError(f"adapters.llm needs transformers: {install_command('llm')}") from error
+else:
+    # PEFT imports bitsandbytes, which warns on CPUs with AVX512-BF16 that a kernel for inference in 4 bits is not installed.
+    _logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda told: "kernels-community" not in str(told.msg))
 
 from .completions import Completion, FinishReason
 from .model.loading import add_lora, load_model

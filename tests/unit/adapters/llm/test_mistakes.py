@@ -4,6 +4,7 @@ At most two are silent, because nobody can know them. The page about language mo
 """
 
 import json
+import logging
 import re
 import warnings
 from collections.abc import Callable
@@ -335,3 +336,11 @@ def test_the_table_has_sixty_mistakes_and_the_page_names_the_silent_ones() -> No
     page = " ".join((Path(__file__).parents[4] / "docs" / "llm.md").read_text(encoding="utf-8").split())
     [sentence] = re.findall(r"mistakes cannot be known: (.*?)\.", page)
     assert sorted(re.split(r", and ", sentence)) == silent
+
+
+def test_a_kernel_that_nothing_uses_is_not_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Only on some processors, bitsandbytes says so itself. Its other warnings are kept."""
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "no module")
+    logger.warning("something else")
+    assert [record.message for record in caplog.records] == ["something else"]
