@@ -48,6 +48,7 @@ from .policy.networks import CNNTorso, mlp_torso
 from .policy.options import EpisodeOptions
 from .training.episode_rewards import EnvironmentReward, StepReward, effort
 from .training.evaluation import Evaluation, evaluate_policy
+from .training.fitted_value import FittedAdvantages
 from .training.plots import plot_learning_curves
 from .training.presets import PRESETS, ControlPreset, preset_for
 from .training.runs import LearningCurve, train_control
@@ -70,6 +71,7 @@ __all__ = [
     "EpisodePolicy",
     "EpisodeStart",
     "Evaluation",
+    "FittedAdvantages",
     "FromTorch",
     "Gaussian",
     "LearningCurve",

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 from jaxtyping import Bool, Float, Float64, Int, Shaped
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, pad_to_steps
 from adapters.control.environments.masks import KEY, flat_mask, take_mask
-from adapters.control.environments.pools import EnvironmentPool, environment_keywords, make_pool
+from adapters.control.environments.pools import EnvironmentPool, WorkerLost, environment_keywords, make_pool
 from grpo.arguments import (
     describe,
     nearest_name,
@@ -26,16 +27,18 @@ from grpo.arguments import (
     require_integers,
     with_checked_arguments,
 )
-from grpo.errors import ArgumentError, ConfigError, ContractError, warn_user
+from grpo.errors import ArgumentError, ConfigError, ContractError
 from grpo.types import ActionScores, SampledActions
 
 from .distributions import ActionDistribution, Gaussian, Kind, SquashedGaussian, distribution_for
 from .fast_forward import fast_forward
 from .networks import CNNTorso, MixedTorso, SharedStd, linear, mlp_torso, num_outputs
 from .observations import ObservationEncoder, RunningNormalizer, as_batch
+from .open_episodes import OpenEpisodes
 from .options import EpisodeOptions
 from .policy_files import as_bytes, as_plain, load_policy, require_same, save_policy
-from .rollouts import Decide, Record, require_finite, roll_out
+from .rollouts import MAX_LOSSES_IN_A_ROW, MAX_STEPS, Decide, Record, require_finite, roll_out, take_steps
+from .sampled_episodes import EpisodeWarnings, all_steps, as_episodes, metrics_of, metrics_of_ended
 
 ActionMask: TypeAlias = Literal["info"] | Callable[[Tensor], Tensor] | None
 """Source of action masks: `info` takes those of the environment, from `info["action_mask"]`, `action_masks()` or the part
@@ -43,9 +46,6 @@ ActionMask: TypeAlias = Literal["info"] | Callable[[Tensor], Tensor] | None
 
 DEFAULT_MEMBERS = 16
 """Number of concurrent environments, unless it is given."""
-
-MAX_STEPS = 10_000
-"""Maximum length of an episode, if neither the environment nor the user has a limit. Longer ones are truncated."""
 
 LOGGER = logging.getLogger("grpo")
 
@@ -114,6 +114,7 @@ class EpisodePolicy(nn.Module):
                 "repeated may be masked by then. Use repeat=1, or let the environment repeat."
             )
         if isinstance(environment, EnvironmentPool):
+            self._make_evaluation_pool: Callable[[], EnvironmentPool] | None = None
             if make or num_members not in (None, environment.num_members):
                 raise ConfigError(
                     f"EpisodePolicy: num_members and keywords of make_pool have no effect on an existing pool of "
@@ -123,8 +124,13 @@ class EpisodePolicy(nn.Module):
         else:
             default = environment.num_envs if isinstance(environment, VectorEnv) else DEFAULT_MEMBERS
             members = default if num_members is None else num_members
+
+            def new_pool() -> EnvironmentPool:
+                return make_pool(environment, members, infos=action_mask == "info", **make)
+
+            self._make_evaluation_pool = None if isinstance(environment, VectorEnv) else new_pool
             try:
-                self.pool = make_pool(environment, members, infos=action_mask == "info", **make)
+                self.pool = new_pool()
             except TypeError as error:
                 strange = [name for name in make if repr(name) in str(error)]
                 if not strange:
@@ -135,6 +141,8 @@ class EpisodePolicy(nn.Module):
                 ) from error
         self.max_episode_steps, self.repeat = options.max_episode_steps, options.repeat
         self.time_limit = self._time_limit(None)
+        self.num_steps = options.num_steps
+        self.open_episodes = None if options.num_steps is None else OpenEpisodes(self.pool.num_members)
         self.encoder = ObservationEncoder(self.pool.observation_space, keeps_images=torso is not None)
         self.distribution = (
             distribution_for(self.pool.action_space, distribution) if isinstance(distribution, str) else distribution
@@ -202,7 +210,11 @@ class EpisodePolicy(nn.Module):
             "normalize_observations": options.normalize_observations,
             "critic": self.critic is not None,
         }
-        self._has_warned_of_strangers = self._has_looked_for_twins = self._has_said_cut = self._has_said_masks = False
+        self._evaluation_pool: EnvironmentPool | None = None
+        self._warnings = EpisodeWarnings(
+            has_limit=(self.max_episode_steps, self.pool.max_episode_steps) != (None, None)
+        )
+        self._has_said_masks = False
         self.register_buffer("_sampled_with", torch.full_like(self._fingerprint(), torch.nan))
         if options.split_steps:
             self.split_steps = (
@@ -238,7 +250,8 @@ class EpisodePolicy(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EpisodePolicy":
         """Copy the weights and share the environments. Use copies for scoring, or let only one policy sample at a time."""
-        memo[id(self.pool)] = self.pool
+        for shared in (self.pool, self.open_episodes, self._evaluation_pool):
+            memo[id(shared)] = shared
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__ = copy.deepcopy(self.__dict__, memo)
@@ -260,16 +273,18 @@ class EpisodePolicy(nn.Module):
             self.normalizer.begin()  # statistics change together with the weights, so the policy is constant between updates
         self._sampled_with.copy_(weights)
         starts = [_seeded(state) for state in states]
-        record = self.roll_out(
-            [start for start in starts for _ in range(num_actions_per_state)],
-            seed=draw_seed(),
-            max_steps=self.max_episode_steps,
-        )
+        metrics: dict[str, float] = {}
+        if self.open_episodes is None:
+            rows = [start for start in starts for _ in range(num_actions_per_state)]
+            record = self.roll_out(rows, seed=draw_seed(), max_steps=self.max_episode_steps)
+        else:
+            self._require_members(len(starts), num_actions_per_state)
+            before = list(self.open_episodes.by_member)
+            record = self._roll_on(starts, self.open_episodes)
+            metrics = metrics_of_ended(record, before)
         scores = self._score_steps(record.observations, record.actions, record.allowed, parameters=record.parameters)
-        episodes = _episodes(record, scores.log_probs.squeeze(1).cpu())
-        self._say_cut(record)
-        self._warn_of_strangers(episodes, num_actions_per_state)
-        self._warn_of_twins(episodes, num_actions_per_state)
+        episodes = as_episodes(record, scores.log_probs.squeeze(1).cpu())
+        self._warnings.look_at(record, episodes, num_actions_per_state)
         scores = self._as_rows(scores, episodes)
         if self.normalizer is not None:  # last: if memory runs out before, these episodes are discarded
             self.normalizer.see(record.observations.to(self.device))
@@ -279,53 +294,71 @@ class EpisodePolicy(nn.Module):
             mask=scores.mask,
             behaviour_log_probs=scores.log_probs,
             scores=scores,
-            metrics=_metrics(record),
+            metrics=metrics_of(record) | metrics,
         )
 
-    def _say_cut(self, record: Record) -> None:
-        """Say once that episodes were cut at a limit that nobody has chosen."""
-        if not self._has_said_cut and self.max_episode_steps is None and self.pool.max_episode_steps is None:
-            counts = zip(record.num_steps, record.terminated, strict=True)
-            num_cut = sum(count >= MAX_STEPS and not terminated for count, terminated in counts)
-            self._has_said_cut = num_cut > 0
-            if num_cut:
-                LOGGER.warning(
-                    "EpisodePolicy: %d of %d episodes were truncated after %s steps, because the environment has no limit. "
-                    "Pass EpisodeOptions(max_episode_steps=...).",
-                    num_cut,
-                    len(record.num_steps),
-                    f"{MAX_STEPS:,}",
+    def _require_members(self, num_starts: int, num_actions_per_state: int) -> None:
+        if num_actions_per_state > 1:
+            raise ConfigError(
+                f"EpisodePolicy: num_steps={self.num_steps} lets episodes go on from where they stood, so a group has "
+                f"no common start; got groups of {num_actions_per_state}. Use group_size=1, and "
+                "GRPOTrainer(advantages=FittedAdvantages(...)) or a critic, which compare nothing within a group."
+            )
+        if num_starts > self.pool.num_members:
+            raise ConfigError(
+                f"EpisodePolicy: num_steps={self.num_steps} needs a member per state, because episodes stay in theirs; got "
+                f"{num_starts} states and num_members={self.pool.num_members}."
+            )
+
+    def _roll_on(self, starts: Sequence[EpisodeStart], going_on: OpenEpisodes) -> Record:
+        """Take `num_steps` steps in each member, in its open episode or in one that begins."""
+        seed, num_lost, num_losses = draw_seed(), 0, 0
+        while True:
+            num_lost += going_on.stand(self.pool, self.encoder, self._take_again)
+            going_on.are_standing = False  # until this has ended well
+            try:
+                record = roll_out(
+                    self.pool,
+                    starts,
+                    decide=self._decider(),
+                    distribution=self.distribution,
+                    encode=self.encoder,
+                    allow=self._allow,
+                    seed=seed,
+                    max_steps=self._time_limit(self.max_episode_steps),
+                    repeat=self.repeat,
+                    num_steps=self.num_steps,
+                    open_episodes=going_on.by_member,
                 )
+            except WorkerLost as lost:
+                num_lost, num_losses = num_lost + len(lost.members), num_losses + 1
+                if num_losses <= MAX_LOSSES_IN_A_ROW:
+                    continue
+                raise ContractError(
+                    f"Environments were lost {num_losses} times in one iteration. The last loss: {lost.reason}. Run them with "
+                    "vectorization='sync' to see the environment's own errors."
+                ) from lost
+            going_on.put(record.going_on)
+            return replace(record, num_lost=num_lost)
 
-    def _warn_of_strangers(self, episodes: Sequence[Episode], group_size: int) -> None:
-        """Warn once if episodes of one group have different starts."""
-        if self._has_warned_of_strangers:
-            return
-        first = torch.stack([episode.observations[0] for episode in episodes]).unflatten(0, (-1, group_size))
-        differs = (first != first[:, :1]).flatten(1).any(1)
-        if bool(differs.any()):
-            self._has_warned_of_strangers = True
-            warn_user(
-                "EpisodePolicy: all episodes of a group must have the same start, because they are compared with their mean; "
-                f"in {int(differs.sum())} of {len(differs)} groups the first observations differ. Let reset() call "
-                "super().reset(seed=seed) and draw from self.np_random, and let no wrapper keep a state across resets. "
-                "check_environment(...) shows what is wrong. If a start cannot be repeated, use a critic and credit='gae'."
-            )
+    def _take_again(
+        self, members: NDArray[np.int64], actions: Tensor, taken: NDArray[np.int64]
+    ) -> tuple[Tensor, NDArray[np.bool_], NDArray[np.int64]]:
+        left = self._time_limit(self.max_episode_steps) - taken
+        step, counts = take_steps(self.pool, members, self.distribution.to_env(actions), left, self.repeat)
+        return self.encoder(step.observations), step.terminated | step.truncated, taken + counts
 
-    def _warn_of_twins(self, episodes: Sequence[Episode], group_size: int) -> None:
-        """Warn in the first iteration with groups if most episodes are copies."""
-        if self._has_looked_for_twins or group_size == 1:
-            return
-        self._has_looked_for_twins = True
-        groups = [episodes[first : first + group_size] for first in range(0, len(episodes), group_size)]
-        num_copies = len(episodes) - sum(len({_content(episode) for episode in group}) for group in groups)
-        if 2 * num_copies >= len(episodes):
-            warn_user(
-                f"EpisodePolicy: the episodes of a group should differ; {num_copies} of {len(episodes)} are copies of another "
-                "episode of their group, with the same actions and rewards. Copies cost time and add nothing. The seed of the "
-                "group fixes all random events, so short episodes with few actions have few outcomes: use a smaller group_size "
-                "and more starts per iteration. If the policy is already trained, it may take almost no other action."
-            )
+    @property
+    def _pool_of_whole_episodes(self) -> EnvironmentPool:
+        """The pool for evaluations: one of its own if episodes go on in the other, and the environments can be made again."""
+        if self.open_episodes is None:
+            return self.pool
+        if self._make_evaluation_pool is None:
+            self.open_episodes.are_standing = False
+            return self.pool
+        if self._evaluation_pool is None:
+            self._evaluation_pool = self._make_evaluation_pool()
+        return self._evaluation_pool
 
     @torch.no_grad()
     def roll_out(
@@ -346,7 +379,7 @@ class EpisodePolicy(nn.Module):
             distribution: Distribution of the actions. None uses the policy's own.
         """
         return roll_out(
-            self.pool,
+            self._pool_of_whole_episodes,
             starts,
             decide=self._decider(),
             distribution=distribution or self.distribution,
@@ -451,7 +484,7 @@ class EpisodePolicy(nn.Module):
                 "returned."
             )
         episodes: Sequence[Episode] = actions
-        scores = self._score_steps(*_all_steps(episodes))
+        scores = self._score_steps(*all_steps(episodes))
         return self._as_rows(scores, episodes)
 
     def get_log_probabilities(self, states: Any, actions: Any) -> Float[Tensor, " N"]:
@@ -460,7 +493,7 @@ class EpisodePolicy(nn.Module):
 
     def _split_steps(self, states: Any, actions: Sequence[Episode]) -> tuple[Tensor, Tensor]:
         """Split episodes into rows of one step: the observation (with its mask, concatenated) and the action."""
-        observations, taken, allowed = _all_steps(actions)
+        observations, taken, allowed = all_steps(actions)
         if allowed is not None:
             observations = torch.cat([observations.flatten(1).float(), allowed.float()], dim=1)
         return observations, taken
@@ -532,7 +565,8 @@ class EpisodePolicy(nn.Module):
         Returns:
             The path.
         """
-        return save_policy(path, self.state_dict(), self._arguments)
+        state = self.state_dict() | {"_extra_state": as_bytes(self._built)}  # without episodes that go on
+        return save_policy(path, state, self._arguments)
 
     @classmethod
     def load(
@@ -579,17 +613,21 @@ class EpisodePolicy(nn.Module):
         policy: EpisodePolicy = load_policy(path, build, given)
         return policy
 
-    def get_extra_state(self) -> Tensor:
-        """How the policy is built, as a part of its state dict."""
-        return as_bytes(self._built)
+    def get_extra_state(self) -> Any:
+        """How the policy is built, as a part of its state dict, and the episodes that go on."""
+        built = as_bytes(self._built)
+        return built if self.open_episodes is None else {"built": built, **self.open_episodes.state_dict()}
 
-    def set_extra_state(self, state: Tensor) -> None:
-        """Check that weights belong to a policy that is built like this one.
+    def set_extra_state(self, state: Any) -> None:
+        """Check that weights belong to a policy that is built like this one, and go on with the episodes.
 
         Raises:
             CheckpointError: Names what differs.
         """
-        require_same(type(self).__name__, state, self._built)
+        has_episodes = isinstance(state, Mapping)
+        require_same(type(self).__name__, state["built"] if has_episodes else state, self._built)
+        if has_episodes and self.open_episodes is not None:
+            self.open_episodes.load_state_dict(state)
 
     # Several ranks
 
@@ -679,54 +717,6 @@ def _seeded(start: EpisodeStart) -> EpisodeStart:
     if start.seed is not None or start.snapshot is not None:
         return start
     return replace(start, seed=draw_seed() % 2**32)
-
-
-def _all_steps(episodes: Sequence[Episode]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Observations, actions and masks of all steps of all episodes, in order."""
-    allowed = [episode.allowed for episode in episodes]
-    return (
-        torch.cat([episode.observations for episode in episodes]),
-        torch.cat([episode.actions for episode in episodes]),
-        None if allowed[0] is None else torch.cat(allowed),  # type: ignore[arg-type]
-    )
-
-
-def _episodes(record: Record, log_probs: Tensor) -> list[Episode]:
-    """Split the record into episodes. Their tensors are views."""
-
-    def rows(values: Tensor | None) -> Sequence[Any]:
-        return [None] * len(record.lengths) if values is None else values.split(record.lengths)
-
-    columns = map(rows, (record.observations, record.actions, record.rewards, log_probs, record.allowed))
-    return [
-        Episode(
-            observations=observations,
-            actions=actions,
-            rewards=rewards,
-            log_probs=of_actions,
-            allowed=allowed,
-            terminated=terminated,
-            truncated=not terminated,
-            final_observation=final,
-        )
-        for observations, actions, rewards, of_actions, allowed, terminated, final in zip(
-            *columns, record.terminated, record.final_observations, strict=True
-        )
-    ]
-
-
-def _content(episode: Episode) -> bytes:
-    """Actions and rewards, to compare episodes of one start."""
-    return episode.actions.numpy().tobytes() + episode.rewards.numpy().tobytes()
-
-
-def _metrics(record: Record) -> dict[str, float]:
-    """Counts of this iteration: environment steps, terminated episodes, and lost environments."""
-    return {
-        "episodes/steps": float(sum(record.num_steps)),
-        "episodes/terminated": float(sum(record.terminated)),
-        "episodes/lost_environments": float(record.num_lost),
-    }
 
 
 def _refuse_near_misses(env_id: str, make: Mapping[str, Any]) -> None:

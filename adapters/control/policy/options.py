@@ -33,6 +33,10 @@ class EpisodeOptions(Settings):
     """Number of environment steps for which each action is repeated. A larger value decides less often: cheaper, and easier to
     learn where reward needs the same action for long, but coarser. Rewards of the steps are summed, limits and budgets count
     steps of the environment, and `gamma` is per decision."""
+    num_steps: int | None = setting(None, at_least=1)
+    """Number of environment steps that each member takes in an iteration, in one episode at most. A longer episode goes on in
+    the next iteration from where it stood. None: episodes are whole. A smaller number updates more often. It needs groups of
+    one, a member per state, and advantages that compare nothing within a group: `FittedAdvantages`, or a critic."""
     split_steps: bool = True
     """Whether updates use single steps. False updates whole episodes and supports row-level ratios."""
     state_key_decimals: int = setting(3, at_least=0)

@@ -19,6 +19,10 @@ from grpo.errors import ContractError
 from .distributions import ActionDistribution
 from .noise import StepNoise
 from .observations import ObservationEncoder
+from .open_episodes import OpenEpisode
+
+MAX_STEPS = 10_000
+"""Maximum length of an episode, if neither the environment nor the user has a limit. Longer ones are truncated."""
 
 MAX_LOSSES_IN_A_ROW = 3
 """Maximum number of times that environments may be lost without a finished episode in between. An episode that is run again
@@ -50,7 +54,9 @@ class Record:
     allowed: Bool[Tensor, "S K"] | None
     """Mask of the allowed categories at each step. None if all were allowed."""
     terminated: list[bool]
-    """Whether the environment terminated each episode, [N]. The other episodes were truncated."""
+    """Whether the environment terminated each episode, [N]. The other episodes were truncated, or go on."""
+    going_on: list[OpenEpisode | None]
+    """The episodes that were cut and go on, [N]. None for those that have ended."""
     final_observations: list[Tensor]
     """Encoded observation [*features] after the last step of each episode, [N]."""
     num_lost: int
@@ -68,8 +74,10 @@ def roll_out(
     seed: int,
     max_steps: int,
     repeat: int = 1,
+    num_steps: int | None = None,
+    open_episodes: Sequence[OpenEpisode | None] = (),
 ) -> Record:
-    """Run one episode from each of N starts.
+    """Run one episode from each of N starts, or the next part of each of N episodes.
 
     A member with a finished episode starts the next waiting episode. If no episode waits, the member is no longer stepped. The
     noise of an episode is keyed by (seed, row, step), so it does not depend on the member or on other episodes. The number of
@@ -85,14 +93,17 @@ def roll_out(
         seed: Seed of the noise.
         max_steps: Maximum number of steps of an episode, in addition to the environment's own limit.
         repeat: Number of steps for which each action is repeated, unless the episode ends before.
+        num_steps: Number of steps after which an episode is cut, at its next decision. Needs a member per row. None: none is.
+        open_episodes: With `num_steps`, the episodes that go on, by row and member, [N]. None starts one.
 
     Raises:
         ContractError: An environment or the network returns a non-finite value, or workers are lost repeatedly.
+        WorkerLost: Environments died or hung, and `num_steps` is given. The caller puts the others where they were.
     """
-    running = _Running(pool, starts, distribution, seed)
+    running = _Running(pool, starts, distribution, seed, open_episodes)
     num_lost = 0
-    observations: Tensor | None = None
-    allowed: Tensor | None = None
+    decisions_left = None if num_steps is None else -(-num_steps // repeat)
+    observations, allowed = running.going_on()
     while running.unfinished:
         try:
             beginning = running.begin_waiting()
@@ -105,6 +116,8 @@ def roll_out(
             left = max_steps - running.taken
             step, counts = _steps(pool, running.members, parameters, distribution.to_env(actions), left, repeat)
         except WorkerLost as lost:
+            if num_steps is not None:
+                raise
             num_lost += len(lost.members)
             running.start_over(lost)
             observations, allowed = None, None
@@ -117,6 +130,10 @@ def roll_out(
             following = following[alive]
             infos = None if infos is None else [infos[place] for place in alive.nonzero().squeeze(1).tolist()]
         observations, allowed = (following, allow(following, infos)) if len(following) else (None, None)
+        if decisions_left is not None:
+            decisions_left -= 1
+            if decisions_left == 0 and observations is not None:
+                running.cut(observations, allowed)
     return running.record(num_lost)
 
 
@@ -133,12 +150,25 @@ def _steps(
     left: NDArray[np.int64],
     repeat: int,
 ) -> tuple[PoolStep, NDArray[np.int64]]:
+    """`take_steps`, with an error that names the network if its outputs are the cause."""
+    try:
+        return take_steps(pool, members, actions, left, repeat)
+    except WorkerLost:
+        raise
+    except Exception:  # actions from a diverged network can make an environment raise anything
+        require_finite(parameters)
+        raise
+
+
+def take_steps(
+    pool: EnvironmentPool, members: NDArray[np.int64], actions: Any, left: NDArray[np.int64], repeat: int
+) -> tuple[PoolStep, NDArray[np.int64]]:
     """Take an action in each member, up to `repeat` times or the number of steps that are left.
 
     Returns:
         The sums of rewards, with observations and ends after each member's last step; and its number of steps.
     """
-    step, counts = _step(pool, members, parameters, actions), np.ones(len(members), dtype=np.int64)
+    step, counts = pool.step(members, actions), np.ones(len(members), dtype=np.int64)
     if repeat == 1:
         return step, counts
     whole = PoolStep(
@@ -153,7 +183,7 @@ def _steps(
         if not len(rows):
             break
         held = [actions[row] for row in rows] if isinstance(actions, list) else actions[rows]
-        step = _step(pool, members[rows], parameters, held)
+        step = pool.step(members[rows], held)
         put_rows(whole.observations, rows, step.observations)
         whole.rewards[rows] += step.rewards
         whole.terminated[rows], whole.truncated[rows] = step.terminated, step.truncated
@@ -169,16 +199,6 @@ def _copied(batch: Any) -> Any:
     if isinstance(batch, dict):
         return {name: _copied(part) for name, part in batch.items()}
     return tuple(map(_copied, batch)) if isinstance(batch, tuple) else batch.copy()
-
-
-def _step(pool: EnvironmentPool, members: NDArray[np.int64], parameters: Tensor, actions: Any) -> PoolStep:
-    try:
-        return pool.step(members, actions)
-    except WorkerLost:
-        raise
-    except Exception:  # actions from a diverged network can make an environment raise anything
-        require_finite(parameters)
-        raise
 
 
 def require_finite(parameters: Tensor) -> None:
@@ -197,18 +217,25 @@ class _Running:
     """
 
     def __init__(
-        self, pool: EnvironmentPool, starts: Sequence[EpisodeStart], distribution: ActionDistribution, seed: int
+        self,
+        pool: EnvironmentPool,
+        starts: Sequence[EpisodeStart],
+        distribution: ActionDistribution,
+        seed: int,
+        open_episodes: Sequence[OpenEpisode | None],
     ) -> None:
         self.pool = pool
         self.starts = starts
         self.noise = StepNoise(distribution, pool.num_members, seed)
-        self.waiting = deque(range(len(starts)))
-        self.free = list(range(pool.num_members))
+        self.begun = {row: one for row, one in enumerate(open_episodes[: len(starts)]) if one is not None}
+        self.waiting = deque(row for row in range(len(starts)) if row not in self.begun)
+        self.free = [member for member in range(pool.num_members) if member not in self.begun]
         self.members = np.empty(0, dtype=np.int64)  # active members in the order of the batch, the earliest start first
         self.runs = np.empty(0, dtype=np.int64)  # the run of each active member
         self.taken = np.empty(0, dtype=np.int64)  # number of steps of each run
         self.row_of_run: list[int] = []
         self.ends: dict[int, tuple[int, bool, Tensor, int]] = {}  # row -> run, terminated, final observation, steps
+        self.cuts: dict[int, tuple[Tensor, Tensor | None]] = {}  # row -> next observation, its mask
         self.losses_in_a_row = 0
         self.num_ended = 0  # number of finished episodes at the last loss
         self.steps: list[tuple[NDArray[np.int64], Tensor, Tensor, Tensor, NDArray[np.float64], Tensor | None]] = []
@@ -224,14 +251,28 @@ class _Running:
             return None
         members, self.free = self.free[:count], self.free[count:]
         rows = [self.waiting.popleft() for _ in range(count)]
-        runs = range(len(self.row_of_run), len(self.row_of_run) + count)
+        self._begin(members, rows, [0] * count)
+        return self.pool.reset(members, [self.starts[row] for row in rows])
+
+    def going_on(self) -> tuple[Tensor | None, Tensor | None]:
+        """Go on with the open episodes, in the members of their rows. Returns observations and masks, if there are any."""
+        if not self.begun:
+            return None, None
+        rows = sorted(self.begun, key=lambda row: -self.begun[row].num_steps)  # the earliest start comes first
+        episodes = [self.begun[row] for row in rows]
+        self._begin(rows, rows, [one.num_steps for one in episodes])
+        masks = [one.allowed for one in episodes]
+        allowed = None if masks[0] is None else torch.stack(masks)  # type: ignore[arg-type]
+        return torch.stack([one.observation for one in episodes]), allowed
+
+    def _begin(self, members: Sequence[int], rows: Sequence[int], taken: Sequence[int]) -> None:
+        runs = range(len(self.row_of_run), len(self.row_of_run) + len(rows))
         self.row_of_run += rows
         self.members = np.concatenate([self.members, members])
         self.runs = np.concatenate([self.runs, runs])
-        self.taken = np.concatenate([self.taken, [0] * count])
+        self.taken = np.concatenate([self.taken, taken])
         for member, row in zip(members, rows, strict=True):
             self.noise.begin(member, row)
-        return self.pool.reset(members, [self.starts[row] for row in rows])
 
     def keep(
         self,
@@ -269,6 +310,13 @@ class _Running:
         self.members, self.runs, self.taken = self.members[alive], self.runs[alive], self.taken[alive]
         return torch.from_numpy(alive)
 
+    def cut(self, following: Tensor, allowed: Tensor | None) -> None:
+        """Leave all active episodes where they are."""
+        for place, (run, count) in enumerate(zip(self.runs.tolist(), self.taken.tolist(), strict=True)):
+            row = self.row_of_run[run]
+            self.ends[row] = (run, False, following[place], count)
+            self.cuts[row] = following[place], None if allowed is None else allowed[place]
+
     def start_over(self, lost: WorkerLost) -> None:
         """After a rebuild of the pool, put the unfinished episodes back to the front of the queue.
 
@@ -301,15 +349,36 @@ class _Running:
         parameters = torch.cat([step[2] for step in self.steps])[order]
         require_finite(parameters)
         ends = [self.ends[row] for row in range(len(self.starts))]
+        lengths = np.bincount(rows, minlength=len(self.starts)).tolist()
+        actions = torch.cat([step[3] for step in self.steps])[order]
+        rewards = torch.from_numpy(np.concatenate([step[4] for step in self.steps]))[order]
         return Record(
-            lengths=np.bincount(rows, minlength=len(self.starts)).tolist(),
+            lengths=lengths,
             observations=torch.cat([step[1] for step in self.steps])[order],
             parameters=parameters,
-            actions=torch.cat([step[3] for step in self.steps])[order],
-            rewards=torch.from_numpy(np.concatenate([step[4] for step in self.steps]))[order],
+            actions=actions,
+            rewards=rewards,
             allowed=None if allowed[0] is None else torch.cat(allowed)[order],  # type: ignore[arg-type]
-            num_steps=[count for *_, count in ends],
+            num_steps=[
+                count - (self.begun[row].num_steps if row in self.begun else 0) for row, (*_, count) in enumerate(ends)
+            ],
+            going_on=self._going_on(actions.split(lengths), rewards.split(lengths)),
             terminated=[terminated for _, terminated, _, _ in ends],
             final_observations=[observation for _, _, observation, _ in ends],
             num_lost=num_lost,
         )
+
+    def _going_on(self, actions: Sequence[Tensor], rewards: Sequence[Tensor]) -> list[OpenEpisode | None]:
+        """The episodes that were cut, with the decisions of this and earlier parts."""
+        episodes: list[OpenEpisode | None] = [None] * len(self.starts)
+        for row, (observation, allowed) in self.cuts.items():
+            before, total = self.begun.get(row), float(rewards[row].sum())
+            episodes[row] = OpenEpisode(
+                start=self.starts[row] if before is None else before.start,
+                actions=actions[row].clone() if before is None else torch.cat([before.actions, actions[row]]),
+                num_steps=self.ends[row][3],
+                total=total if before is None else before.total + total,
+                observation=observation.clone(),
+                allowed=None if allowed is None else allowed.clone(),
+            )
+        return episodes

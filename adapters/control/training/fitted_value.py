@@ -1,0 +1,178 @@
+"""Advantages from a value function that is fitted in closed form: a critic without a network, a loss or an optimizer.
+
+V(o) = theta . phi(o)
+
+phi(o) are random Fourier features of the normalised observation (Rahimi and Recht 2007, "Random features for large-scale kernel
+machines"), or, for discrete observations, one number per observation: a table. theta solves the equations of least-squares
+temporal differences over the newest steps (Bradtke and Barto 1996, "Linear least-squares algorithms for temporal difference
+learning"):
+
+sum over steps of phi(o) (r + gamma V(o') - V(o)) = ridge n theta,  V(o') = 0 where the episode terminated
+
+The advantages are generalised advantage estimates with this V.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from jaxtyping import Float64
+from torch import Tensor
+
+from adapters.control.environments.episodes import Episode, pad_to_steps
+from adapters.control.policy.episode_policy import EpisodePolicy
+from grpo import ExperienceBatch
+from grpo.advantage_estimator import generalized_advantages
+from grpo.arguments import describe, require_instances, require_integers, require_numbers
+from grpo.errors import ConfigError, ContractError
+
+MAX_TABLE = 1_000
+"""Discrete observations with more values are no table: most would never be seen. They have Fourier features."""
+
+MIN_STD = 1e-4
+"""Parts of an observation that vary less are constant."""
+
+MAX_DEVIATION = 5.0
+"""Normalised observations are clamped to this many standard deviations."""
+
+
+class FittedAdvantages:
+    """Replaces the group's mean by a fitted value function: `GRPOTrainer(advantages=FittedAdvantages(policy, gamma=0.99))`.
+
+    Each iteration, the value function is fitted anew to the newest steps, which are kept over iterations and saved in
+    checkpoints. Advantages are generalised advantage estimates, whitened over the iteration's steps. Nothing is compared within
+    a group, so `group_size=1` is enough, and episodes may begin anywhere: see `EpisodeOptions(num_steps=...)`.
+
+    Rewards have to be per step, as those of `EnvironmentReward()`. On several ranks, each fits its own rows.
+
+    Args:
+        policy: The policy, whose observations are read.
+        gamma: Discount factor per decision.
+        gae_lambda: 1 sums all later rewards (no bias from the value function), 0 trusts it after one step (least variance).
+        num_features: Number of Fourier features K. A larger number represents sharper functions, and takes K^3 time.
+        width: Width of the features in standard deviations, per square root of the number of observations. A larger width is a
+            smoother function.
+        num_kept: Number of newest steps that are fitted. A larger number is less noisy, and more of it is from older policies.
+        ridge: Penalty on theta, relative to the number of steps. A larger value is smoother and more biased.
+        seed: Seed of the features.
+
+    Raises:
+        ConfigError: Observations are images, or a number is out of its range.
+
+    Source:
+        Advantages: Schulman et al. 2016, arXiv:1506.02438.
+    """
+
+    def __init__(
+        self,
+        policy: EpisodePolicy,
+        *,
+        gamma: float,
+        gae_lambda: float = 0.95,
+        num_features: int = 150,
+        width: float = 1.0,
+        num_kept: int = 8192,
+        ridge: float = 1e-3,
+        seed: int = 0,
+    ) -> None:
+        require_instances("FittedAdvantages", EpisodePolicy, "an EpisodePolicy", policy=policy)
+        require_numbers("FittedAdvantages", gamma=gamma, gae_lambda=gae_lambda, width=width, ridge=ridge)
+        require_integers("FittedAdvantages", 1, num_features=num_features, num_kept=num_kept)
+        require_integers("FittedAdvantages", 0, seed=seed)
+        if not (0.0 <= gamma <= 1.0 and 0.0 <= gae_lambda <= 1.0 and width > 0.0 and ridge > 0.0):
+            raise ConfigError(
+                "FittedAdvantages: gamma and gae_lambda must lie in [0, 1], and width and ridge above 0; got "
+                f"gamma={gamma}, gae_lambda={gae_lambda}, width={width}, ridge={ridge}."
+            )
+        if policy.encoder.has_images:
+            raise ConfigError(
+                f"FittedAdvantages: observations must be numbers; got images, {policy.encoder.space}. Keep the group's mean, "
+                "or use a critic: EpisodePolicy(critic=True) and advantage.credit='gae'."
+            )
+        self.gamma, self.gae_lambda, self.ridge, self.num_kept = gamma, gae_lambda, ridge, num_kept
+        (size,) = policy.encoder.shape
+        self.is_table = isinstance(policy.encoder.space, spaces.Discrete) and size <= MAX_TABLE
+        rng = np.random.default_rng(seed)
+        self._frequencies = torch.from_numpy(rng.standard_normal((size, num_features)) / (width * size**0.5))
+        self._phases = torch.from_numpy(rng.uniform(0.0, 2 * np.pi, num_features))
+        self._kept = {
+            "observations": torch.zeros(0, size),
+            "rewards": torch.zeros(0, dtype=torch.float64),
+            "is_last": torch.zeros(0, dtype=torch.bool),
+            "terminated": torch.zeros(0, dtype=torch.bool),
+        }
+        self._finals = torch.zeros(0, size)  # the observation after each of the last steps
+
+    def __call__(self, batch: ExperienceBatch) -> Tensor:
+        """Advantages [N, T] of an iteration's episodes, float64, 0 after a row's last step.
+
+        Raises:
+            ContractError: Actions are no `Episode` objects, or rewards are not per step.
+        """
+        episodes = self._episodes(batch)
+        rewards = batch.rewards.unsqueeze(1) if batch.rewards.dim() == 1 else batch.rewards
+        ends = torch.tensor([len(one) for one in episodes]).cumsum(0) - 1
+        is_terminated = torch.tensor([one.terminated for one in episodes])
+        is_last = torch.zeros(int(ends[-1]) + 1, dtype=torch.bool).index_fill(0, ends, True)
+        new = {
+            "observations": torch.cat([one.observations for one in episodes]),
+            "rewards": rewards[batch.mask].double(),
+            "is_last": is_last,
+            "terminated": is_last.masked_scatter(is_last, is_terminated),
+        }
+        finals = torch.stack([one.final_observation for one in episodes])
+        self._kept = {name: torch.cat([rows, new[name]])[-self.num_kept :] for name, rows in self._kept.items()}
+        self._finals = torch.cat([self._finals, finals])[-int(self._kept["is_last"].sum()) :]
+        value = self._fit()
+        advantages = generalized_advantages(
+            rewards,
+            pad_to_steps(value(new["observations"]), batch.mask),
+            batch.mask,
+            torch.where(is_terminated, 0.0, value(finals)),
+            gamma=self.gamma,
+            gae_lambda=self.gae_lambda,
+        )
+        std, mean = torch.std_mean(advantages[batch.mask], correction=0)
+        return torch.where(batch.mask, (advantages - mean) / (std + 1e-8), 0.0)
+
+    def _episodes(self, batch: ExperienceBatch) -> list[Episode]:
+        episodes = list(batch.actions)
+        if not all(isinstance(episode, Episode) for episode in episodes):
+            raise ContractError(
+                f"FittedAdvantages: actions must be Episode objects; got {describe(batch.actions)}. Use an EpisodePolicy."
+            )
+        if batch.rewards.dim() == 1 and max(map(len, episodes)) > 1:
+            raise ContractError(
+                f"FittedAdvantages: rewards must be per step, [N, T]; got {describe(batch.rewards)}. Use EnvironmentReward()."
+            )
+        return episodes
+
+    def _fit(self) -> Callable[[Tensor], Float64[Tensor, " n"]]:
+        """Solve for theta. Returns V as a function of observations [n, size]."""
+        std, mean = torch.std_mean(self._kept["observations"].double(), dim=0, correction=0)
+        scale = torch.where(std > MIN_STD, 1.0 / std, 0.0)
+
+        def features(observations: Tensor) -> Float64[Tensor, "n K"]:
+            if self.is_table:
+                return observations.double()
+            normalised = ((observations.double() - mean) * scale).clamp(-MAX_DEVIATION, MAX_DEVIATION)
+            waves = torch.cos(normalised @ self._frequencies + self._phases) * (2.0 / len(self._phases)) ** 0.5
+            return torch.cat([waves, torch.ones(len(waves), 1, dtype=waves.dtype)], dim=1)
+
+        phi = features(self._kept["observations"])
+        following = phi.roll(-1, 0)  # the next row is the next step, but for the last step of a part
+        following[self._kept["is_last"]] = features(self._finals)
+        following[self._kept["terminated"]] = 0.0
+        ridge = self.ridge * len(phi) * torch.eye(phi.shape[1], dtype=phi.dtype)
+        theta = torch.linalg.solve(phi.T @ (phi - self.gamma * following) + ridge, phi.T @ self._kept["rewards"])
+        return lambda observations: features(observations) @ theta
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The steps that are kept."""
+        return {**self._kept, "finals": self._finals}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned."""
+        self._kept = {name: state[name] for name in self._kept}
+        self._finals = state["finals"]
