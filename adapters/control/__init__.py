@@ -50,11 +50,12 @@ from .training.episode_rewards import EnvironmentReward, StepReward, effort
 from .training.evaluation import Evaluation, evaluate_policy
 from .training.fitted_value import FittedAdvantages
 from .training.plots import plot_learning_curves
-from .training.presets import PRESETS, ControlPreset, preset_for
+from .training.presets import FITTED_PRESETS, PRESETS, ControlPreset, preset_for
 from .training.runs import LearningCurve, train_control
 from .training.video import record_frames, record_video
 
 __all__ = [
+    "FITTED_PRESETS",
     "PRESETS",
     "ActionDistribution",
     "AsyncPool",

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import os
 import re
 import subprocess
@@ -22,6 +23,7 @@ from adapters.tools import ToolCall, ToolCatalogue, ToolResult, ToolTask
 from benchmarks import (
     agent_vs_trl,
     bandits,
+    control_fitted,
     control_learning,
     control_speed,
     import_time,
@@ -70,6 +72,7 @@ TYPED = {
     "agent_trees": ["--seeds", "1", "--groups", "5"],
     "bandits": ["--seeds", "1", "--runs", "2"],
     "checkpoints": ["--quick"],
+    "control_fitted": ["--envs", "CartPole-v1", "--seeds", "0", "--steps", "600"],
     "control_learning": ["--envs", "CartPole-v1", "--seeds", "1", "--steps", "2000"],
     "control_speed": ["--quick"],
     "iterations_ahead": ["--seeds", "1", "--iterations", "20", "--timed", "15"],
@@ -98,6 +101,8 @@ def test_a_benchmark_runs_as_typed_without_a_warning(name: str, tmp_path: Path) 
     environment = dict(os.environ)
     if name == "control_speed":
         environment["TMPDIR"] = str(tmp_path)  # Stable-Baselines3 leaves folders there
+    if name == "control_fitted":
+        command += ["--file", str(tmp_path / "runs.jsonl")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("\n") >= 3
@@ -106,6 +111,22 @@ def test_a_benchmark_runs_as_typed_without_a_warning(name: str, tmp_path: Path) 
 def test_every_benchmark_has_a_short_run() -> None:
     names = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")}
     assert names == {*TYPED, "llm_vs_trl", "agent_vs_trl", "gpu", "trl_curves", "tool_logs", "import_time"}
+
+
+def test_the_benchmark_of_fitted_values_makes_a_run_once(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    row = {"sampled": 100.0, "greedy": 200.0, "seconds": 2.0, "steps": 600.0}
+    made = [{"side": "fitted", "environment": "CartPole-v1", "seed": seed, "result": row} for seed in (0, 1)]
+    made[1]["result"] = {name: 3 * value for name, value in row.items()}
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in made))
+    typed = ["--envs", "CartPole-v1", "--sides", "fitted", "--seeds", "0", "1", "--file", str(path)]
+    printed = run(control_fitted, *typed, SIDES={"fitted": None, "PPO": None})
+    columns = ["1,200", "200.0", "100.0", "400.0", "200.0", "4.0", "s", "100", "300"]
+    assert printed.splitlines()[2].split() == ["CartPole-v1", "fitted", *columns]
+    results = {"fitted": lambda env_id, seed, steps: {**row, "sampled": float(seed)}, "PPO": None}
+    printed = run(control_fitted, *typed, "--seeds", "0", "7", SIDES=results)
+    assert printed.splitlines()[2].split()[-2:] == ["100", "7"]
+    assert len(path.read_text().splitlines()) == 3
 
 
 @pytest.mark.slow

@@ -1,26 +1,34 @@
 """Training settings of each environment."""
 
+import logging
 from dataclasses import MISSING, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from gymnasium import spaces
 
 from adapters.control.environments.pools import make_pool
 from adapters.control.policy.episode_policy import EpisodePolicy
+from adapters.control.policy.observations import ObservationEncoder
 from adapters.control.policy.options import EpisodeOptions
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, preserved_random_state
-from grpo.arguments import Settings, require_instances, require_integers, setting
+from grpo.arguments import Settings, describe, require_instances, require_integers, setting
+from grpo.errors import ConfigError
 from grpo.surrogates import Clip
 
 from .episode_rewards import EnvironmentReward
+from .fitted_value import FittedAdvantages
+
+Credit = Literal["group", "fitted"]
+"""The baseline of a return: the group's mean, or a fitted value function."""
 
 MIN_STEPS, MIN_ITERATIONS = 500_000, 50
 """Settings for an environment without a preset have at least this many steps and iterations."""
 
 LONG_EPISODE = 500
-"""Without a preset, one group per iteration is enough for episodes that may be longer: more steps per start, and more
-updates."""
+"""Episodes that may be longer are trained in one group per iteration, without a preset."""
+
+LOGGER = logging.getLogger("grpo")
 
 ADAM_EPS = 1e-5
 """Adam's epsilon as in PPO implementations. Parameters with tiny gradients then take small steps."""
@@ -39,6 +47,12 @@ class ControlPreset(Settings):
     gamma: float = setting(MISSING, at_least=0.0, at_most=1.0)
     """Discount factor. A smaller discount gives less weight to later rewards and reduces the
     variance of returns, which is large without a critic."""
+    credit: Credit = "group"
+    """Baseline of a return. `fitted`: `FittedAdvantages`, with groups of one."""
+    num_steps: int | None = setting(None, at_least=1)
+    """Environment steps per member and iteration, after which an episode goes on in the next one. None: episodes are whole."""
+    action_mask: Literal["info"] | None = None
+    """Source of the mask of allowed actions: `info` takes the environment's."""
     num_groups: int = setting(2, at_least=1)
     """Episode starts per iteration. A larger number averages over more starts and updates less often."""
     group_size: int = setting(8, at_least=1)
@@ -76,8 +90,10 @@ class ControlPreset(Settings):
             normalize_observations=self.normalize_observations,
             max_episode_steps=self.max_episode_steps,
             repeat=self.repeat,
+            num_steps=self.num_steps,
         )
         own: dict[str, Any] = {"num_members": self.num_groups * self.group_size, "options": options}
+        own["action_mask"] = self.action_mask
         if seed is None:
             return EpisodePolicy(self.env_id, **own | arguments)
         require_integers("make_policy", 0, seed=seed)
@@ -114,6 +130,8 @@ class ControlPreset(Settings):
             options: Other arguments of `GRPOTrainer`.
         """
         policy = self.make_policy(seed=seed) if policy is None else policy
+        if self.credit == "fitted":
+            options = {"advantages": FittedAdvantages(policy, gamma=self.gamma), **options}
         return GRPOTrainer(
             config=self.make_config(seed),
             policy=policy,
@@ -167,38 +185,94 @@ PRESETS = {
 """The presets by environment id."""
 
 
-def preset_for(env_id: str, *, max_episode_steps: int | None = None) -> ControlPreset:
+_FITTED = ControlPreset(
+    env_id="",
+    total_steps=20_000,
+    threshold=None,
+    gamma=0.99,
+    credit="fitted",
+    num_steps=64,
+    num_groups=8,
+    group_size=1,
+    batch_size=64,
+    normalize_observations=True,
+)
+
+_FITTED_BOX = replace(_FITTED, num_epochs=10)
+
+_FITTED_TABLE = replace(_FITTED, num_groups=16, total_steps=60_000, normalize_observations=False)
+
+FITTED_PRESETS = {
+    preset.env_id: preset
+    for preset in (
+        replace(_FITTED, env_id="CartPole-v1", threshold=475.0),
+        replace(_FITTED, env_id="Acrobot-v1", threshold=-95.0, total_steps=40_000),
+        replace(_FITTED, env_id="MountainCar-v0", threshold=-140.0, total_steps=60_000),
+        replace(_FITTED_BOX, env_id="Pendulum-v1", threshold=-250.0, total_steps=40_000, gamma=0.95),
+        replace(_FITTED_BOX, env_id="MountainCarContinuous-v0", threshold=90.0),
+        replace(_FITTED_BOX, env_id="InvertedPendulum-v5", threshold=800.0),
+        replace(_FITTED_TABLE, env_id="CliffWalking-v1", threshold=-15.0, num_groups=8),
+        replace(_FITTED_TABLE, env_id="Taxi-v4", threshold=0.0, action_mask="info"),
+        replace(_FITTED_TABLE, env_id="FrozenLake-v1", threshold=0.5, num_groups=32, learning_rate=3e-4),
+    )
+}
+"""The presets with a fitted value function, by environment id."""
+
+
+def preset_for(env_id: str, *, credit: Credit | None = None, max_episode_steps: int | None = None) -> ControlPreset:
     """The preset of an environment.
 
-    For an environment without a preset, return settings to start tuning from: those of the MuJoCo robots if actions are a
-    `Box`, otherwise Acrobot's. The number of steps is enough for 50 iterations of the longest episodes.
+    For an environment without a preset, return settings to start tuning from, by what the environment is. With images, the
+    baseline is the group's mean: settings of the MuJoCo robots if actions are a `Box`, otherwise Acrobot's. Without images,
+    it is a fitted value function: a table and 16 members if observations are `Discrete`, otherwise Fourier features and 8
+    members; 10 epochs if actions are a `Box`, otherwise 4. The log says what was chosen.
 
     Args:
         env_id: Registered id of the environment.
+        credit: The baseline: `group`, or `fitted`. None: that of the preset in `PRESETS`, or what fits the environment.
         max_episode_steps: Maximum length of training episodes. None keeps the preset's maximum, or the environment's own
             limit. An environment without a limit should get one that fits its task: the default is 10,000.
 
     Raises:
-        ConfigError: The environment cannot be created.
+        ConfigError: The environment cannot be created, or `credit="fitted"` and its observations have images.
     """
     require_instances("preset_for", str, "the id of an environment", env_id=env_id)
     require_integers("preset_for", 1, optional=True, max_episode_steps=max_episode_steps)
-    if env_id in PRESETS:
-        preset = PRESETS[env_id]
-        return preset if max_episode_steps is None else replace(preset, max_episode_steps=max_episode_steps)
+    if credit not in (None, "group", "fitted"):
+        raise ConfigError(f"preset_for: credit must be 'group', 'fitted' or None; got {describe(credit)}.")
+    found = (FITTED_PRESETS if credit == "fitted" else PRESETS).get(env_id)
+    if found is None:
+        found = _without_preset(env_id, credit, max_episode_steps)
+    return found if max_episode_steps is None else replace(found, max_episode_steps=max_episode_steps)
+
+
+def _without_preset(env_id: str, credit: Credit | None, max_episode_steps: int | None) -> ControlPreset:
     pool = make_pool(env_id, 1)
-    base = _MUJOCO if isinstance(pool.action_space, spaces.Box) else PRESETS["Acrobot-v1"]
+    encoder, has_box = ObservationEncoder(pool.observation_space), isinstance(pool.action_space, spaces.Box)
     longest = pool.max_episode_steps if max_episode_steps is None else max_episode_steps
     pool.close()
-    num_groups = 1 if longest is None or longest > LONG_EPISODE else base.num_groups
+    if credit == "group" or (credit is None and encoder.has_images):
+        base = _MUJOCO if has_box else PRESETS["Acrobot-v1"]
+        # one group is enough if episodes may be longer: more steps per start, and more updates
+        num_groups = 1 if longest is None or longest > LONG_EPISODE else base.num_groups
+        base = replace(base, num_groups=num_groups)
+    elif encoder.has_images:
+        raise ConfigError(
+            f"preset_for: {env_id} has images, which credit='fitted' does not support. Use credit='group'."
+        )
+    else:
+        base = _FITTED_TABLE if isinstance(encoder.space, spaces.Discrete) else _FITTED_BOX if has_box else _FITTED
     # episodes without a limit usually end long before the default limit, which says nothing about a run
-    total_steps = max(MIN_STEPS, MIN_ITERATIONS * num_groups * base.group_size * (longest or 0))
-    return replace(
-        base,
-        env_id=env_id,
-        total_steps=total_steps,
-        threshold=None,
-        num_groups=num_groups,
-        max_episode_steps=max_episode_steps,
-        evaluate_every=total_steps // 20,
+    per_iteration = base.num_groups * base.group_size * (longest or 0)
+    total_steps = max(MIN_STEPS, MIN_ITERATIONS * per_iteration)
+    LOGGER.info(
+        "preset_for: %s has no preset. Its %s observations and %s actions get the baseline %r, %d x %d episodes, %d epochs.",
+        env_id,
+        type(encoder.space).__name__,
+        type(pool.action_space).__name__,
+        base.credit,
+        base.num_groups,
+        base.group_size,
+        base.num_epochs,
     )
+    return replace(base, env_id=env_id, threshold=None, total_steps=total_steps, evaluate_every=total_steps // 20)

@@ -6,17 +6,29 @@ from typing import Any
 import gymnasium
 import pytest
 import torch
+from gymnasium.envs.registration import register
 
-from adapters.control import PRESETS, EnvironmentReward, EpisodeOptions, episode_starts, preset_for
+from adapters.control import (
+    FITTED_PRESETS,
+    PRESETS,
+    EnvironmentReward,
+    EpisodeOptions,
+    FittedAdvantages,
+    episode_starts,
+    preset_for,
+)
+from grpo import AdvantageConfig, AdvantageEstimator
 from grpo.errors import ConfigError
 from grpo.surrogates import Clip
+from tests.support.control_environments import Spaces
+from tests.support.control_policies import IMAGE
 
 
 def test_presets_name_registered_environments_and_set_the_config() -> None:
     assert len(PRESETS) >= 6
-    for env_id, preset in PRESETS.items():
+    for env_id, preset in [*PRESETS.items(), *FITTED_PRESETS.items()]:
         assert env_id in gymnasium.registry
-        assert preset_for(env_id) is preset
+        assert preset_for(env_id, credit=preset.credit) is preset
         assert preset.env_id == env_id
         config = preset.make_config(seed=3)
         assert (config.group_size, config.advantage.gamma, config.seed) == (preset.group_size, preset.gamma, 3)
@@ -40,14 +52,48 @@ def test_a_preset_trains_with_its_own_settings_or_those_given() -> None:
     assert [trainer.collect(episode_starts(1)(0)).rewards.dim() for trainer in (trainer, per_episode)] == [2, 1]
 
 
-def test_an_environment_without_a_preset_gets_settings_by_its_action_space() -> None:
-    robots, others = preset_for("MountainCarContinuous-v0"), preset_for("MountainCar-v0")
-    assert (robots.env_id, robots.normalize_observations) == ("MountainCarContinuous-v0", True)
-    assert (others.env_id, others.normalize_observations) == ("MountainCar-v0", False)
-    unlimited = preset_for("CliffWalking-v1")
-    assert (unlimited.num_groups, unlimited.total_steps, unlimited.max_episode_steps) == (1, 500_000, None)
+def test_an_environment_without_a_preset_gets_settings_by_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """(baseline, groups, episodes per group, epochs, normalised observations)."""
+
+    def settings(env_id: str, **options: Any) -> tuple[str, int, int, int, bool]:
+        preset = preset_for(env_id, **options)
+        assert preset.env_id == env_id
+        episodes = preset.num_groups, preset.group_size
+        return preset.credit, *episodes, preset.num_epochs, preset.normalize_observations
+
+    with caplog.at_level("INFO", "grpo"):
+        assert settings("MountainCarContinuous-v0") == ("fitted", 8, 1, 10, True)
+    assert "Box observations and Box actions get the baseline 'fitted', 8 x 1 episodes, 10 epochs" in caplog.text
+    assert settings("MountainCar-v0") == ("fitted", 8, 1, 4, True)
+    assert settings("CliffWalking-v1") == ("fitted", 16, 1, 4, False)
+    assert settings("MountainCarContinuous-v0", credit="group") == ("group", 1, 8, 10, True)
+    assert settings("FrozenLake-v1", credit="group") == ("group", 2, 8, 4, False)
+    assert settings("CliffWalking-v1", credit="group") == ("group", 1, 8, 4, False)  # it has no time limit
+    register(id="Picture-v0", entry_point=lambda: Spaces(IMAGE, gymnasium.spaces.Discrete(3)), max_episode_steps=4)
+    try:
+        assert settings("Picture-v0") == ("group", 2, 8, 4, False)
+        with pytest.raises(ConfigError, match=r"Picture-v0 has images.*Use credit='group'"):
+            preset_for("Picture-v0", credit="fitted")
+    finally:
+        gymnasium.registry.pop("Picture-v0")
     with pytest.raises(ConfigError, match=r"no environment is registered as 'CartPool-v1'. Did you mean 'CartPole-v1'"):
         preset_for("CartPool-v1")
+    with pytest.raises(ConfigError, match="credit must be 'group', 'fitted' or None; got str 'gae'"):
+        preset_for("CartPole-v1", credit="gae")  # type: ignore[arg-type]
+
+
+def test_a_fitted_preset_trains_with_its_value_function_and_short_iterations() -> None:
+    assert preset_for("CartPole-v1", credit="group") is preset_for("CartPole-v1") is PRESETS["CartPole-v1"]
+    preset = preset_for("CartPole-v1", credit="fitted")
+    assert preset is FITTED_PRESETS["CartPole-v1"]
+    trainer = preset.make_trainer(seed=0)
+    assert isinstance(trainer.advantages, FittedAdvantages)
+    assert trainer.advantages.gamma == preset.gamma
+    metrics = trainer.step(episode_starts(preset.num_groups)(0))
+    assert metrics["episodes/steps"] <= preset.num_groups * (preset.num_steps or 0)
+    assert metrics["train/advantages_std"] > 0
+    own = preset.make_trainer(trainer.policy, advantages=AdvantageEstimator(AdvantageConfig()))
+    assert isinstance(own.advantages, AdvantageEstimator)
 
 
 def test_settings_without_a_preset_have_at_least_50_iterations_of_the_longest_episodes(
