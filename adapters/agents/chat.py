@@ -429,15 +429,15 @@ class Chat:
         finally:
             self._num_sampled -= 1
             context.is_asked = False
+        message, was_cut, is_malformed = self._speaker.message(
+            messages, read, turn.token_ids, turn.finish_reason, tools, stop
+        )
         if goes_on:
             context.add(new, sampled=False)
         else:
             self._contexts.append(context)
         context.add(turn.token_ids, sampled=True)
         context.log_probs += turn.log_probs
-        message, was_cut, is_malformed = self._speaker.message(
-            messages, read, turn.token_ids, turn.finish_reason, tools, stop
-        )
         self.counts["malformed_calls"] += is_malformed
         self.messages = [*messages, message]
         is_truncated = turn.finish_reason == "length"

@@ -54,6 +54,8 @@ class CompletionTexts:
             for token_id, text in special.items()
             if text in tags and token_id not in self._left_out and not self._keeps
         }
+        self._roles = {text for text in contents if f"{text[:1]}/{text[1:]}" not in contents}
+        """Special tokens that nothing closes. At the end of a prompt, they name who speaks."""
         self._has_warned_of_opening = False
 
     def __call__(self, rows: Sequence[Sequence[int]]) -> list[str]:
@@ -85,7 +87,7 @@ class CompletionTexts:
             if id(prompt) not in known:
                 tail = self._tokenizer.batch_decode([list(prompt[-64:])], skip_special_tokens=False)[0]
                 found = _OPENED.search(tail)
-                known[id(prompt)] = found[0] if found else ""
+                known[id(prompt)] = found[0] if found and found[0].strip() not in self._roles else ""
         for opened in known.values():
             if opened and "/" not in opened and not self._has_warned_of_opening:
                 self._has_warned_of_opening = True

@@ -196,6 +196,15 @@ def test_rewards_see_tags_that_are_special_tokens_or_that_the_template_opened(su
             assert not said or warning in str(said[0].message)
 
 
+def test_a_turn_that_cannot_be_read_is_no_turn() -> None:
+    """Under `-W error`, the warning about the tag is raised while the turn is read."""
+    agent = Scripted(["a</think>7"], tokenizer=chat_tokenizer(OPENS), max_new_tokens=100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        [[conversation]] = AgentPolicy(agent.policy, Tools).generate_actions(["you"], 1)
+    assert (conversation.turns, conversation.segments, conversation.ended_by) == ((), (), "error")
+
+
 def test_a_kept_tag_goes_back_into_a_history_that_is_rendered_anew() -> None:
     """The model reads its thought as it wrote it: as special tokens."""
     rewrites = THINKING.replace("{{ m.content }}", "{{ m.content | replace('x', '') }}")

@@ -93,6 +93,17 @@ def test_the_tag_in_which_a_prompt_ends_is_found_and_said_once(subtests: pytest.
             assert len(said) == is_said
 
 
+def test_a_special_token_that_nothing_closes_names_who_speaks() -> None:
+    token_ids = {"<policy>": "", "<think>": "<think>"}
+    for marks in (["<policy>"], ["<policy>", "<think>", "</think>"]):
+        tokenizer = tokenizer_of(*marks)
+        for mark in marks[:2]:
+            texts = texts_of(tokenizer)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error" if mark == "<policy>" else "ignore")
+                assert texts.opened_by([tokenizer(f"ab{mark}")["input_ids"]]) == [token_ids[mark]]
+
+
 def test_a_format_counts_the_tag_that_the_prompt_has_opened() -> None:
     reward = CompletionRewards({"format": RegexMatch(pattern=tags_pattern("think", "answer"), how="full")})
     cases = [
