@@ -73,7 +73,7 @@ class FittedAdvantages:
         num_features: int = 150,
         width: float = 1.0,
         num_kept: int = 8192,
-        ridge: float = 1e-3,
+        ridge: float = 1e-5,
         seed: int = 0,
     ) -> None:
         require_instances("FittedAdvantages", EpisodePolicy, "an EpisodePolicy", policy=policy)

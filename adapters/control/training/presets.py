@@ -198,7 +198,7 @@ _FITTED = ControlPreset(
     normalize_observations=True,
 )
 
-_FITTED_BOX = replace(_FITTED, num_epochs=10)
+_FITTED_BOX = replace(_FITTED, num_epochs=10, num_steps=128)
 
 _FITTED_TABLE = replace(_FITTED, num_groups=16, total_steps=60_000, normalize_observations=False)
 
@@ -207,7 +207,7 @@ FITTED_PRESETS = {
     for preset in (
         replace(_FITTED, env_id="CartPole-v1", threshold=475.0),
         replace(_FITTED, env_id="Acrobot-v1", threshold=-95.0, total_steps=40_000),
-        replace(_FITTED, env_id="MountainCar-v0", threshold=-140.0, total_steps=60_000),
+        replace(_FITTED, env_id="MountainCar-v0", threshold=-140.0, total_steps=60_000, num_steps=128),
         replace(_FITTED_BOX, env_id="Pendulum-v1", threshold=-250.0, total_steps=40_000, gamma=0.95),
         replace(_FITTED_BOX, env_id="MountainCarContinuous-v0", threshold=90.0),
         replace(_FITTED_BOX, env_id="InvertedPendulum-v5", threshold=800.0),
