@@ -35,12 +35,14 @@ except ImportError as error:
 from .catalogue.calls import ToolCall, ToolResult
 from .catalogue.tools import Tool, ToolCatalogue
 from .errors import (
+    FolderFullError,
     InvalidArgumentsError,
     InvalidOutputError,
     LoopBlockedError,
     LostCallError,
     OutputTooLargeError,
     PathOutsideRootError,
+    RootFullError,
     ServerLostError,
     ToolError,
     ToolNotAllowedError,
@@ -79,9 +81,9 @@ from .text.fitted import FittedEncoder, JoinedEncoder
 
 __all__ = [
     "Abstention", "Accuracy", "Command", "CommandFailedError", "ExecutorOptions", "ExperienceBuffer",
-    "FittedEncoder", "GroupBuffer", "HashingEncoder", "InvalidArgumentsError", "InvalidOutputError",
+    "FittedEncoder", "FolderFullError", "GroupBuffer", "HashingEncoder", "InvalidArgumentsError", "InvalidOutputError",
     "JoinedEncoder", "LoopBlockedError", "LostCallError", "MCPServer", "OutputTooLargeError",
-    "PathOutsideRootError", "Prediction", "RewardRegression", "RunningStatistics", "SampleError",
+    "PathOutsideRootError", "Prediction", "RewardRegression", "RootFullError", "RunningStatistics", "SampleError",
     "ServerLostError", "TaskError", "Tool", "ToolCall", "ToolCatalogue", "ToolError", "ToolExecutor", "ToolGroup",
     "ToolNotAllowedError", "ToolRaisedError", "ToolReport", "ToolResult", "ToolRewards", "ToolSample",
     "ToolSelectionPolicy", "ToolTask", "ToolTimeoutError", "UnknownToolError", "WorkerDiedError", "WorkerLimits",

@@ -33,6 +33,10 @@ class OutputTooLargeError(ToolError, ValueError):
     """The tool's output exceeds the size limit."""
 
 
+class FolderFullError(ToolError, RuntimeError):
+    """The call has filled its folder beyond the limit. The call was ended, and its files stay."""
+
+
 class InvalidOutputError(ToolError, TypeError):
     """The tool returned a value that JSON cannot represent."""
 
@@ -61,7 +65,12 @@ class LoopBlockedError(LostCallError):
     """Another remote tool blocked the event loop of the remote tools, so that this call could not go on."""
 
 
+class RootFullError(LostCallError):
+    """The tools' folder is full, and this call did not fill it. It was ended, or has not begun."""
+
+
 LOST_CALLS: Mapping[str, type[LostCallError]] = {
     "worker_lost": WorkerLostError, "server_lost": ServerLostError, "loop_blocked": LoopBlockedError,
+    "root_full": RootFullError,
 }  # fmt: skip
 """Errors of lost calls, by the last part of their metric `tools/errors/KIND`."""

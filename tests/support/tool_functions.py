@@ -215,3 +215,34 @@ class Greeter:
     def __call__(self, name: str) -> str:
         """Greet."""
         return f"{self.greeting} {name}"
+
+
+def write_files(number: int, kibibytes: int, folder: str = ".", keep: bool = True) -> int:
+    """Write files of this size, which stay or replace one another. Returns their number."""
+    Path(folder).mkdir(exist_ok=True)
+    for i in range(number):
+        Path(folder, f"file-{i if keep else 0}").write_bytes(bytes(1024 * kibibytes))
+    return number
+
+
+def write_for_ever(folder: str = ".") -> None:
+    """Write one file after another."""
+    Path(folder).mkdir(exist_ok=True)
+    for i in range(10**9):
+        Path(folder, f"file-{i}").write_bytes(bytes(2**20))
+
+
+def remove_files() -> int:
+    """Remove the files of the working directory. Returns their number."""
+    names = [path for path in Path.cwd().iterdir() if path.is_file()]
+    for path in names:
+        path.unlink()
+    return len(names)
+
+
+def link_files() -> None:
+    """Link to large folders, and give a file of a mebibyte ten names."""
+    Path("usr").symlink_to("/usr")
+    Path("file").write_bytes(bytes(2**20))
+    for i in range(10):
+        Path(f"name-{i}").hardlink_to("file")

@@ -26,6 +26,7 @@ from .batches import Batch, Turn
 from .call_log import CallLog
 from .confinement import Kind, choose
 from .confinement.process import why_no_own_users
+from .folder_limits import FolderLimits
 from .fork_server import INSIDE
 from .options import ExecutorOptions
 from .remote_tools import RemoteTools
@@ -131,6 +132,7 @@ class ToolExecutor:
             no_own_users=why_no_own_users(limits.first_uid),
             limits=limits.to_dict(),
         )
+        self._limits = FolderLimits(self.root, options.max_folder_bytes, options.max_root_bytes)
         self._pool = WorkerPool(setup, num_workers)
         owned.callback(self._pool.close)
         self._batches: set[Batch] = set()
@@ -275,7 +277,8 @@ class ToolExecutor:
         is_fresh = self._options.fresh_folder and turn.folder is None
         folder = f"call-{os.urandom(8).hex()}" if is_fresh else turn.folder
         try:
-            return self._pool.call(f'["{tool.name}",{text},{json.dumps(folder)}]'.encode(), timeout, turn)
+            request = f'["{tool.name}",{text},{json.dumps(folder)}]'.encode()
+            return self._pool.call(request, timeout, turn, lambda: self._limits.of(folder))
         except ToolError as error:
             raise type(error)(f"{tool.name}: {error}") from None
         finally:

@@ -24,6 +24,12 @@ class ExecutorOptions(Settings):
     """Time limit of one call in seconds, for tools without their own limit. A larger limit waits longer for hangs."""
     max_output_bytes: int = setting(100_000, at_least=1)
     """Size limit of one output as JSON. A larger limit lets more data into this process."""
+    max_folder_bytes: int | None = setting(200 * 2**20, at_least=1)
+    """Maximum size of the files in the folder of a call, or in `root` for calls without a folder. The size is measured while
+    calls run, about ten times a second, so a call that writes fast may exceed it before it is ended. A larger limit lets a call
+    fill more of the disk. Files that were in `root` before do not count. None sets no limit."""
+    max_root_bytes: int | None = setting(2 * 2**30, at_least=1)
+    """Maximum size of the files in `root`, with all folders of calls. Above it, calls are lost. None sets no limit."""
     max_concurrency: int = setting(32, at_least=1)
     """Maximum number of concurrent remote calls. A larger limit puts more load on the servers. A remote tool that awaits other
     remote calls counts too while it waits."""

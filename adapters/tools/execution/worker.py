@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import json
+import math
 import os
 import shutil
 import signal
@@ -45,6 +46,7 @@ _SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP} if hasattr(
 """Signals whose handlers are reset after each call. A program that ignores SIGCHLD cannot read its children's status."""
 _THREADS = Path("/proc/self/task")
 """One folder for each thread. Its number of links counts them, and two more."""
+_LOOK_SECONDS = 0.1
 _THREAD_SECONDS = 0.05
 """Time for a thread that a tool has joined to leave this folder."""
 
@@ -53,8 +55,13 @@ class PartOfFrameError(TimeoutError):
     """The time is up, and a part of a frame has arrived."""
 
 
-def receive(connection: socket.socket, max_bytes: int = 2**20, deadline: float | None = None) -> bytes:
-    """Read one frame.
+def receive(
+    connection: socket.socket,
+    max_bytes: int = 2**20,
+    deadline: float | None = None,
+    watch: Callable[[], None] | None = None,
+) -> bytes:
+    """Read one frame. While it waits until the deadline, it calls `watch` every 0.1 seconds.
 
     Raises:
         EOFError: The other side is gone.
@@ -63,12 +70,18 @@ def receive(connection: socket.socket, max_bytes: int = 2**20, deadline: float |
     """
     data = bytearray()
     size = LENGTH.size
+    look = math.inf if watch is None else time.monotonic() + _LOOK_SECONDS
     while len(data) < size:
         try:
+            if watch is not None and time.monotonic() >= look:
+                watch()
+                look = time.monotonic() + _LOOK_SECONDS
             if deadline is not None:
-                connection.settimeout(max(0.0, deadline - time.monotonic()))
+                connection.settimeout(max(0.0, min(deadline, look) - time.monotonic()))
             part = connection.recv(65_536)
         except (TimeoutError, BlockingIOError):
+            if deadline is not None and look < deadline:
+                continue
             raise (PartOfFrameError if data else TimeoutError)() from None
         if not part:
             raise EOFError("it ended")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from .confinement.process import PR_SET_DUMPABLE, prctl
 from .fork_server import BOOT, INSIDE, KILL, ORDER, QUIT, REAP, SPAWN
 from .worker import OK, REPORTED, RETIRE, TOKEN_BYTES, PartOfFrameError, receive, send
 
+Watch = Callable[[], None]
 ERRORS: dict[str, type[errors.ToolError]] = {name: getattr(errors, name) for name in REPORTED}
 
 _OF_EARLIER_CALLS = (PartOfFrameError, ValueError, RecursionError, ConnectionResetError, BrokenPipeError)
@@ -95,16 +96,20 @@ class WorkerPool:
         if self._server is not None:
             self._server.close()
 
-    def call(self, request: bytes, timeout: float, turn: Turn) -> tuple[Any, int]:
+    def call(self, request: bytes, timeout: float, turn: Turn, watching: Callable[[], Watch]) -> tuple[Any, int]:
         """Run a call on the next free worker. Returns the output and its size in bytes, or raises a ToolError.
 
         If an earlier call is to blame for a failure (`_OF_EARLIER_CALLS`), the call runs on a new worker. The timeout in
-        seconds starts when a worker is available.
+        seconds starts when a worker is available. `watching()` is called then, and what it returns is called while the worker
+        works, and at the end. Both may raise a ToolError.
         """
         with turn.of(self._turns):
-            return self._ask(self._idle_worker(), request, timeout, turn)
+            watch = watching()
+            return self._ask(self._idle_worker(), request, timeout, turn, watch)
 
-    def _ask(self, worker: "WorkerProcess | None", request: bytes, timeout: float, turn: Turn) -> tuple[Any, int]:
+    def _ask(
+        self, worker: "WorkerProcess | None", request: bytes, timeout: float, turn: Turn, watch: Watch
+    ) -> tuple[Any, int]:
         try:
             worker = worker or self._spawn()
         except (ConfigError, EOFError, OSError) as error:
@@ -113,14 +118,16 @@ class WorkerPool:
         turn.begin()
         try:
             with turn.ended_by(worker.shut):
-                flags, value, size = worker.ask(request, timeout)
+                flags, value, size = worker.ask(request, timeout, watch)
         except BaseException as error:
             is_late = isinstance(error, TimeoutError)
             has_ended = isinstance(error, EOFError | OSError) and not is_late and not turn.given_up.is_set()
             status = worker.end(has_ended=has_ended)
             turn.check()
             if not is_new and isinstance(error, _OF_EARLIER_CALLS):
-                return self._ask(None, request, timeout, turn)
+                return self._ask(None, request, timeout, turn, watch)
+            if isinstance(error, errors.ToolError):
+                raise
             if is_late:
                 raise errors.ToolTimeoutError(f"no answer within {timeout:g} s; the worker was killed.") from None
             raise _died(worker, error, status, has_ended=has_ended) from None
@@ -128,6 +135,7 @@ class WorkerPool:
             worker.end()
         else:
             self._idle.append(worker)
+        watch()
         if flags & OK:
             return value, size
         raise ERRORS[value[0]](str(value[1]))
@@ -175,10 +183,11 @@ class WorkerProcess:
         """Whether the worker runs, and has sent nothing that nobody asked for."""
         return _next_byte(self.socket) is None
 
-    def ask(self, request: bytes, timeout: float) -> tuple[int, Any, int]:
+    def ask(self, request: bytes, timeout: float, watch: "Watch") -> tuple[int, Any, int]:
         """Send a request as JSON. Returns the flags, the output or the error, and its size in bytes.
 
         Raises:
+            ToolError: `watch`, which is called again and again, has raised it.
             ValueError, RecursionError: The worker sent data that does not answer this request.
             EOFError, OSError: The worker has ended, or there is no answer within `timeout` (see `receive`).
         """
@@ -187,7 +196,7 @@ class WorkerProcess:
         token = os.urandom(TOKEN_BYTES)
         self.socket.settimeout(timeout)
         send(self.socket, token + request)
-        frame = receive(self.socket, self._max_bytes, deadline)
+        frame = receive(self.socket, self._max_bytes, deadline, watch)
         if frame[:TOKEN_BYTES] != token or len(frame) == TOKEN_BYTES:
             raise ValueError("it sent data that does not answer this call")
         flags, content = frame[TOKEN_BYTES], frame[TOKEN_BYTES + 1 :]
