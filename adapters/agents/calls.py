@@ -122,11 +122,12 @@ async def call_functions(
             except Exception as error:  # the policy reads the error, and it is counted
                 content = f"Error: {type(error).__name__}: {error}"
                 num_failed += 1
-        results.append(tool_message(call, _as_text(name, content)))
+        results.append(tool_message(call, result_text(name, content)))
     return results, num_failed
 
 
-def _as_text(name: str, result: Any) -> str:
+def result_text(name: str, result: Any) -> str:
+    """What a tool returned, as the policy reads it: a text as it is, and any other value as JSON."""
     if isinstance(result, str):
         return result
     try:

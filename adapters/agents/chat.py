@@ -18,6 +18,7 @@ from grpo.errors import ContractError, GRPOError
 from .branching import Branch, Saved
 from .calls import tool_schemas
 from .conversations import Conversation, EndedBy, Segment, Turn, plain_values
+from .executed_calls import ExecutedCalls
 from .messages import Message, as_messages, in_the_order_of_calls, say_the_same
 from .speakers import Seat, Speaker, said_by
 
@@ -173,6 +174,7 @@ class Chat:
         sampling_seed: int,
         seats: Mapping[str, Seat] | None = None,
         frozen: Mapping[str, Speaker] | None = None,
+        executed: ExecutedCalls | None = None,
     ) -> None:
         self.seed = seed
         """Seed of the environment. All conversations of a group have the same."""
@@ -202,6 +204,9 @@ class Chat:
         """Starts the other branches of a fork, given what each begins with."""
         self.program: asyncio.Future | None = None
         """The task that plays the conversation."""
+        self.executed = executed
+        """Runs the tool calls. None: there is no executor."""
+        self._has_folder = False
         self._sampling_seed: tuple[int, ...] = (sampling_seed,)
         self._speaker = speaker
         self._sample = sample
@@ -212,8 +217,8 @@ class Chat:
         self._num_equal: Counter[bytes] = Counter()
         self._tasks: list[asyncio.Task | None] = []
         self._is_parallel = False
-        self._num_waiting = self._num_sampled = 0
-        """Numbers of requests that wait, and of those of them that the trained policy answers."""
+        self._num_waiting = self._num_sampled = self._num_calling = 0
+        """Numbers of requests that wait, of those of them that the trained policy answers, and of messages whose calls run."""
         self._active_since = time.monotonic()
 
     @property
@@ -224,7 +229,12 @@ class Chat:
     @property
     def seconds_without_request(self) -> float:
         """How long the agent program has been busy since the policy's last message."""
-        return 0.0 if self._num_waiting else time.monotonic() - self._active_since
+        return 0.0 if self._num_waiting or self._num_calling else time.monotonic() - self._active_since
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Schemas of the tools of `AgentPolicy(executor=...)`, for `chat(messages, tools=chat.tools)`. Empty without one."""
+        return [] if self.executed is None else [tool.schema for tool in self.executed.tools.values()]
 
     def seat_of(self, model: Any) -> dict[str, str]:
         """The argument of `reply` for the `model` of a request over HTTP, if a seat has this name."""
@@ -261,7 +271,7 @@ class Chat:
             chat.branch, chat.fork, chat.program = branch, None, None
             chat._sample, chat._sampling_seed = sampler(branch.leaf), (*self._sampling_seed, branch.leaf)
             chat._num_equal, chat._tasks = self._num_equal.copy(), []
-            chat._num_waiting = chat._num_sampled = 0
+            chat._num_waiting = chat._num_sampled = chat._num_calling = 0
             chats.append((branch.leaf, chat))
         return chats
 
@@ -343,6 +353,43 @@ class Chat:
         finally:
             self._num_waiting -= 1
             self._active_since = time.monotonic()
+
+    async def call_tools(self, message: Message, tools: Mapping[str, Any] | None = None) -> list[Message]:
+        """Results of the message's tool calls as messages, in the order of the calls. The executor of `AgentPolicy` runs them.
+
+        A call of an unknown tool, with wrong arguments, that raises an error, takes too long or returns too much has a result
+        that says so. The calls share a folder of this conversation, which is removed at its end. Their time does not count for
+        `AgentPolicy(timeout=...)`, because each has a time limit of its own.
+
+        Args:
+            message: The policy's message.
+            tools: The tools that may be called, by name. None: all of the executor's.
+
+        Raises:
+            ContractError: There is no executor.
+            ToolCallLostError: A worker or a server is gone. Unless the program catches it, the conversation has no reward.
+        """
+        if self.executed is None:
+            raise ContractError("Chat: call_tools needs an executor. Pass AgentPolicy(executor=ToolExecutor(...)).")
+        self._has_folder = True
+        self._num_calling += 1
+        try:
+            known = self.executed.tools if tools is None else tools
+            results, num_failed = await self.executed.run(message, known, self._folder)
+        finally:
+            self._num_calling -= 1
+            self._active_since = time.monotonic()
+        self.counts["failed_calls"] += num_failed
+        return results
+
+    @property
+    def _folder(self) -> str:
+        return f"conversation-{'-'.join(map(str, self._sampling_seed))}"
+
+    async def remove_folder(self) -> None:
+        """Remove the folder of the conversation's tool calls, if there were any."""
+        if self.executed is not None and self._has_folder:
+            await asyncio.to_thread(self.executed.remove, self._folder)
 
     def _note_task(self) -> None:
         """Note who asks, and whether another one asks at the same time."""

@@ -5,8 +5,9 @@ import copy
 import inspect
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
 from grpo.arguments import describe
 from grpo.errors import ContractError
@@ -16,6 +17,9 @@ from .calls import call_functions, tool_schemas
 from .chat import Chat, ConversationEnded
 from .messages import Message, Observation, as_messages
 from .threads import OwnThread
+
+RunsCalls: TypeAlias = Callable[[Message], Awaitable[list[Message]]]
+"""Runs the calls of a message, and returns their results as messages."""
 
 
 class Environment(Protocol):
@@ -28,7 +32,8 @@ class Environment(Protocol):
 
     - `tools()`: the tools that the policy may call. The environment loop calls functions itself, and gives their results to
       the policy as messages; `step` then gets the first message without a call. If a tool is a JSON schema, `step` gets every
-      message, with its calls in `message["tool_calls"]`, and returns the results.
+      message, with its calls in `message["tool_calls"]`, and returns the results. With `AgentPolicy(executor=...)`, the tools
+      are those of the executor: functions or `Tool`s of its catalogue, or all of them without this method.
     - `state_key()`: for GiGPO, which compares messages that were written in the same state. Return a key, for example a text or
       a number, whose `repr` is the same each time the environment is in this state. It is called before each message of the
       policy.
@@ -75,9 +80,7 @@ class EnvironmentLoop:
 
     async def _converse(self, thread: OwnThread, environment: Any, chat: Chat, rewards: list[float]) -> None:
         owner = type(environment).__name__
-        tools = list(await thread.run(environment.tools)) if callable(getattr(environment, "tools", None)) else []
-        functions = {tool.__name__: tool for tool in tools if callable(tool)}
-        runs_calls, schemas = len(functions) == len(tools), tool_schemas(tools)
+        schemas, run_calls = await self._tools(thread, environment, chat)
         key, takes_text = getattr(environment, "state_key", None), _takes_text(environment)
         branch = chat.branch
         if branch is not None and not (hasattr(environment, "snapshot") and hasattr(environment, "restore")):
@@ -101,9 +104,8 @@ class EnvironmentLoop:
             else:
                 chat.state_key = None if key is None else await thread.run(key)
             message = await chat(messages, schemas)
-            if runs_calls and message.get("tool_calls"):
-                results, num_failed = await call_functions(message, functions, thread.run)
-                chat.counts["failed_calls"] += num_failed
+            if run_calls is not None and message.get("tool_calls"):
+                results = await run_calls(message)
                 rewards.append(0.0)
                 messages = [*chat.messages, *results]
                 continue
@@ -114,6 +116,24 @@ class EnvironmentLoop:
             if terminated or truncated:
                 chat.messages = messages
                 return
+
+    @staticmethod
+    async def _tools(thread: OwnThread, environment: Any, chat: Chat) -> tuple[list[dict[str, Any]], RunsCalls | None]:
+        """Schemas of the environment's tools, and what runs the calls of a message. None: `step` gets them."""
+        has_tools = callable(getattr(environment, "tools", None))
+        tools = list(await thread.run(environment.tools)) if has_tools else []
+        if chat.executed is not None:
+            owner = type(environment).__name__
+            own = chat.executed.named(owner, tools) if has_tools else chat.executed.tools
+            return [tool.schema for tool in own.values()], partial(chat.call_tools, tools=own)
+        functions = {tool.__name__: tool for tool in tools if callable(tool)}
+
+        async def run_calls(message: Message) -> list[Message]:
+            results, num_failed = await call_functions(message, functions, thread.run)
+            chat.counts["failed_calls"] += num_failed
+            return results
+
+        return tool_schemas(tools), run_calls if len(functions) == len(tools) else None
 
     async def _fork(
         self, thread: OwnThread, environment: Any, chat: Chat, messages: list[Message], rewards: list[float]

@@ -19,6 +19,7 @@ from .call_check import require_readable_calls
 from .chat import Chat, Limits
 from .conversations import Conversation, step_mask
 from .environments import EnvironmentLoop
+from .executed_calls import ExecutedCalls
 from .messages import Message
 from .rollouts import Job, Rollouts
 from .scoring import plan_passes, reference_log_probs, score_conversations
@@ -54,6 +55,9 @@ class AgentPolicy:
         branch: Where the conversations of a group branch. They are sampled, and forwarded, once up to there. A single
             conversation per state does not branch, and `generate_actions` never does. The environments need `snapshot()` and
             `restore(state)`. None: all conversations are independent.
+        executor: A `ToolExecutor` of `adapters.tools`, which runs the tool calls of environments, and of programs by
+            `chat.call_tools(message)`, in processes of its own: a call that hangs ends at its deadline. Each conversation has a
+            folder of its own. None: environments' tools are called in threads of this process.
         seats: Who may speak in a conversation, for agent programs: the trained policy in several roles, frozen models such as a
             user, a judge or an older self, and functions. Empty: the trained policy alone.
 
@@ -80,6 +84,7 @@ class AgentPolicy:
         num_retries: int = 0,
         one_at_a_time: bool = False,
         branch: Branching | None = None,
+        executor: Any = None,
         seats: Sequence[Seat] = (),
     ) -> None:
         if not callable(make):
@@ -96,7 +101,7 @@ class AgentPolicy:
         if timeout is not None and not timeout > 0:
             raise ConfigError(f"AgentPolicy: timeout must be above 0; got {timeout}. Pass None for no limit.")
         if branch is not None:
-            _require_branching(branch, make, max_turns)
+            _require_branching(branch, make, max_turns, executor)
         self.policy, self.make, self.max_turns, self.max_tokens = policy, make, max_turns, max_tokens
         self._speaker = Speaker(policy)
         self.template = self._speaker.template
@@ -106,7 +111,8 @@ class AgentPolicy:
         self._frozen = {
             name: Speaker(seat.policy) for name, seat in self.seats.items() if isinstance(seat.policy, HFPolicy)
         }
-        self.branch, self._concurrency = branch, concurrency
+        self.branch, self.executor, self._concurrency = branch, executor, concurrency
+        self._executed = None if executor is None else ExecutedCalls(executor)
         self.has_dependent_rows = branch is not None
         """Whether rows of a group share steps, so that `max_at_k` is refused."""
         known = [limit for limit in (max_tokens, policy.max_positions) if limit is not None]
@@ -276,8 +282,16 @@ class AgentPolicy:
                 max_tokens=self._max_tokens,
                 max_new_tokens=turns.max_new_tokens,
             )
-            seeds = {"seed": job.seed, "sampling_seed": job.sampling_seed}
-            chat = Chat(self._speaker, sample, limits, seats=self.seats, frozen=self._frozen, **seeds)
+            chat = Chat(
+                self._speaker,
+                sample,
+                limits,
+                seed=job.seed,
+                sampling_seed=job.sampling_seed,
+                seats=self.seats,
+                frozen=self._frozen,
+                executed=self._executed,
+            )
             if branching is not None:
                 chat.branch = Branch(branching=branching, leaf=job.index, num_leaves=branching.num_leaves)
             return chat
@@ -294,13 +308,19 @@ class AgentPolicy:
             Job(index=i, state=states[i // size], seed=seeds[i // size], sampling_seed=sampling_seeds[i // num_leaves])
             for i in range(0, len(states) * size, num_leaves)
         ]
-        num_abandoned, num_retried = self._rollouts.num_abandoned, self._rollouts.num_retried
+        num_abandoned, num_retried, num_lost = self._counts()
         with self.policy.keeping_prefixes(self._concurrency):
             held = self._rollouts.run(jobs, make_chat, turns)
         repeats = [1 if chat.branch is None else chat.branch.num_leaves for chat, _ in held]
         conversations = [c for (_, c), count in zip(held, repeats, strict=True) for _ in range(count)]
         metrics = _metrics(held, conversations, self._rollouts.num_abandoned - num_abandoned)
-        return conversations, metrics | {"agents/retries": float(self._rollouts.num_retried - num_retried)}
+        counts = {"retries": self._counts()[1] - num_retried, "lost_calls": self._counts()[2] - num_lost}
+        return conversations, metrics | {f"agents/{name}": float(count) for name, count in counts.items()}
+
+    def _counts(self) -> tuple[int, int, int]:
+        """Environments that hang, conversations that were held again, and lost calls, so far."""
+        num_lost = 0 if self._executed is None else self._executed.num_lost
+        return self._rollouts.num_abandoned, self._rollouts.num_retried, num_lost
 
 
 def _metrics(
@@ -345,13 +365,18 @@ def _require_seats(seats: Any, make: Any, policy: HFPolicy) -> Sequence[Seat]:
     return seats
 
 
-def _require_branching(branch: Any, make: Any, max_turns: int) -> None:
+def _require_branching(branch: Any, make: Any, max_turns: int, executor: Any) -> None:
     if not isinstance(branch, Branching):
         raise ConfigError(f"AgentPolicy: branch must be a Branching; got {describe(branch)}. Pass Branching(...).")
     if is_async(make):
         raise ConfigError(
             "AgentPolicy: branch needs environments, whose state can be copied; got an agent program, which cannot continue in "
             "several ways. Pass a function state -> Environment, or remove branch=..."
+        )
+    if executor is not None:
+        raise ConfigError(
+            "AgentPolicy: branch needs tools without files, because those of an executor are not copied; got branch=... and "
+            "executor=... Remove one of them."
         )
     if branch.at[-1] >= max_turns:
         raise ConfigError(

@@ -197,6 +197,7 @@ class Rollouts:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task}, timeout=GRACE_SECONDS)
+            await chat.remove_folder()
         return chat, chat.conversation(self._rewards(task, chat))
 
     def _rewards(self, task: asyncio.Future, chat: Chat) -> Any:

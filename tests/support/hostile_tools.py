@@ -19,6 +19,27 @@ from typing import Any
 from . import hostile_frames
 from .hostile_frames import SOCKET
 
+LINKS = {
+    "in_file": "harmless", "in_chain": "in_file", "inside/up": "..", "out_file": "/etc/passwd", "out_folder": "..",
+    "out_chain": "out_folder/../etc/passwd", "out_dangling": "/no/such/file", "loop": "loop", "proc": "/proc/self",
+    "proc_root": "/proc/self/root", "proc_cwd": "/proc/self/cwd", "proc_fd": "/proc/self/fd", "absolute": "/etc",
+}  # fmt: skip
+"""Links that hostile paths go through."""
+
+
+def lay_files(folder: Path) -> None:
+    """Make the files and links that hostile paths attack."""
+    (folder / "harmless").write_text("harmless")
+    (folder / "inside").mkdir()
+    for name, target in LINKS.items():
+        (folder / name).symlink_to(target)
+
+
+def lay_files_here() -> str:
+    """Make the files and links that hostile paths attack, in the folder of the call."""
+    lay_files(Path.cwd())
+    return "laid"
+
 
 def misbehave(how: str) -> Any:
     """Do what a hostile call might make a tool do."""

@@ -130,6 +130,7 @@ SETTINGS = {
     "agent.timeout": Setting(note="TRL waits for ever"),
     "agent.num_retries": Setting(note="TRL holds no conversation again"),
     "agent.one_at_a_time": Setting(note="TRL calls the tools of a batch one after another"),
+    "agent.executor": Setting(note="none: TRL calls the tools in its own process"),
     "agent.seats": Setting(note="none: the policy alone speaks to the environment"),
     "agent.branch": Setting(note="none: TRL's conversations do not branch"),
 }

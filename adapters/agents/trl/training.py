@@ -230,6 +230,8 @@ def _require_counterpart(policy: Any, language: HFPolicy, config: GRPOConfig, kl
             refuse("agent.max_tokens", policy.max_tokens)
         if policy.branch is not None:
             refuse("agent.branch", policy.branch)
+        if policy.executor is not None:
+            refuse("agent.executor", policy.executor)
 
 
 def _require_one_kind(prompts: Sequence[Any]) -> None:

@@ -180,6 +180,12 @@ class Tool:
         return tuple(name for name in self.free_parameters if name in self.parameters.get("required", ()))
 
     @property
+    def schema(self) -> dict[str, Any]:
+        """The tool as language models read it, in OpenAI's form: its name, description and parameters."""
+        described = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": described}
+
+    @property
     def text(self) -> str:
         """Name, description and names of the parameters, for an encoder."""
         return f"{_words(self.name)}: {self.description} {', '.join(map(_words, self.properties))}".rstrip()

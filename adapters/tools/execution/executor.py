@@ -148,6 +148,11 @@ class ToolExecutor:
             for problem in problems:
                 warnings.warn(f"ToolExecutor's workers {problem}.", GRPOWarning, 2)
 
+    @property
+    def tools(self) -> dict[str, Tool]:
+        """The tools that may be called, by name."""
+        return {name: tool for name, tool in self._catalogue.items() if name in self._allowed}
+
     def run(self, calls: Sequence[ToolCall], folders: Sequence[str | None] | None = None) -> list[ToolResult]:
         """Execute calls concurrently and return their results in the order of the calls.
 
@@ -189,6 +194,20 @@ class ToolExecutor:
         except BaseException:
             batch.give_up()
             raise
+
+    def remove_folder(self, name: str) -> None:
+        """Remove the folder of calls with this name within `root`, once its calls have ended. It need not exist.
+
+        Raises:
+            ConfigError: It is not the name of a folder.
+        """
+        if not _FOLDER.fullmatch(name):
+            raise ConfigError(
+                f"ToolExecutor.remove_folder: name must have letters, digits, '_' and '-'; got {name!r:.100}."
+            )
+        running = [batch.ended for batch in self._batches if any(turn.folder == name for turn in batch.turns)]
+        wait(running, _END_SECONDS)
+        self._remove(name)
 
     def close(self) -> None:
         """End all workers and calls, and remove the folder if the executor created it. May be called more than once."""
@@ -283,10 +302,13 @@ class ToolExecutor:
             raise type(error)(f"{tool.name}: {error}") from None
         finally:
             if is_fresh:
-                try:
-                    remove_folder(f"{self.root}/{folder}")
-                except OSError as error:  # the call has its result in any case
-                    warnings.warn(f"ToolExecutor could not remove the folder of a call: {error}.", GRPOWarning, 2)
+                self._remove(folder)
+
+    def _remove(self, folder: str | None) -> None:
+        try:
+            remove_folder(f"{self.root}/{folder}")
+        except OSError as error:  # the calls have their results in any case
+            warnings.warn(f"ToolExecutor could not remove the folder of a call: {error}.", GRPOWarning, 3)
 
 
 def _needs_worker(tool: Tool) -> bool:

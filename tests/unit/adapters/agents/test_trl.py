@@ -26,6 +26,7 @@ from adapters.agents.trl import SETTINGS, settings_table
 from adapters.agents.trl.settings import Sizes, trl_arguments
 from adapters.agents.trl.training import _optimizer
 from adapters.llm import HFOptions, HFPolicy, SamplingConfig
+from adapters.tools import Tool, ToolCatalogue, ToolExecutor
 from grpo import (
     AdvantageConfig,
     EntropyControl,
@@ -462,6 +463,11 @@ def test_the_learning_rate_follows_our_schedule() -> None:
     assert rates(DEFAULTS, 4, 1)[3] == 1.0
 
 
+async def shout(text: str) -> str:
+    """Say it louder."""
+    return text.upper()
+
+
 def test_policies_that_trl_cannot_run_are_refused(subtests: pytest.Subtests) -> None:
     async def play(chat: Any, state: Any) -> float:
         return 0.0
@@ -469,6 +475,7 @@ def test_policies_that_trl_cannot_run_are_refused(subtests: pytest.Subtests) -> 
     tokenizer = chat_tokenizer()
     model = language_model(tokenizer=tokenizer)
     other_ends = language_model(tokenizer=tokenizer, end_token_ids=[5])
+    executor = ToolExecutor(ToolCatalogue([Tool.from_function(shout, remote=True)]))
     with_kl, moving = config("objective", "kl_coef", 0.1), config("", "reference_sync_every", 2)
     cases: dict[str, tuple[Any, GRPOConfig, dict[str, Any], str]] = {
         "sampler": (Scripted([]).policy, DEFAULTS, {}, "policy.sampler='another engine'"),
@@ -483,6 +490,7 @@ def test_policies_that_trl_cannot_run_are_refused(subtests: pytest.Subtests) -> 
             {},
             r"agent.branch=Branching\(at=\(1,\)",
         ),
+        "executor": (AgentPolicy(model, Tools, executor=executor), DEFAULTS, {}, "agent.executor=<"),
         "arguments": (model, DEFAULTS, {"arguments": {"beta": 1.0}}, r"arguments must not set \['beta'\]"),
     }
     for name, (policy, settings, options, message) in cases.items():

@@ -22,7 +22,9 @@ from tests.support.tool_executors import CATALOGUE, CONFINEMENTS, LINUX, LONG, U
 pytestmark = LINUX
 
 MORE = CATALOGUE.with_tools(
-    Tool.from_function(tool_functions.leave), Tool.from_function(tool_functions.where_remote, remote=True)
+    Tool.from_function(tool_functions.leave),
+    Tool.from_function(tool_functions.write_for_ever),
+    Tool.from_function(tool_functions.where_remote, remote=True),
 )
 
 
@@ -129,6 +131,27 @@ def test_rewards_run_the_calls_of_a_group_in_its_folder() -> None:
         # equal calls share a result in the same folder only
         assert once.compute_rewards(["p", "q", "p"], calls).tolist() == [1, 1, 1]
         assert once.compute_rewards(["q", "q", "q"], calls).tolist() == [2, 2, 2]
+
+
+def test_a_folder_is_removed_by_its_name_once_its_calls_have_ended() -> None:
+    with ToolExecutor(MORE, num_workers=2, options=ExecutorOptions(timeout=LONG)) as made:
+        made.run([call("leave", name="a")] * 2, folders=["g", "h"])
+        made.run([call("misbehave", how="closed_folders")], folders=["g"])
+        made.remove_folder("g")
+        made.remove_folder("g")  # it need not exist
+        assert [path.name for path in made.root.iterdir()] == ["h"]
+
+        async def give_up_and_remove() -> None:
+            waiting = asyncio.ensure_future(made.run_async([call("write_for_ever")], ["h"]))
+            assert await asyncio.to_thread(soon, lambda: (made.root / "h" / "file-0").exists())
+            waiting.cancel()
+            await asyncio.to_thread(made.remove_folder, "h")
+
+        asyncio.run(give_up_and_remove())
+        assert list(made.root.iterdir()) == []
+        for wrong in ("../g", ".", "", "a/b"):
+            with pytest.raises(ConfigError, match="remove_folder: name must have letters"):
+                made.remove_folder(wrong)
 
 
 def test_remote_tools_have_no_folder_of_their_own() -> None:

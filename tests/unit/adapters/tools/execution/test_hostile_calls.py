@@ -319,16 +319,7 @@ def executors(log: Path) -> Iterator[Callable[[Any], ToolExecutor]]:
                     ),
                 )
             )
-            root = made.root
-            (root / "harmless").write_text("harmless")
-            (root / "inside").mkdir()
-            links = {
-                "in_file": "harmless", "in_chain": "in_file", "inside/up": "..", "out_file": "/etc/passwd", "out_folder": "..",
-                "out_chain": "out_folder/../etc/passwd", "out_dangling": "/no/such/file", "loop": "loop", "proc": "/proc/self",
-                "proc_root": "/proc/self/root", "proc_cwd": "/proc/self/cwd", "proc_fd": "/proc/self/fd", "absolute": "/etc",
-            }  # fmt: skip
-            for name, target in links.items():
-                (root / name).symlink_to(target)
+            hostile_tools.lay_files(made.root)
             return made
 
         yield executor_of

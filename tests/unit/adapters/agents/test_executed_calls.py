@@ -1,0 +1,331 @@
+"""Agents whose tools run in an executor: results, errors and deadlines are messages, and lost calls leave no reward."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adapters.agents import AgentPolicy, Branching, Chat, Conversation, EnvironmentReward, Message, ToolCallLostError
+from adapters.tools import (
+    ExecutorOptions,
+    ServerLostError,
+    Tool,
+    ToolCall,
+    ToolCatalogue,
+    ToolExecutor,
+    WorkerLostError,
+)
+from grpo import GRPOConfig, GRPOTrainer
+from grpo.config import RewardConfig
+from grpo.errors import ConfigError, ContractError
+from tests.support import hostile_tools, tool_functions
+from tests.support.agents import Echo, Scripted, language_model, lookup, says_call
+from tests.support.tool_executors import LINUX, LONG, OWN_USERS, soon
+from tests.unit.adapters.tools.execution.test_hostile_calls import CATALOGUE as HOSTILE
+from tests.unit.adapters.tools.execution.test_hostile_calls import DAILY, KINDS, LIMITS, Case
+
+pytestmark = LINUX
+
+lost_once: list[int] = []
+
+
+async def loses(times: int) -> str:
+    """Lose some calls, and answer later ones."""
+    lost_once.append(1)
+    if len(lost_once) <= times:
+        raise ServerLostError("the server is gone")
+    return "found"
+
+
+CATALOGUE = ToolCatalogue(
+    [
+        Tool.from_function(tool_functions.add),
+        Tool.from_function(tool_functions.echo),
+        Tool.from_function(tool_functions.leave),
+        Tool.from_function(tool_functions.read),
+        Tool.from_function(tool_functions.write_for_ever),
+        Tool.from_function(hostile_tools.misbehave),
+        Tool.from_function(hostile_tools.misbehave, name="hang", timeout=0.4),
+        Tool.from_function(loses, remote=True),
+    ]
+)
+LIMITED = ExecutorOptions(timeout=LONG, max_output_bytes=1000, max_folder_bytes=2**20)
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[ToolExecutor]:
+    with ToolExecutor(CATALOGUE, num_workers=2, options=LIMITED) as made:
+        yield made
+
+
+class Plain(Echo):
+    """Ends at the first message without a call. It has no `tools()`, so it has all tools of the executor."""
+
+    def step(self, action: Message) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return "bye", 1.0, True, False, {}
+
+
+def calls(*named: tuple[str, dict[str, Any]]) -> str:
+    return "".join(says_call(name, json.dumps(arguments)) for name, arguments in named)
+
+
+def says(*turns: str) -> Any:
+    return Scripted(turns, max_new_tokens=2000, positions=100_000).policy
+
+
+def one(policy: Any, make: Any, executor: ToolExecutor | None, **options: Any) -> Conversation:
+    ((row,),) = AgentPolicy(policy, make, executor=executor, **options).generate_actions(["you"], 1)
+    return row
+
+
+def results(row: Conversation) -> list[str]:
+    return [message["content"] for message in row.messages if message["role"] == "tool"]
+
+
+def test_results_and_errors_of_calls_are_messages_in_the_order_of_the_calls(executor: ToolExecutor) -> None:
+    turn = calls(
+        ("add", {"a": 1, "b": 2}), ("add", {"a": "x"}), ("nope", {}), ("echo", {"value": {"a": [1, "b"]}}),
+        ("misbehave", {"how": "raise_base"}), ("echo", {"value": "plain"}), ("misbehave", {"how": "long_text"}),
+        ("read", {"path": "../secret"}), ("misbehave", {"how": "os_exit_7"}), ("write_for_ever", {}),
+    )  # fmt: skip
+    agent = AgentPolicy(says(turn, "done"), Plain, executor=executor)
+    sampled = agent.sample_actions(["you"], 1)
+    ((row,),) = sampled.actions
+    begins = [
+        "3", "Error: InvalidArgumentsError: add: ",
+        "Error: there is no tool 'nope'. The tools are add, echo, leave, read, write_for_ever, misbehave, hang, loses.",
+        '{"a": [1, "b"]}', "Error: ToolRaisedError: misbehave: BaseException: base", "plain",
+        "Error: OutputTooLargeError: misbehave: output must take at most 1000 bytes as JSON",
+        "Error: PathOutsideRootError: read: ", "Error: WorkerDiedError: misbehave: ",
+        "Error: FolderFullError: write_for_ever: the files in its folder take more than 1048576 bytes",
+    ]  # fmt: skip
+    found = results(row)
+    assert [said[: len(begin)] for said, begin in zip(found, begins, strict=True)] == begins
+    assert (row.reward, row.ended_by, sampled.metrics["agents/failed_calls"]) == (1.0, "environment", 7.0)
+    assert row.messages[-2]["content"] == "done"
+
+
+def test_an_endless_loop_ends_at_its_deadline_and_the_conversation_goes_on(executor: ToolExecutor) -> None:
+    """The deadline of the tool is later than that of the environment: waiting for a call is not the environment's time."""
+    turns = [calls(("hang", {"how": "busy"}), ("add", {"a": 1})), calls(("add", {"a": 2})), "done"]
+    row = one(says(*turns), Plain, executor, timeout=0.3)
+    assert results(row) == ["Error: ToolTimeoutError: hang: no answer within 0.4 s; the worker was killed.", "2", "3"]
+    assert (row.reward, row.ended_by) == (1.0, "environment")
+
+
+def test_the_model_reads_the_tools_of_the_catalogue_that_the_environment_has(executor: ToolExecutor) -> None:
+    class Some(Plain):
+        def tools(self) -> list[Any]:
+            return [tool_functions.add, CATALOGUE["hang"]]
+
+    scripted = Scripted([calls(("misbehave", {"how": "sleep"})), "done"], max_new_tokens=2000, positions=100_000)
+    row = one(scripted.policy, Some, executor)
+    assert results(row) == ["Error: there is no tool 'misbehave'. The tools are add, hang."]
+    shown = scripted.policy.tokenizer.decode(scripted.contexts[0])
+    schemas = json.loads(shown.partition("Tools: ")[2].partition("<|im_end|>")[0])
+    assert schemas == [CATALOGUE["add"].schema, CATALOGUE["hang"].schema]
+    assert schemas[0]["function"] == {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": dict(CATALOGUE["add"].parameters),
+    }
+
+
+def test_each_conversation_has_a_folder_of_its_own_which_is_removed(executor: ToolExecutor) -> None:
+    turns = [calls(("leave", {"name": "a"})), calls(("leave", {"name": "b"}), ("add", {"a": 1})), "done"]
+    policy = AgentPolicy(language_model(max_new_tokens=400, positions=100_000), Plain, executor=executor)
+    rows = policy.replay(["you"] * 4, [turns] * 4)
+    assert [results(row) for row in rows] == [['["a"]', '["a", "b"]', "2"]] * 4
+    assert [path.name for path in executor.root.iterdir() if path.name.startswith("conversation")] == []
+
+
+def test_a_conversation_that_is_given_up_ends_its_call_and_leaves_no_folder(executor: ToolExecutor) -> None:
+    async def play(chat: Chat, state: Any) -> float:
+        message = await chat([{"role": "user", "content": "you"}], chat.tools)
+        if state == "fails":
+            while not list(executor.root.glob("conversation-*/file-0")):
+                await asyncio.sleep(0.01)
+            raise ContractError("the program is wrong")
+        await chat.call_tools(message)
+        return 1.0
+
+    with ToolExecutor(CATALOGUE, num_workers=2, options=ExecutorOptions(timeout=10 * LONG)) as executor:
+        policy = AgentPolicy(says(*[calls(("write_for_ever", {}))] * 2), play, executor=executor)
+        with pytest.raises(ContractError, match="the program is wrong"):
+            policy.generate_actions(["waits", "fails"], 1)
+        assert soon(lambda: not list(executor.root.glob("conversation-*")))
+        assert executor.run([ToolCall(tool="add", arguments={"a": 1})])[0].output == 2
+
+
+def test_a_lost_call_leaves_no_reward_and_is_explained(executor: ToolExecutor, subtests: pytest.Subtests) -> None:
+    turn = calls(("misbehave", {"how": "kill_self"}))
+    with subtests.test("explained"):
+        agent = AgentPolicy(says(turn), Plain, executor=executor)
+        sampled = agent.sample_actions(["you"], 1)
+        ((row,),) = sampled.actions
+        assert (row.ended_by, sampled.metrics["agents/lost_calls"], row.reward != row.reward) == ("error", 1.0, True)
+        assert row.info["error"].startswith("ToolCallLostError: WorkerLostError: misbehave: the worker ended during")
+        [told] = EnvironmentReward().explain_missing(["you"], [row])
+        assert told.startswith("State 'you': the environment or the program raised ToolCallLostError: WorkerLostError")
+        assert told.endswith("Fix it, or set AgentPolicy(num_retries=...).")
+    with subtests.test("held again"):
+        lost_once.clear()
+        again = says(*[calls(("loses", {"times": 1}))] * 2, "done")
+        sampled = AgentPolicy(again, Plain, executor=executor, num_retries=1).sample_actions(["you"], 1)
+        ((row,),) = sampled.actions
+        assert (row.reward, results(row)) == (1.0, ["found"])
+        assert (sampled.metrics["agents/lost_calls"], sampled.metrics["agents/retries"]) == (1.0, 1.0)
+    with subtests.test("dropped"):
+        config = GRPOConfig(group_size=2, reward=RewardConfig(non_finite="drop"))
+        policy = AgentPolicy(says(*[turn] * 2, *["done"] * 2), Plain, executor=executor, concurrency=1)
+        trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward())
+        assert trainer.collect(["you", "me"]).num_rows == 2
+    with subtests.test("caught"):
+
+        async def play(chat: Chat, state: Any) -> float:
+            message = await chat([{"role": "user", "content": "you"}], chat.tools)
+            with pytest.raises(ToolCallLostError):
+                await chat.call_tools(message)
+            return 0.5
+
+        assert one(says(turn), play, executor).reward == 0.5
+
+
+def test_a_server_that_is_gone_for_good_ends_the_run(executor: ToolExecutor) -> None:
+    lost_once.clear()
+    policy = AgentPolicy(says(*[calls(("loses", {"times": 99}))] * 40), Plain, executor=executor, concurrency=1)
+    with pytest.raises(ServerLostError, match="32 calls of the tool loses were lost in a row"):
+        policy.generate_actions(["you"], 40)
+
+
+def test_a_program_calls_tools_by_the_chat(executor: ToolExecutor) -> None:
+    async def play(chat: Chat, state: Any) -> float:
+        messages: list[Message] = [{"role": "user", "content": "you"}]
+        while (message := await chat(messages, chat.tools)).get("tool_calls"):
+            messages = [*chat.messages, *await chat.call_tools(message)]
+        return float(message["content"] == "done")
+
+    row = one(says(calls(("add", {"a": 1}), ("nope", {})), "done"), play, executor)
+    assert (row.reward, [said[:18] for said in results(row)]) == (1.0, ["2", "Error: there is no"])
+
+    async def without(chat: Chat, state: Any) -> float:
+        assert chat.tools == []
+        await chat.call_tools({"role": "assistant", "content": ""})
+        return 0.0
+
+    with pytest.raises(ContractError, match=re.escape("call_tools needs an executor. Pass AgentPolicy(executor=")):
+        one(says(), without, None)
+
+
+def test_one_seed_has_one_result_whatever_the_tools_take(executor: ToolExecutor) -> None:
+    model = language_model(max_new_tokens=8)
+
+    async def play(chat: Chat, state: Any) -> float:
+        message = await chat([{"role": "user", "content": state}])
+        functions = {"name": "leave", "arguments": {"name": "a"}}, {"name": "add", "arguments": {"a": 1}}
+        made = [{"id": f"call{i}", "function": function} for i, function in enumerate(functions)]
+        said = await chat.call_tools({"role": "assistant", "tool_calls": made})
+        await chat([*chat.messages, {"role": "user", "content": said[0]["content"] + said[1]["content"]}])
+        return float(len(message["content"]))
+
+    found = []
+    for concurrency in (1, 8):
+        torch.manual_seed(0)
+        policy = AgentPolicy(model, play, executor=executor, concurrency=concurrency)
+        rows = policy.generate_actions(["you", "me"], 4)
+        found.append([[segment.token_ids for segment in row.segments] for group in rows for row in group])
+    assert found[0] == found[1]
+
+
+def test_what_does_not_fit_together_is_refused(executor: ToolExecutor, subtests: pytest.Subtests) -> None:
+    class Others(Plain):
+        def tools(self) -> list[Any]:
+            return [lookup]
+
+    branch = Branching(at=(1,), width=(2,))
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (lambda: AgentPolicy(says(), Plain, executor="bwrap"), ConfigError, "executor must be a ToolExecutor"),
+        (
+            lambda: AgentPolicy(says(), Plain, executor=executor, branch=branch),
+            ConfigError,
+            "branch needs tools without",
+        ),
+        (
+            lambda: one(says(), Others, executor),
+            ContractError,
+            "Others.tools must return tools of AgentPolicy's executor",
+        ),
+    ]
+    for make, error, message in cases:
+        with subtests.test(message), pytest.raises(error, match=re.escape(message)):
+            make()
+
+
+# --- the hostile calls of the executor's own tests, said by a model
+
+
+MOST = 3000
+"""Longest text of a call, in characters."""
+RUNS = [pytest.param(kind, marks=[] if kind in DAILY else [pytest.mark.slow]) for kind in KINDS]
+
+
+def as_text(case: Case) -> str | None:
+    """The model's text that makes this call. None: no text of a model makes it."""
+    if type(case.tool) is not str or not isinstance(case.arguments, dict):
+        return None
+    text = ""
+    try:
+        for part in json.JSONEncoder().iterencode(case.arguments):  # some never end
+            text += part
+            if len(text) + len(case.tool) > MOST:
+                return None
+        is_equal = json.loads(text) == case.arguments
+    except (TypeError, ValueError, RecursionError):
+        return None
+    if not is_equal:
+        return None
+    return says_call(json.dumps(case.tool)[1:-1], text)
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_each_hostile_call_of_a_model_ends_as_required(kind: str, subtests: pytest.Subtests) -> None:
+    """The corpus of `test_hostile_calls`: its tools, its limits and its ends. What a model cannot say is left out."""
+    spoken = [(case, as_text(case)) for case in KINDS[kind] if OWN_USERS or not case.own_user]
+    said = [(case, text) for case, text in spoken if text is not None]
+    assert len(said) > len(spoken) / 3
+    lost = [case.ends is WorkerLostError for case, _ in said]
+    lay, after = says_call("lay_files_here", "{}"), says_call("add", '{"a": 41}')
+    catalogue = HOSTILE.with_tools(Tool.from_function(hostile_tools.lay_files_here))
+    options = ExecutorOptions(timeout=LONG, limits=LIMITS)
+    model = language_model(max_new_tokens=MOST + 500, positions=1_000_000)
+    with ToolExecutor(catalogue, allow=[*set(catalogue) - {"nap"}], num_workers=4, options=options) as executor:
+        # one after another: a call that closes the worker's output would make a later call fail
+        policy = AgentPolicy(model, Plain, executor=executor, concurrency=1)
+        scripts = [[lay, text, after, "done"] for (_, text), is_lost in zip(said, lost, strict=True) if not is_lost]
+        rows = iter(policy.replay(["you"] * len(scripts), scripts) if scripts else [])
+        for (case, text), is_lost in zip(said, lost, strict=True):
+            if is_lost:
+                row = one(says(text), Plain, executor)
+                with subtests.test(case.name):
+                    assert (row.ended_by, row.reward != row.reward) == ("error", True)
+                    assert "ToolCallLostError: WorkerLostError" in row.info["error"]
+                continue
+            row = next(rows)
+            with subtests.test(case.name):
+                laid, result, added = results(row)
+                assert (laid, added, row.reward) == ("laid", "42", 1.0)
+                assert len(result) < 4000
+                if isinstance(case.ends, type):
+                    missing = case.tool not in executor.tools
+                    begin = "Error: there is no tool " if missing else f"Error: {case.ends.__name__}: "
+                    assert result.startswith(begin), result
+                else:
+                    assert not result.startswith("Error: "), result
+        assert list(executor.root.iterdir()) == []
+    for outside in ("/owned", "/etc/owned", "/tmp/owned", "owned"):
+        assert not Path(outside).exists()
