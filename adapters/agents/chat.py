@@ -51,7 +51,7 @@ class SampledTurn:
 
 SampleTurn = Callable[[list[int], int, int, tuple[str, ...], Speaker | None], Awaitable[SampledTurn]]
 """Samples a turn, given the token ids of a context, a seed, the maximum number of tokens, texts that end the turn, and who
-speaks (None: the trained model)."""
+speaks (None: the trained model). Raises a TimeoutError if that takes too long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +204,8 @@ class Chat:
         """Starts the other branches of a fork, given what each begins with."""
         self.program: asyncio.Future | None = None
         """The task that plays the conversation."""
+        self.is_late: str | None = None
+        """What took too long, if the conversation ended by "timeout" because of the model."""
         self.executed = executed
         """Runs the tool calls. None: there is no executor."""
         self._has_folder = False
@@ -412,7 +414,7 @@ class Chat:
         read = speaker.template.render(messages, tools)
         name, seed = self._named(read, seat.name)
         own_limit = speaker.policy.sampling.max_new_tokens
-        turn = await self._sample(read, seed, min(max_new_tokens or own_limit, own_limit), stop, speaker)
+        turn = await self._sampled(read, seed, min(max_new_tokens or own_limit, own_limit), stop, speaker)
         message, *_ = speaker.message(messages, read, turn.token_ids, turn.finish_reason, tools, stop)
         return Reply(
             id=name,
@@ -429,6 +431,13 @@ class Chat:
         name, _ = self._named([*message["content"].encode()], seat.name)
         numbers = {"num_context_tokens": 0, "num_tokens": 0}
         return Reply(id=name, message=message, is_truncated=False, ends_context=False, **numbers)
+
+    async def _sampled(self, *request: Any) -> SampledTurn:
+        try:
+            return await self._sample(*request)
+        except TimeoutError as error:
+            self.ended_by, self.is_late = "timeout", str(error)
+            raise ConversationEnded("timeout") from error
 
     def _named(self, read: Sequence[int], seat: str | None) -> tuple[str, int]:
         """The id and the seed of the reply to these tokens. Equal requests are numbered."""
@@ -472,7 +481,7 @@ class Chat:
         context.is_asked = True
         self._num_sampled += 1
         try:
-            turn = await self._sample(read, seed, max_new_tokens, stop, None)
+            turn = await self._sampled(read, seed, max_new_tokens, stop, None)
         finally:
             self._num_sampled -= 1
             context.is_asked = False

@@ -48,6 +48,8 @@ class AgentPolicy:
         concurrency: Maximum number of conversations at a time.
         timeout: Seconds that an environment or an agent program may take between two messages of the model. A conversation
             that takes longer ends. None: no limit.
+        turn_timeout: Seconds that a message of the model may take, from the request to its end. A conversation that waits for
+            longer ends without a reward, so the result of a run depends on the time. None: no limit.
         num_retries: How often a conversation is held again, from its beginning, whose environment or program fails or hangs.
             What was said before is forgotten. Afterwards, the conversation has no reward, and `RewardConfig` decides.
         one_at_a_time: Whether blocking methods of environments are called one after another, because their package is not safe
@@ -81,6 +83,7 @@ class AgentPolicy:
         max_tokens: int | None = None,
         concurrency: int = 64,
         timeout: float | None = 60.0,
+        turn_timeout: float | None = None,
         num_retries: int = 0,
         one_at_a_time: bool = False,
         branch: Branching | None = None,
@@ -98,8 +101,9 @@ class AgentPolicy:
                 raise ConfigError(f"AgentPolicy: {name} must be at least 1; got {limit}.")
         if num_retries < 0:
             raise ConfigError(f"AgentPolicy: num_retries must be at least 0; got {num_retries}.")
-        if timeout is not None and not timeout > 0:
-            raise ConfigError(f"AgentPolicy: timeout must be above 0; got {timeout}. Pass None for no limit.")
+        for name, seconds in {"timeout": timeout, "turn_timeout": turn_timeout}.items():
+            if seconds is not None and not seconds > 0:
+                raise ConfigError(f"AgentPolicy: {name} must be above 0; got {seconds}. Pass None for no limit.")
         if branch is not None:
             _require_branching(branch, make, max_turns, executor)
         self.policy, self.make, self.max_turns, self.max_tokens = policy, make, max_turns, max_tokens
@@ -118,7 +122,9 @@ class AgentPolicy:
         known = [limit for limit in (max_tokens, policy.max_positions) if limit is not None]
         self._max_tokens = min(known, default=None)
         play = make if is_async(make) else EnvironmentLoop(make, one_at_a_time=one_at_a_time)
-        self._rollouts = Rollouts(play, concurrency=concurrency, timeout=timeout, num_retries=num_retries)
+        self._rollouts = Rollouts(
+            play, concurrency=concurrency, timeout=timeout, turn_timeout=turn_timeout, num_retries=num_retries
+        )
         if hasattr(policy, "reference_log_probabilities"):
             # an attribute, because a policy without a reference must not have this method
             self.reference_log_probabilities = self._reference_log_probabilities

@@ -83,6 +83,8 @@ class EnvironmentReward:
 def _cause(conversation: Conversation) -> str:
     """Why a conversation has no reward."""
     error = conversation.info.get("error", "no message")
+    if conversation.ended_by == "timeout" and "turn_timeout" in error:
+        return f"{error}. Raise AgentPolicy(turn_timeout=...), or lower max_new_tokens or concurrency."
     if conversation.ended_by == "timeout":
         return f"{error}. Find out what it waits for, or raise AgentPolicy(timeout=...)."
     if conversation.ended_by == "error":

@@ -1,7 +1,7 @@
 """Rollouts: many conversations at the same time, whose turns are sampled together.
 
 Conversations run in an event loop in a thread of their own, so this works in notebooks too. The caller's thread samples: it
-collects the contexts that wait for a turn, samples all of them in one call, and gives the turns back.
+collects the contexts that wait for a turn, samples all of them in one call, and gives each turn back when it ends.
 """
 
 import asyncio
@@ -70,7 +70,10 @@ class Request:
     """Who speaks. None: the trained model."""
 
 
-SampleBatch = Callable[[Sequence[Request]], list[SampledTurn]]
+GiveTurn = Callable[[Request, SampledTurn], None]
+"""Gives a turn to the conversation that waits for it."""
+SampleBatch = Callable[[Sequence[Request], GiveTurn], list[SampledTurn]]
+"""Samples a turn for each request. It may give each turn as soon as the turn ends."""
 MakeChat = Callable[[Job, SampleTurn], Chat]
 
 
@@ -82,16 +85,23 @@ class Rollouts:
         concurrency: Maximum number of conversations at a time. More make larger batches, and need more memory and
             environments.
         timeout: Seconds that `play` may be busy between two messages of the policy. None: no limit.
+        turn_timeout: Seconds that a message of the policy may take, with the time that its request waits. None: no limit.
         num_retries: How often a conversation is held again whose environment or program fails or hangs.
     """
 
     def __init__(
-        self, play: Callable[[Chat, Any], Coroutine], *, concurrency: int, timeout: float | None, num_retries: int = 0
+        self,
+        play: Callable[[Chat, Any], Coroutine],
+        *,
+        concurrency: int,
+        timeout: float | None,
+        turn_timeout: float | None = None,
+        num_retries: int = 0,
     ) -> None:
         self._play = play
         self._num_retries = num_retries
         self._concurrency = concurrency
-        self._timeout = timeout
+        self._timeout, self._turn_timeout = timeout, turn_timeout
         self.num_abandoned = 0
         """Environments that hang for good."""
         self.num_retried = 0
@@ -105,7 +115,7 @@ class Rollouts:
             DeadlineError: Too many environments hang, or an agent program blocks the event loop.
             GRPOError: An environment or an agent program breaks its contract.
         """
-        batches = _Batches(self._timeout, self._concurrency)
+        batches = _Batches(self._timeout, self._concurrency, self._turn_timeout)
         finished: list[Any] = []
 
         async def hold() -> None:
@@ -122,9 +132,10 @@ class Rollouts:
         try:
             while requests := batches.next():
                 began = time.monotonic()
-                turns = sample(requests)
+                turns = sample(requests, batches.give)
                 batches.seconds = time.monotonic() - began
-                batches.answer(requests, turns)
+                for request, turn in zip(requests, turns, strict=True):
+                    batches.give(request, turn)
         except BaseException:  # also an interrupt: no conversation goes on without its turns
             batches.cancel()
             thread.join(3 * GRACE_SECONDS)
@@ -214,7 +225,7 @@ class Rollouts:
                     "still hang. Raise the timeout, or find out what they wait for."
                 )
         if chat.ended_by == "timeout":
-            chat.info = {"error": f"no answer within {self._timeout:g} s"}
+            chat.info = {"error": chat.is_late or f"no answer within {self._timeout:g} s"}
             return float("nan")
         error = RuntimeError("the agent program was cancelled") if task.cancelled() else task.exception()
         if error is None:
@@ -247,7 +258,7 @@ def _limit(error: BaseException) -> ConversationEnded | None:
 class _Batches:
     """Requests on their way from the conversations' thread to the caller's thread, and turns on their way back."""
 
-    def __init__(self, timeout: float | None, max_requests: int) -> None:
+    def __init__(self, timeout: float | None, max_requests: int, turn_timeout: float | None = None) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.main: asyncio.Task | None = None
         self.seconds = 1.0
@@ -259,7 +270,7 @@ class _Batches:
         self._is_parallel = False
         """Whether a conversation has had several requests at a time."""
         self._num_active = 0
-        self._timeout = timeout
+        self._timeout, self._turn_timeout = timeout, turn_timeout
         self._has_ended = False
 
     def sampler(self, index: int) -> SampleTurn:
@@ -280,7 +291,10 @@ class _Batches:
                     speaker=speaker,
                 )
             )
-            return await turn
+            try:
+                return await asyncio.wait_for(turn, self._turn_timeout)
+            except TimeoutError:
+                raise TimeoutError(f"the model sent no message within turn_timeout={self._turn_timeout:g} s") from None
 
         return sample
 
@@ -323,6 +337,7 @@ class _Batches:
                 if not requests:
                     until = time.monotonic() + self._patience()
                 requests.append(item)
+            requests = [request for request in requests if not request.turn.done()]  # given up meanwhile
         if self._has_ended:
             return []
         places: Counter[int] = Counter()
@@ -338,10 +353,9 @@ class _Batches:
         """How long a batch waits for conversations that are still busy."""
         return max(SHORTEST_WAIT, PATIENCE * self.seconds)
 
-    def answer(self, requests: Sequence[Request], turns: Sequence[SampledTurn]) -> None:
-        """Give the turns to their conversations."""
-        for request, turn in zip(requests, turns, strict=True):
-            self._call(_give, request.turn, turn)
+    def give(self, request: Request, turn: SampledTurn) -> None:
+        """Give a turn to its conversation, unless the conversation has it already."""
+        self._call(_give, request.turn, turn)
 
     def cancel(self) -> None:
         """End all conversations."""

@@ -5,12 +5,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adapters.llm import HFPolicy, RowLimit, SampledTokens, SamplingConfig
+from adapters.llm import FinishReason, HFPolicy, RowLimit, SampledTokens, SamplingConfig
 from grpo.errors import ContractError
 
 from .chat import SampledTurn
 from .messages import Message
-from .rollouts import Request
+from .rollouts import GiveTurn, Request
 from .templates import ChatTemplate
 
 
@@ -32,17 +32,21 @@ class ModelTurns:
         """Maximum number of turns of one of the conversations: there is none."""
         return sys.maxsize
 
-    def __call__(self, requests: Sequence[Request]) -> list[SampledTurn]:
-        """One turn for each request. Those of a model are sampled together, each with its own limit and stop strings."""
+    def __call__(self, requests: Sequence[Request], give: GiveTurn) -> list[SampledTurn]:
+        """One turn for each request. Those of a model are sampled together, each with its own limit and stop strings.
+
+        If the model samples in this process, `give` gets each turn as soon as it ends.
+        """
         turns: dict[int, SampledTurn] = {}
         for speaker in dict.fromkeys(request.speaker for request in requests):
             own = {i: request for i, request in enumerate(requests) if request.speaker is speaker}
             if speaker is None:
-                sampled = self._sampled(self._policy, self._template, self._config, [*own.values()], self._sampling)
+                config, sampling = self._config, self._sampling
+                sampled = self._sampled(self._policy, self._template, config, [*own.values()], give, sampling)
                 self.is_exact = self.is_exact and sampled.policy_log_probs is sampled.behaviour_log_probs
             else:
                 policy = speaker.policy
-                sampled = self._sampled(policy, speaker.template, policy.sampling, [*own.values()], {})
+                sampled = self._sampled(policy, speaker.template, policy.sampling, [*own.values()], give, {})
             rows = zip(own, sampled.token_ids, sampled.behaviour_log_probs, sampled.finish_reasons, strict=True)
             for i, ids, log_probs, reason in rows:
                 turns[i] = SampledTurn(token_ids=ids, log_probs=log_probs, finish_reason=reason)
@@ -54,8 +58,12 @@ class ModelTurns:
         template: ChatTemplate,
         config: SamplingConfig,
         requests: Sequence[Request],
+        give: GiveTurn,
         sampling: Mapping[str, Any],
     ) -> SampledTokens:
+        def on_row(row: int, token_ids: list[int], log_probs: list[float], reason: FinishReason) -> None:
+            give(requests[row], SampledTurn(token_ids=token_ids, log_probs=log_probs, finish_reason=reason))
+
         always = (*config.stop, *template.stop)
         return policy.sample_tokens(
             [request.context for request in requests],
@@ -65,6 +73,7 @@ class ModelTurns:
                 RowLimit(max_new_tokens=request.max_new_tokens, stop=tuple(dict.fromkeys((*always, *request.stop))))
                 for request in requests
             ],
+            on_row=on_row,
             **sampling,
         )
 
@@ -88,7 +97,7 @@ class ScriptedTurns:
         """Number of turns of a conversation's script."""
         return len(self._turns[index])
 
-    def __call__(self, requests: Sequence[Request]) -> list[SampledTurn]:
+    def __call__(self, requests: Sequence[Request], give: GiveTurn) -> list[SampledTurn]:
         """The next turn of each conversation that waits for one."""
         given = [next(self._left[request.index]) for request in requests]
         return [SampledTurn(token_ids=ids, log_probs=[math.nan] * len(ids), finish_reason="end") for ids in given]

@@ -43,6 +43,7 @@ from .sampling.kept_prefixes import KeptPrefixes
 from .sampling.recorded.sampler import RecordedSampler
 from .sampling.samplers import (
     LimitsRows,
+    OnRow,
     ReadsByUnit,
     RowLimit,
     SampledTokens,
@@ -341,6 +342,7 @@ class HFPolicy:
         seeds: Sequence[int],
         end_token_ids: Sequence[int] = (),
         limits: Sequence[RowLimit] | None = None,
+        on_row: OnRow | None = None,
         **sampling: Any,
     ) -> SampledTokens:
         """One completion of each prompt. The prompts are token ids, and a row depends on its seed and not on the batch.
@@ -350,6 +352,8 @@ class HFPolicy:
             seeds: N seeds below 2**63.
             end_token_ids: Tokens that end a completion, in addition to the policy's own.
             limits: Where each of the N rows ends. None: at `max_new_tokens` and `stop` of the settings.
+            on_row: Called with each row as soon as it ends, by the samplers "decoding" and "generate". It gets the row's index,
+                token ids, log-probs under the sampling distribution and finish reason, which are those of the result.
             sampling: Settings of `SamplingConfig` for this call only.
 
         Returns:
@@ -373,7 +377,9 @@ class HFPolicy:
         room, most = self.max_positions, max(map(len, prompts)) + config.max_new_tokens
         limits_rows = isinstance(sampler, LimitsRows) and (room is None or most <= room)
         sample = sampler.sample if limits_rows else partial(sample_by_limit, sampler)
-        sampled = sample(distinct, size, config, end_token_ids=ends, seeds=seeds, limits=limits)
+        gives_rows = limits_rows and isinstance(sampler, DecodingSampler)
+        early: dict[str, Any] = {"on_row": on_row} if gives_rows else {}
+        sampled = sample(distinct, size, config, end_token_ids=ends, seeds=seeds, limits=limits, **early)
         return sampled if self._lm.computes_in_float32 else replace(sampled, policy_log_probs=None)
 
     @contextmanager

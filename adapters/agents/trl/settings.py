@@ -128,6 +128,7 @@ SETTINGS = {
     "agent.max_tokens": Setting(note="the model's maximum"),
     "agent.concurrency": Setting(note="TRL calls the tools of a batch one after another"),
     "agent.timeout": Setting(note="TRL waits for ever"),
+    "agent.turn_timeout": Setting(note="TRL waits for ever"),
     "agent.num_retries": Setting(note="TRL holds no conversation again"),
     "agent.one_at_a_time": Setting(note="TRL calls the tools of a batch one after another"),
     "agent.executor": Setting(note="none: TRL calls the tools in its own process"),

@@ -26,7 +26,7 @@ from adapters.llm.prompts.control_tokens import special_tokens
 
 from .decoding_batch import DecodingBatch
 from .kept_prefixes import KeptPrefixes, continued_batch
-from .samplers import Ints, LimitsRows, RowLimit, SampledTokens
+from .samplers import Ints, LimitsRows, OnRow, RowLimit, SampledTokens
 from .sampling_config import SamplingConfig
 from .token_draw import TokenDraw
 
@@ -62,8 +62,15 @@ class StopStrings:
 class Progress:
     """Records which of N rows are unfinished, and why the other rows ended."""
 
-    def __init__(self, draw: TokenDraw, tokenizer: Any, config: SamplingConfig, limits: Sequence[RowLimit]) -> None:
-        self._draw = draw
+    def __init__(
+        self,
+        draw: TokenDraw,
+        tokenizer: Any,
+        config: SamplingConfig,
+        limits: Sequence[RowLimit],
+        on_row: OnRow | None = None,
+    ) -> None:
+        self._draw, self._on_row = draw, on_row
         stops = {limit.stop: StopStrings(tokenizer, limit.stop) for limit in limits if limit.stop}
         # a string before the minimal length does not count, now or later
         begins = [max(min(config.min_new_tokens, limit.max_new_tokens) - 1, 0) for limit in limits]
@@ -85,6 +92,10 @@ class Progress:
                 self.alive[row] = False
                 self.lengths[row] = step + 1
                 self.reasons[row] = "end" if has_ended else "stop" if row in stopped else "length"
+                if self._on_row is not None:
+                    drawn = self._draw.tokens[row], self._draw.behaviour_log_probs[row]
+                    token_ids, log_probs = (values[: step + 1].tolist() for values in drawn)
+                    self._on_row(row, token_ids, log_probs, self.reasons[row])
 
     def _stopped(self, rows: Sequence[int], steps: Sequence[int]) -> set[int]:
         """The rows whose last tokens contain one of their stop strings."""
@@ -165,8 +176,9 @@ class DecodingSampler(LimitsRows):
         end_token_ids: Ints,
         seeds: Ints,
         limits: Sequence[RowLimit] | None = None,
+        on_row: OnRow | None = None,
     ) -> SampledTokens:
-        """Sample completions; see `Sampler.sample` and `LimitsRows`."""
+        """Sample completions; see `Sampler.sample` and `LimitsRows`. `on_row` gets each row as soon as it ends."""
         rows = [list(prompt) for prompt in prompts for _ in range(num_per_prompt)]
         draw = TokenDraw(
             config,
@@ -176,7 +188,7 @@ class DecodingSampler(LimitsRows):
             device=self._lm.device,
             with_entropy=self._with_entropy,
         )
-        progress = Progress(draw, self._tokenizer, config, limits or [RowLimit.of(config)] * len(rows))
+        progress = Progress(draw, self._tokenizer, config, limits or [RowLimit.of(config)] * len(rows), on_row)
         with self._lm.evaluating():  # with gradient checkpointing, layers in training mode store no cache
             match self._loop:
                 case "own":

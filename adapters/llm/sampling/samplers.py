@@ -1,6 +1,6 @@
 """The protocol of samplers, which draw completions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -88,6 +88,10 @@ FIELDS = tuple(each.name for each in fields(SampledTokens))
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+OnRow: TypeAlias = Callable[[int, list[int], list[float], FinishReason], None]
+"""Gets a row that has ended: its index, token ids, log-probs under the sampling distribution, and why it ended."""
 
 
 class Sampler(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.model.shared_prompts import prefill
 from adapters.llm.sampling.decoding import DecodingSampler, Progress
-from adapters.llm.sampling.samplers import Ints, RowLimit, SampledTokens
+from adapters.llm.sampling.samplers import Ints, OnRow, RowLimit, SampledTokens
 from adapters.llm.sampling.sampling_config import SamplingConfig
 from adapters.llm.sampling.token_draw import TokenDraw
 
@@ -57,9 +57,15 @@ class RecordedSampler(DecodingSampler):
 
     @torch.no_grad()
     def sample(
-        self, prompts: Sequence[Ints], num_per_prompt: int, config: SamplingConfig, **request: Any
+        self,
+        prompts: Sequence[Ints],
+        num_per_prompt: int,
+        config: SamplingConfig,
+        *,
+        on_row: OnRow | None = None,
+        **request: Any,
     ) -> SampledTokens:
-        """Sample completions; see `DecodingSampler.sample`."""
+        """Sample completions; see `DecodingSampler.sample`. Rows of recorded steps are given together, at the end."""
         if self.records:
             try:
                 return self._sample(prompts, num_per_prompt, config, **request)
@@ -68,7 +74,7 @@ class RecordedSampler(DecodingSampler):
                 raise
             except NotRecordable as error:  # recovery: the same tokens without recordings
                 self._refuse(str(error))
-        return super().sample(prompts, num_per_prompt, config, **request)
+        return super().sample(prompts, num_per_prompt, config, on_row=on_row, **request)
 
     @property
     def records(self) -> bool:

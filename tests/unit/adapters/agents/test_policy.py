@@ -77,7 +77,7 @@ def test_no_sampled_token_is_lost_with_any_template(name: str) -> None:
     )
     says = ("</think>" if opened else "") + says_call()  # a call within a thought is none
 
-    def keeping(prompts: Any, **options: Any) -> Any:
+    def keeping(prompts: Any, on_row: Any, **options: Any) -> Any:
         found = real(prompts, **options)
         call = tokenizer(says, add_special_tokens=False)["input_ids"] if len(turns) < 2 else []
         text = [token for token in found.token_ids[0] if token not in tokenizer.all_special_ids] if turns else []

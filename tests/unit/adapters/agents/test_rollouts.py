@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.agents import AgentPolicy, Chat, ChatTemplate, EnvironmentReward, Message, rollouts
+from adapters.agents import AgentPolicy, Chat, ChatTemplate, ConversationEnded, EnvironmentReward, Message, rollouts
 from grpo import GRPOConfig, GRPOTrainer, WeightedRewards
 from grpo.errors import ConfigError, ContractError, DeadlineError, RewardError
 from tests.support.agents import Echo, Scripted, Tools, chat_tokenizer, language_model, says_call
@@ -404,6 +404,7 @@ def test_no_thread_stays() -> None:
         ({"max_tokens": 0}, "max_tokens must be at least 1; got 0"),
         ({"concurrency": 0}, "concurrency must be at least 1; got 0"),
         ({"timeout": 0.0}, r"timeout must be above 0; got 0\.0"),
+        ({"turn_timeout": -1.0}, r"turn_timeout must be above 0; got -1\.0"),
         ({"make": 7}, "make must be a function"),
     ],
 )
@@ -436,3 +437,72 @@ def _wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("loop", ["own", "generate"])
+def test_a_turn_returns_when_it_ends_and_not_when_the_longest_ends(loop: Any) -> None:
+    """The second turn goes on only after the environment of the first one has answered."""
+    answered, num_forwards = threading.Event(), [0]
+    policy = language_model(max_new_tokens=8, end_scale=0.0)
+    policy._sampler._given_loop = loop
+
+    def wait(*args: Any) -> None:
+        num_forwards[0] += 1
+        if num_forwards[0] == 4:
+            assert answered.wait(20)
+
+    async def play(chat: Chat, state: Any) -> float:
+        reply = await chat.reply([{"role": "user", "content": "you"}], max_new_tokens=1 if state == "short" else 7)
+        if state == "short":
+            answered.set()
+        return float(reply.num_tokens)
+
+    def held() -> list[tuple[Any, Any]]:
+        torch.manual_seed(0)
+        rows = [row for [row] in AgentPolicy(policy, play).generate_actions(["short", "long"], 1)]
+        return [(row.segments[0].token_ids, row.segments[0].log_probs) for row in rows]
+
+    hook = policy.model.register_forward_pre_hook(wait) if loop == "generate" else None
+    inner = policy.model.model.register_forward_pre_hook(wait) if loop == "own" else None
+    found = held()
+    for each in (hook, inner):
+        if each is not None:
+            each.remove()
+    assert answered.is_set()
+    assert num_forwards[0] >= 7
+    real = policy.sample_tokens
+    policy.sample_tokens = lambda *args, on_row=None, **options: real(*args, **options)
+    assert held() == found, "the early turns are those of the whole batch"
+
+
+def test_a_turn_that_takes_too_long_ends_its_conversation_and_says_so() -> None:
+    policy = says(*"abcd")
+    real, late, causes = policy.sample_tokens, threading.Event(), []
+
+    def slow(*args: Any, **options: Any) -> Any:
+        late.wait(20)
+        return real(*args, **options)
+
+    async def play(chat: Chat, state: Any) -> float:
+        try:
+            await chat([{"role": "user", "content": state}])
+        except ConversationEnded as end:
+            causes.append(end.ended_by)
+            late.set()
+            raise
+        return 1.0
+
+    policy.sample_tokens = slow
+    agent = AgentPolicy(policy, play, turn_timeout=0.2, num_retries=1)
+    ((row,),) = agent.generate_actions(["you"], 1)
+    assert row.reward == 1.0, "held again"
+    late.clear()
+    sampled = AgentPolicy(policy, play, turn_timeout=0.2).sample_actions(["you"], 1)
+    ((row,),) = sampled.actions
+    assert (row.ended_by, sampled.metrics["agents/ended_by_timeout"]) == ("timeout", 1.0)
+    assert causes == ["timeout"] * 2
+    [told] = EnvironmentReward().explain_missing(["you"], [row])
+    assert told == (
+        "State 'you': the model sent no message within turn_timeout=0.2 s. Raise AgentPolicy(turn_timeout=...), or lower "
+        "max_new_tokens or concurrency."
+    )
