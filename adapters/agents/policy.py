@@ -53,7 +53,8 @@ class AgentPolicy:
         num_retries: How often a conversation is held again, from its beginning, whose environment or program fails or hangs.
             What was said before is forgotten. Afterwards, the conversation has no reward, and `RewardConfig` decides.
         one_at_a_time: Whether blocking methods of environments are called one after another, because their package is not safe
-            in several threads (TextWorld, for example). A method that hangs then holds up all environments.
+            in several threads (TextWorld, for example). A method that hangs then holds up all environments. The log says when
+            an environment fails beside others and not alone.
         branch: Where the conversations of a group branch. They are sampled, and forwarded, once up to there. A single
             conversation per state does not branch, and `generate_actions` never does. The environments need `snapshot()` and
             `restore(state)`. None: all conversations are independent.
@@ -121,9 +122,15 @@ class AgentPolicy:
         """Whether rows of a group share steps, so that `max_at_k` is refused."""
         known = [limit for limit in (max_tokens, policy.max_positions) if limit is not None]
         self._max_tokens = min(known, default=None)
-        play = make if is_async(make) else EnvironmentLoop(make, one_at_a_time=one_at_a_time)
+        is_program = is_async(make)
+        play = make if is_program else EnvironmentLoop(make, one_at_a_time=one_at_a_time)
         self._rollouts = Rollouts(
-            play, concurrency=concurrency, timeout=timeout, turn_timeout=turn_timeout, num_retries=num_retries
+            play,
+            concurrency=concurrency,
+            timeout=timeout,
+            turn_timeout=turn_timeout,
+            num_retries=num_retries,
+            tries_alone=not is_program and not one_at_a_time,
         )
         if hasattr(policy, "reference_log_probabilities"):
             # an attribute, because a policy without a reference must not have this method

@@ -32,6 +32,8 @@ GRACE_SECONDS = 1.0
 """How long a cancelled conversation may take to end before its environment is given up."""
 BLOCKED_SECONDS = 10.0
 """How long the event loop may be blocked after nobody has asked for a turn within the timeout."""
+MOST_ALONE = 8
+"""Number of conversations that are held again alone in the life of a policy, to find out why they failed."""
 MOST_ABANDONED = 8
 """Number of environments that may hang for good in the life of a policy. Each keeps a thread."""
 
@@ -87,6 +89,7 @@ class Rollouts:
         timeout: Seconds that `play` may be busy between two messages of the policy. None: no limit.
         turn_timeout: Seconds that a message of the policy may take, with the time that its request waits. None: no limit.
         num_retries: How often a conversation is held again whose environment or program fails or hangs.
+        tries_alone: Whether a conversation that failed beside others is held again alone, to find out if that is the cause.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Rollouts:
         timeout: float | None,
         turn_timeout: float | None = None,
         num_retries: int = 0,
+        tries_alone: bool = False,
     ) -> None:
         self._play = play
         self._num_retries = num_retries
@@ -107,6 +111,8 @@ class Rollouts:
         self.num_retried = 0
         """Conversations that were held again."""
         self._has_logged = False
+        self._num_tries_alone = MOST_ALONE if tries_alone and concurrency > 1 else 0
+        """How many more conversations may be held again alone."""
 
     def run(self, jobs: Sequence[Job], make_chat: MakeChat, sample: SampleBatch) -> list[tuple[Chat, Conversation]]:
         """Hold one conversation per job, and its branches, and return them in order. `sample` is called in the caller's thread.
@@ -179,7 +185,10 @@ class Rollouts:
             held: list[Any] = []
             while len(held) < len(tasks):
                 held.append((await ended.get()).result())
-            return [conversation for _, conversation in sorted(held, key=lambda pair: pair[0])]
+            held.sort(key=lambda pair: pair[0])
+            if len(held) > 1:
+                await self._try_alone(jobs, held, make_chat, batches)
+            return [conversation for _, conversation in held]
         finally:
             for task in tasks:
                 task.cancel()
@@ -194,6 +203,37 @@ class Rollouts:
             self.num_retried += 1
             chat = again()
         return await self._hold_once(job, chat)
+
+    async def _try_alone(
+        self,
+        jobs: Sequence[Job],
+        held: list[tuple[int, tuple[Chat, Conversation]]],
+        make_chat: MakeChat,
+        batches: "_Batches",
+    ) -> None:
+        """Hold conversations that failed again, one after another: one for each state, at most `MOST_ALONE` in all, until one
+        of them does not fail. Its package is then not safe in several threads."""
+        by_index, tried = {job.index: job for job in jobs}, set()
+        for place, (index, (chat, failed)) in enumerate(held):
+            job = by_index.get(index)  # None: a branch
+            if job is None or chat.ended_by != "error" or chat.branch is not None or id(job.state) in tried:
+                continue
+            if self._num_tries_alone == 0:
+                return
+            tried.add(id(job.state))
+            self._num_tries_alone -= 1
+            self.num_retried += 1
+            with batches.one_more():
+                again = await self._hold_once(job, make_chat(job, batches.sampler(index)))
+            if again[0].ended_by not in ("error", "timeout"):
+                held[place] = index, again
+                self._num_tries_alone = 0
+                logging.getLogger("grpo").warning(
+                    "AgentPolicy: the environment of the state %.80r failed beside others, and not alone: its package is not "
+                    "safe in several threads. Set one_at_a_time=True. The error: %s",
+                    job.state,
+                    failed.info.get("error"),
+                )
 
     async def _hold_once(self, job: Job, chat: Chat) -> tuple[Chat, Conversation]:
         chat.program = task = asyncio.ensure_future(self._play(chat, job.state))
@@ -240,9 +280,8 @@ class Rollouts:
         if not self._has_logged:
             self._has_logged = True
             logging.getLogger("grpo").warning(
-                "AgentPolicy: a conversation failed, and has no reward: RewardConfig decides about its row. If its package is "
-                "not safe in several threads, set one_at_a_time=True. (This message appears once; agents/ended_by_error "
-                "counts.)\n%s",
+                "AgentPolicy: a conversation failed, and has no reward: RewardConfig decides about its row. (This message "
+                "appears once; agents/ended_by_error counts.)\n%s",
                 "".join(traceback.format_exception(error)),
             )
         return float("nan")

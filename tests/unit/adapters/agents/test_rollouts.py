@@ -145,6 +145,61 @@ def test_environments_that_are_not_safe_in_threads_are_called_one_at_a_time() ->
     assert found[0] > 1 == found[1]
 
 
+def test_an_environment_that_fails_beside_others_and_not_alone_is_named_with_the_remedy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    inside = threading.Semaphore(1)
+
+    class Unsafe(Echo):
+        """Fails if another one steps at the same time, as a package with one parser for all."""
+
+        def step(self, action: Any) -> Any:
+            if not inside.acquire(blocking=False):
+                return fails()
+            time.sleep(0.02)
+            inside.release()
+            return super().step(action)
+
+    make = partial(Unsafe, turns=1)
+    with caplog.at_level(logging.WARNING, logger="grpo"):
+        agent = AgentPolicy(says(*["a"] * 40), make)
+        sampled = agent.sample_actions(["you", "me"], 4)
+        rows = [row for group in sampled.actions for row in group]
+        assert sampled.metrics["agents/retries"] == 1, "one was enough to find the cause"
+        assert sum(row.ended_by == "error" for row in rows) >= 1
+        assert agent.sample_actions(["you"], 4).metrics["agents/retries"] == 0
+    told = [record.message for record in caplog.records if "one_at_a_time" in record.message]
+    assert told == [
+        (
+            "AgentPolicy: the environment of the state 'you' failed beside others, and not alone: its package is not safe in "
+            "several threads. Set one_at_a_time=True. The error: KeyError: 'lost'"
+        )
+    ]
+    remedied = AgentPolicy(says(*["a"] * 8), make, one_at_a_time=True).sample_actions(["you", "me"], 4)
+    assert remedied.metrics["agents/ended_by_error"] == remedied.metrics["agents/retries"] == 0
+
+
+def test_environments_that_fail_alone_too_are_tried_once_for_each_state_and_not_for_ever() -> None:
+    made: list[Any] = []
+
+    class Broken(Echo):
+        def __init__(self, state: Any) -> None:
+            made.append(state)
+            super().__init__(state)
+
+        def reset(self, **kwargs: Any) -> Any:
+            return fails()
+
+    logging.getLogger("grpo").disabled = True
+    agent = AgentPolicy(says(), Broken)
+    for states, num_tries in ((["a", "b"], 2), ([*"cdefghijkl"], 6), (["m"], 0)):
+        made.clear()
+        assert agent.sample_actions(states, 3).metrics["agents/retries"] == num_tries
+        assert len(made) == 3 * len(states) + num_tries
+    assert AgentPolicy(says(), Broken, concurrency=1).sample_actions(["a"], 3).metrics["agents/retries"] == 0
+    logging.getLogger("grpo").disabled = False
+
+
 def test_what_the_other_side_said_last_stays_in_the_transcript() -> None:
     """Also if a limit ends the conversation before the policy can answer. A truncated message is not answered."""
     room = len(chat_tokenizer().encode("<|im_start|>user\nHello you<|im_end|>\n<|im_start|>assistant\n")) + 8
@@ -184,13 +239,14 @@ def test_a_context_stays_within_its_limit() -> None:
 def test_an_environment_that_raises_has_no_reward_and_is_closed(method: str, caplog: pytest.LogCaptureFixture) -> None:
     make = one_with(method, fails)
     with caplog.at_level(logging.WARNING, logger="grpo"):
-        sampled = AgentPolicy(says(*"abcdef"), make).sample_actions(["you"], 2)
+        sampled = AgentPolicy(says(*"abcdefghi"), make).sample_actions(["you"], 2)
     for row in sampled.actions[0]:
         assert row.ended_by == "error"
         assert row.info == {"error": "KeyError: 'lost'"}
         assert row.reward != row.reward  # NaN
     assert sampled.metrics["agents/ended_by_error"] == 2
-    assert make.num_closed == (0 if method == "close" else 2)
+    assert make.num_closed == (0 if method == "close" else 3), "one of the two was tried again, alone"
+    assert sampled.metrics["agents/retries"] == 1
     assert [record.message.count("KeyError: 'lost'") for record in caplog.records] == [1]
 
 
