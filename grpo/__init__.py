@@ -29,6 +29,7 @@ from .grpo_objective import grpo_objective, step_weights
 from .learner import Learner
 from .policy_base import (
     BeginsSampling,
+    HasPenalty,
     HasShardUnits,
     HasState,
     KeysStates,
@@ -57,7 +58,7 @@ __all__ = [  # noqa: RUF022 - in groups, not in alphabetical order
     # write a domain
     "ActionScores", "SampledActions", "Rewards", "ExperienceBatch", "ScoresActions", "ScoresGroups",
     "SamplesWithScores", "ScoresReference", "SyncsSampler", "BeginsSampling", "PlansMicroBatches", "SplitsSteps",
-    "KeysStates", "HasState", "HasShardUnits", "ComparesActions", "seed_everything", "preserved_random_state",
+    "KeysStates", "HasState", "HasShardUnits", "HasPenalty", "ComparesActions", "seed_everything", "preserved_random_state",
     # watch a run
     "MetricSink", "JSONLSink", "Samples", "Callback", "EarlyStopping", "KeepBestPolicy", "TimeBudget",
     # write a variant

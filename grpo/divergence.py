@@ -93,8 +93,7 @@ def score_function_entropy(log_probs: Float[Tensor, "N T"], ratio: Float[Tensor,
     H = -E_old[rho log pi], so grad H = -E_old[rho (log pi + 1) grad log pi], and the 1 vanishes in expectation. The plain
     -log pi has the right value and a gradient of **zero** in expectation, so it has no effect as a bonus.
 
-    `grpo_objective` multiplies h by the weights of the sampler correction. E_old is then an expectation under the
-    distribution that sampled the steps.
+    `grpo_objective` multiplies h by the weights of the sampler correction. E_old is then that of the sampler's distribution.
 
     Args:
         log_probs: Log-probs of the sampled steps.

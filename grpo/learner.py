@@ -43,8 +43,7 @@ class Learner:
             `functools.partial(torch.optim.SGD, lr=0.1)`. None: AdamW without weight decay over `policy.get_parameters()`.
         lr_scheduler: Stepped once per applied update, or a function that builds it from the optimizer.
         objective: Replaces `grpo_objective`: any `ObjectiveInputs -> ObjectiveOutput`.
-        advantages: Replaces `AdvantageEstimator`: any `ExperienceBatch -> [N] or [N, T]`. On several ranks, it gets the rows of
-            its own rank only.
+        advantages: Replaces `AdvantageEstimator`: any `ExperienceBatch -> [N] or [N, T]`. It gets the rows of its own rank.
         group_by: Maps a state to a key, such as its text. States of one iteration with equal keys share a group, so their
             rewards are compared; they must be the same for the policy, too. Each rank and each draw of dynamic sampling has
             its own groups. None: each position of `states` has a group of its own.

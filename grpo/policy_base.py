@@ -1,7 +1,6 @@
 """The policy: a protocol of six methods, and optional capabilities with one method each.
 
-There is no base class to inherit from. A class with the six methods is a policy. A class that also has `score_actions`
-can score rows of different lengths, and so on. The trainer looks for capabilities once, in its constructor.
+There is no base class: a class with the six methods is a policy. The trainer looks for capabilities in its constructor, once.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,8 +69,7 @@ class SamplesWithScores(Protocol):
     """Samples actions together with their log-probs, which saves a second forward pass for the old policy."""
 
     def sample_actions(self, states: Any, num_actions_per_state: int) -> SampledActions:
-        """Sample G actions per state. Return them with their behaviour log-probs, and with their scores if the policy itself
-        samples."""
+        """Sample G actions per state, with their behaviour log-probs, and with their scores if the policy itself samples."""
 
 
 @runtime_checkable
@@ -87,8 +85,7 @@ class SyncsSampler(Protocol):
     """Samples with a separate engine (such as vLLM), which needs a copy of the current weights."""
 
     def sync_sampler(self) -> None:
-        """Copy the weights to the engine. The trainer calls this method before the first collection, after iterations that
-        changed weights, and after loading a checkpoint."""
+        """Copy the weights to the engine: before the first collection, after iterations that changed them, and after a load."""
 
 
 @runtime_checkable
@@ -152,8 +149,16 @@ class HasShardUnits(Protocol):
         modules stay whole on every rank. A policy that is a module itself counts as the last of them."""
 
 
+@runtime_checkable
+class HasPenalty(Protocol):
+    """Penalises its weights, such as their distance from a start, so that few states do not train them at will."""
+
+    def penalty(self) -> Tensor:
+        """Return a scalar with gradient. The loss of each update gets it once, however many passes and ranks there are."""
+
+
 POLICY_METHODS = ("generate_actions", "get_log_probabilities", "get_parameters", "train", "eval", "to")
 CAPABILITIES: tuple[type, ...] = (
     *(ScoresActions, ScoresGroups, SamplesWithScores, ScoresReference, SyncsSampler, BeginsSampling),
-    *(PlansMicroBatches, SplitsSteps, KeysStates, HasState, HasShardUnits),
+    *(PlansMicroBatches, SplitsSteps, KeysStates, HasState, HasShardUnits, HasPenalty),
 )

@@ -56,8 +56,7 @@ class SurrogateTraits:
     for_probabilities: bool = False
     """Whether the surrogate compares probabilities. The trainer then refuses continuous actions, which have densities."""
     stopped: Callable[[Steps], tuple[Tensor, Tensor]] | None = None
-    """The steps whose gradient has stopped at the lower bound, and at the upper bound, for the clip metrics. None: no
-    bounds."""
+    """The steps whose gradient has stopped at the lower and at the upper bound, for the clip metrics. None: no bounds."""
     select: Select | None = None
     """Chooses steps once per update, over all ranks. The choice arrives as `Steps.selected`. None: no choice."""
 
@@ -98,8 +97,7 @@ class _Bounded(_AtLevel):
     low: float = setting(0.2, at_least=0.0, at_most=1.0)
     """How far below 1 the ratio may go. Larger lets bad actions become rarer faster. 1: no lower bound."""
     high: float = setting(0.2, at_least=0.0)
-    """How far above 1 the ratio may go. This is not the bound itself: for a bound of 5, set 4. Larger lets good actions become
-    more likely faster."""
+    """How far above 1 the ratio may go: for a bound of 5, set 4. Larger lets good actions become more likely faster."""
 
     def stopped(self, steps: Steps) -> tuple[Bool[Tensor, "N #T"], Bool[Tensor, "N #T"]]:
         """Steps whose ratio is past the bound that their advantage pushes it towards."""
@@ -123,8 +121,7 @@ class Clip(_Bounded):
 
     zero_advantage_is_inert: ClassVar[bool] = True
     delta: float | None = setting(None, above=1.0)
-    """Upper bound on the ratio where A < 0; must be above 1 + high. Smaller limits the push away from bad actions. None: no
-    bound."""
+    """Upper bound on the ratio where A < 0, above 1 + high. Smaller limits the push away from bad actions. None: no bound."""
     dual: float | None = setting(None, above=1.0)
     """Upper bound on the loss where A < 0, in units of -A. Smaller limits the push away from bad actions. None: no bound."""
 

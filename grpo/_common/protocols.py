@@ -41,9 +41,9 @@ def require_methods(value: Any, methods: Sequence[str], role: str, protocol: str
 
 
 def refuse_near_misses(value: Any, role: str, capabilities: Sequence[type]) -> None:
-    """Refuse a method that is one letter off an optional method of eight letters or more, because nothing would call it."""
+    """Refuse a method that is one letter off an optional method of seven letters or more, because nothing would call it."""
     names = sorted(name for name in {*dir(type(value)), *getattr(value, "__dict__", {})} if name[0] != "_")
-    wanted = [(name, capability) for capability in capabilities for name in vars(capability) if len(name) >= 8]
+    wanted = [(name, capability) for capability in capabilities for name in vars(capability) if len(name) >= 7]
     for right, capability in wanted:
         # one letter changes the beginning of a name or its end, not both
         for name in (name for name in names if name[:3] == right[:3] or name[-3:] == right[-3:]):

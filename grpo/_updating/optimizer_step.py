@@ -8,10 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo._common.conversion import describe, widest_float
 from grpo.config import GRPOConfig
 from grpo.engine import Engine
 from grpo.errors import ConfigError, ContractError, NonFiniteGradientError, warn_user
 from grpo.metrics import Meter
+from grpo.policy_base import HasPenalty
 
 from .requirements import is_function, require_optimizer
 
@@ -43,6 +45,12 @@ class OptimizerStep:
         self.is_stepping = False
         """Whether the optimizer is changing the weights. True after an error means that only some weights may have changed."""
         self._config, self._engine, self._meter = config, engine, meter
+        self._penalised = policy if isinstance(policy, HasPenalty) else None
+        if self._penalised is not None and engine.divides_weights:
+            raise ConfigError(
+                f"{self.policy_name}.penalty() cannot be used with {type(engine).__name__}, because no rank holds all weights. "
+                "Use Replicated."
+            )
         tensors = list(self.parameters.values())
         if optimizer is None and tensors:
             # the fused AdamW is several times faster for small networks; it exists on these devices
@@ -114,6 +122,10 @@ class OptimizerStep:
         if not self.parameters:
             self._require_finite(self._engine.sum(sum_of_scores).item())
             return
+        if (
+            self._penalised is not None
+        ):  # here, and not with a micro-batch: an update has several, or none on some ranks
+            sum_of_scores = sum_of_scores + self._add_penalty(self._penalised.penalty()).to(sum_of_scores)
         scores = self._engine.sum_gradients(self._trained(), sum_of_scores)
         total_norm = self._total_norm()
         scores_sum, norm = torch.stack([scores, total_norm.to(scores)]).tolist()
@@ -138,6 +150,20 @@ class OptimizerStep:
         self.clear()
         self.skipped_in_a_row = 0
         self.num_applied += 1
+
+    def _add_penalty(self, penalty: Any) -> Tensor:
+        """Add the gradient of this rank's share of the policy's penalty, and return the share. The ranks' shares sum to it."""
+        is_scalar = isinstance(penalty, Tensor) and penalty.dim() == 0 and penalty.is_floating_point()
+        if not is_scalar or not penalty.requires_grad:
+            raise ContractError(
+                f"{self.policy_name}.penalty must return a scalar with gradient; got {describe(penalty)}. Compute it from the "
+                "tensors of get_parameters() without no_grad(), detach() or item(), and sum it up."
+            )
+        share: Tensor = penalty / self._engine.num_ranks
+        self.scaler.scale(share).backward()
+        value = share.detach().to(widest_float(share.device))
+        self._meter.add({"penalty": torch.stack([torch.zeros_like(value), value, torch.zeros_like(value)])})
+        return value
 
     def clear(self) -> None:
         """Drop the gradients."""
@@ -171,9 +197,9 @@ class OptimizerStep:
             self.scaler.update(self.scaler.get_scale())  # reset its state for this update; the loss scale stays
         self.clear()
         raise ContractError(
-            f"{self.policy_name}: log-probabilities of sampled steps must be finite, and so must exact entropy, KL and values; "
-            "some are not. A sampled action cannot have probability 0, and an entropy with logits of -inf is 0 times infinity: "
-            "mask logits with torch.finfo(dtype).min, not -inf."
+            f"{self.policy_name}: log-probabilities of sampled steps must be finite, and so must exact entropy, KL, "
+            "values and a penalty; some are not. A sampled action cannot have probability 0, and an entropy with logits of "
+            "-inf is 0 times infinity: mask logits with torch.finfo(dtype).min, not -inf."
         )
 
     def _skip(self, norm: float) -> None:

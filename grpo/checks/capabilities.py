@@ -15,6 +15,7 @@ from grpo._collecting.update_plan import planned_parts
 from grpo._common.conversion import as_log_probs, describe, pad_steps, require_lengths
 from grpo.checkpoint import read_checkpoint, write_checkpoint
 from grpo.policy_base import (
+    HasPenalty,
     HasState,
     PlansMicroBatches,
     SamplesWithScores,
@@ -194,6 +195,34 @@ def check_split_steps(probe: PolicyProbe) -> Verdict:
             f"log-probs differ by {gap:.2g}. Leave masked steps out, and return each step with the state it was taken in."
         )
     return passed(f"{count} steps score like in their rows.")
+
+
+def check_penalty(probe: PolicyProbe) -> Verdict:
+    """`penalty` returns the same finite scalar each time, with a gradient for parameters."""
+    if not isinstance(probe.policy, HasPenalty):
+        return absent("penalty")
+    owner = f"{probe.name}.penalty"
+    penalty: Any = probe.policy.penalty()
+    again = probe.policy.penalty()
+    if not isinstance(penalty, Tensor) or penalty.dim() != 0 or not penalty.is_floating_point():
+        return failed(f"{owner} must return a scalar tensor of floats; got {describe(penalty)}. Sum the penalty up.")
+    trained = [value for value in probe.parameters.values() if value.requires_grad]
+    if not trained:
+        return skipped("No parameter is trained.")
+    if not penalty.requires_grad or all(
+        found is None for found in torch.autograd.grad(penalty, trained, allow_unused=True)
+    ):
+        return failed(
+            f"{owner} must have a gradient for get_parameters(), or it would change nothing. Compute it from these tensors "
+            "without no_grad(), detach() or item()."
+        )
+    value, other = float(penalty.detach()), float(again.detach())
+    if not (math.isfinite(value) and abs(value - other) <= probe.tolerance):
+        return failed(
+            f"{owner} must return the same finite number each time, because every rank computes it; got {value} and {other}. "
+            "Draw nothing in it."
+        )
+    return passed(f"It is {value:.4g}, with a gradient.")
 
 
 def check_reference(probe: PolicyProbe) -> Verdict:

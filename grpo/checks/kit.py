@@ -50,6 +50,7 @@ POLICY_RULES: tuple[Rule, ...] = (
     Rule("state_keys", extra.check_state_keys, ("repeatable",)),
     Rule("plan_micro_batches", capability.check_plan, ("number of actions",)),
     Rule("split_steps", capability.check_split_steps, ("repeatable",)),
+    Rule("penalty", capability.check_penalty, ("repeatable",)),
     Rule("reference", capability.check_reference, ("repeatable",)),
     Rule("state", capability.check_state, ("number of actions", "parameters")),
     Rule("deepcopy", rule.check_copy, ("repeatable",)),

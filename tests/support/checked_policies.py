@@ -173,6 +173,9 @@ class Sequences(nn.Module):
         order = sorted(range(len(actions)), key=lambda row: len(actions[row]))
         return [order[start : start + 3] for start in range(0, len(order), 3)]
 
+    def penalty(self):
+        return 0.1 * (self.table - self.frozen).square().sum()
+
     def state_keys(self, states, actions):
         width = max(map(len, actions))
         return torch.tensor([[10 * number + t for t in range(width)] for number, _ in states])

@@ -47,6 +47,7 @@ NAMED = [
     ("xplit_steps", "split_steps", "SplitsSteps"),  # the first
     ("state_key", "state_keys", "KeysStates"),
     ("shard_unit", "shard_units", "HasShardUnits"),
+    ("penality", "penalty", "HasPenalty"),
 ]
 
 
@@ -101,16 +102,16 @@ def test_the_reference_and_the_reward_model_are_checked_too() -> None:
     trainer_of(TablePolicy(), helped)
 
 
-def test_optional_methods_below_eight_letters_have_no_near_misses() -> None:
+def test_optional_methods_below_seven_letters_have_no_near_misses() -> None:
+    class Six(Protocol):
+        def settle(self) -> None: ...
+
     class Seven(Protocol):
-        def prepare(self) -> None: ...
+        def settles(self) -> None: ...
 
-    class Eight(Protocol):
-        def prepares(self) -> None: ...
-
-    refuse_near_misses(policy_with("prepar"), "policy", (Seven,))
-    with pytest.raises(ProtocolError, match=r"lacks prepares\(\) of Eight"):
-        refuse_near_misses(policy_with("prepare"), "policy", (Eight,))
+    refuse_near_misses(policy_with("setle"), "policy", (Six,))
+    with pytest.raises(ProtocolError, match=r"lacks settles\(\) of Seven"):
+        refuse_near_misses(policy_with("settle"), "policy", (Seven,))
 
 
 def test_a_policy_that_is_no_module_is_told_of_a_misspelt_state() -> None:

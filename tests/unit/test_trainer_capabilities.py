@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo import (
     ActionScores,
+    ConfigError,
     ContractError,
     ExperienceBatch,
     GRPOConfig,
@@ -20,6 +21,8 @@ from grpo import (
     NonFiniteGradientError,
     ObjectiveConfig,
 )
+from grpo.engine import OneProcess
+from tests.support.imitated_ranks import ImitatedRank, on_ranks
 from tests.support.policies import (
     EpisodePolicy,
     ExactSampling,
@@ -327,3 +330,108 @@ def test_skipped_rows_are_counted_as_rows_even_if_steps_are_split() -> None:
     batch = dataclasses.replace(batch, rewards=torch.tensor([1.0, 2.0, 3.0, 0.0, 1.0, 2.0]))
     assert int(batch.mask[1].sum() + batch.mask[4].sum()) > 2
     assert by_hand(policy=policy)[0].update(batch)["rows/skipped_zero_advantage"] == 2.0
+
+
+# A penalty
+
+STEP = torch.tensor([[0.125, -0.125]] * 2, dtype=torch.float64)
+"""Minus the gradient of the logits without a penalty: advantages are +-1/2, so per row (1/4)(1/2)(e - p), p = (1/2, 1/2)."""
+
+
+class Penalised(TablePolicy):
+    """Penalty |logits - 1|^2 / 4. At logits of 0 it is 4/4 = 1, with gradient (0 - 1)/2 = -1/2 for each of the four logits."""
+
+    def penalty(self) -> Tensor:
+        self.calls["penalty"] += 1
+        return 0.25 * (self.logits - 1).square().sum()
+
+
+def test_a_penalty_is_added_once_per_update_however_many_passes_it_has(subtests: pytest.Subtests) -> None:
+    for size in (None, 1, 3):
+        with subtests.test(micro_batch_size=size):
+            trainer, policy = by_hand(policy=Penalised(script=SCRIPT), config={"micro_batch_size": size})
+            metrics = trainer.step(["a", "b"])
+            torch.testing.assert_close(policy.logits.detach(), STEP + 0.5, rtol=1e-12, atol=1e-12)
+            assert policy.calls["penalty"] == 1
+            assert metrics["train/penalty"] == 1.0
+            assert metrics["train/total_loss"] == metrics["train/policy_loss"]
+            assert metrics["train/grad_norm"] == pytest.approx(math.sqrt(2 * 0.625**2 + 2 * 0.375**2))
+
+
+def test_every_update_has_the_penalty_of_its_own_weights() -> None:
+    """Without advantages in the second state, only the penalty moves its logits: 0, then 0 + 1/2, then 1/2 + 1/4. Penalties:
+    the first is 1, and the second has distances of 1/2 there, and of 1/2 -+ 1/8 in the other state."""
+    trainer, policy = by_hand(
+        policy=Penalised(script=SCRIPT), rewards=[1.0, 0.0, 2.0, 2.0], config={"num_epochs_per_update": 2}
+    )
+    metrics = trainer.step(["a", "b"])
+    torch.testing.assert_close(policy.logits[1].detach(), torch.full((2,), 0.75, dtype=torch.float64))
+    first = policy.calls["penalty"]
+    assert first == 2
+    # two of four rows have an advantage, and each has its weight of 1/4 as before
+    second = (2 * 0.5**2 + 0.375**2 + 0.625**2) / 4
+    assert metrics["train/penalty"] == pytest.approx((1 + second) / 2)
+
+
+def test_the_ranks_add_a_penalty_once_together(subtests: pytest.Subtests) -> None:
+    """Each rank has one of the two states. Their rows together are those of one process."""
+
+    def reward(states: Any, actions: Any) -> list[float]:
+        of = {("a", 0): 1.0, ("a", 1): 0.0, ("b", 1): 3.0, ("b", 0): 4.0}  # `REWARDS`
+        return [of[pair] for pair in zip(states, actions, strict=True)]
+
+    def run(engine: ImitatedRank) -> Any:
+        place = engine.rank
+        policy = Penalised(script=[SCRIPT[place]])
+        trainer, _ = by_hand(policy=policy, rewards=reward, engine=engine, config={"micro_batch_size": 1})
+        metrics = trainer.step(["ab"[place]])
+        return policy.logits.detach().clone(), metrics, policy.calls["penalty"]
+
+    for rank, (logits, metrics, num_calls) in enumerate(on_ranks(2, run)):
+        with subtests.test(rank=rank):
+            torch.testing.assert_close(logits, STEP + 0.5, rtol=1e-12, atol=1e-12)
+            assert metrics["train/penalty"] == 1.0
+            assert num_calls == 1
+
+
+def test_a_penalty_of_zero_changes_no_bit() -> None:
+    class Nothing(VectorPolicy):
+        def penalty(self) -> Tensor:
+            return 0.0 * torch.stack([value.sum() for value in self.parameters()]).sum()
+
+    def trained(kind: type[VectorPolicy]) -> tuple[Tensor, dict[str, float]]:
+        torch.manual_seed(0)
+        policy = kind()
+        trainer, _ = by_hand(policy=policy, rewards=lambda s, a: torch.arange(float(len(a))), config={"group_size": 4})
+        metrics = trainer.step(torch.eye(3))
+        return weights_of(policy), {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+    (plain, metrics), (penalised, more) = trained(VectorPolicy), trained(Nothing)
+    assert torch.equal(plain, penalised)
+    assert more == {**metrics, "train/penalty": 0.0}
+
+
+NO_PENALTIES = [
+    (lambda self: 0.5, "must return a scalar with gradient; got float"),
+    (lambda self: self.logits.square(), "must return a scalar with gradient; got"),
+    (lambda self: self.logits.detach().sum(), "must return a scalar with gradient; got"),
+    (lambda self: self.logits.sum() * math.nan, "and a penalty; some are not"),
+]
+
+
+def test_what_is_no_penalty_is_refused_and_no_weight_changes(subtests: pytest.Subtests) -> None:
+    for penalty, text in NO_PENALTIES:
+        with subtests.test(text):
+            policy = type("Wrong", (TablePolicy,), {"penalty": penalty})(script=SCRIPT)
+            trainer, _ = by_hand(policy=policy)
+            with pytest.raises(ContractError, match=f"^Wrong.*{text}"):
+                trainer.step(["a", "b"])
+            assert not policy.logits.any()
+
+
+def test_a_penalty_and_divided_weights_are_refused() -> None:
+    class Divided(OneProcess):
+        divides_weights = True
+
+    with pytest.raises(ConfigError, match=r"^Penalised.penalty\(\) cannot be used with Divided, .*Use Replicated"):
+        by_hand(policy=Penalised(), engine=Divided(), optimizer=RecordingSGD)

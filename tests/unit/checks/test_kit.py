@@ -36,7 +36,7 @@ def test_conforming_policy_passes_every_check_that_applies(subtests):
             STATES,
             {
                 *("sync_sampler", "score_actions", "score_groups", "sample_actions", "sampled samples", "entropy"),
-                *("plan_micro_batches", "split_steps", "reference", "state", "values", "kl", "state_keys"),
+                *("plan_micro_batches", "split_steps", "penalty", "reference", "state", "values", "kl", "state_keys"),
             },
         ),
         (
@@ -44,7 +44,7 @@ def test_conforming_policy_passes_every_check_that_applies(subtests):
             STATES,
             {
                 *("sync_sampler", "score_actions", "score_groups", "sample_actions", "sampled samples", "entropy"),
-                *("plan_micro_batches", "split_steps", "reference", "values", "kl", "state_keys"),
+                *("plan_micro_batches", "split_steps", "penalty", "reference", "values", "kl", "state_keys"),
             },
         ),
         (Sequences(), SEQUENCE_STATES, {"split_steps"}),
@@ -153,19 +153,19 @@ def test_empty_states_are_refused():
 def test_strict_raises_with_all_failures():
     policy = table(generate_actions=greedy, __deepcopy__=raising)
     with pytest.raises(
-        ContractError, match=r"(?s)breaks 2 of 29 rules:\n- generated samples: .*\n- deepcopy: .*not today"
+        ContractError, match=r"(?s)breaks 2 of 30 rules:\n- generated samples: .*\n- deepcopy: .*not today"
     ):
         check_policy(policy, STATES, strict=True)
     report = check_policy(policy, STATES)
     assert not report.ok
     assert [result.name for result in report.failures] == ["generated samples", "deepcopy"]
-    with pytest.raises(ContractError, match="breaks 2 of 29"):
+    with pytest.raises(ContractError, match="breaks 2 of 30"):
         report.raise_for_failures()
 
 
 def test_the_report_prints_as_an_aligned_table():
     lines = str(check_policy(table(to=raising), STATES)).splitlines()
-    assert lines[0] == "check_policy(Broken): 15 passed, 10 absent, 3 skipped, 1 failed"
+    assert lines[0] == "check_policy(Broken): 15 passed, 11 absent, 3 skipped, 1 failed"
     assert lines[1].startswith("  passed   methods                  Broken has generate_actions")
     [failure] = [line for line in lines if line.startswith("  FAILED")]
     assert failure.startswith("  FAILED   to                       No exception was expected; RuntimeError: not today")

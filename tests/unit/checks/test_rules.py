@@ -348,6 +348,12 @@ BROKEN = [
     ),
     (sequences(Episodes, split_steps=split_wrong_order), "split_steps", "failed", "row 0's steps first"),
     (sequences(Episodes, split_steps=split_short), "split_steps", "failed", "one row per valid step"),
+    (sequences(penalty=lambda self: self.table.square()), "penalty", "failed", "a scalar tensor of floats"),
+    (sequences(penalty=lambda self: 0.1), "penalty", "failed", "a scalar tensor of floats"),
+    (sequences(penalty=lambda self: self.table.detach().sum()), "penalty", "failed", "have a gradient"),
+    (sequences(penalty=lambda self: torch.zeros((), requires_grad=True)), "penalty", "failed", "have a gradient"),
+    (sequences(penalty=lambda self: self.table.sum() / 0.0), "penalty", "failed", "the same finite number"),
+    (sequences(penalty=lambda self: self.table.sum() * torch.rand(())), "penalty", "failed", "Draw nothing"),
     (
         sequences(reference_log_probabilities=lambda self, s, a: self.score_actions(s, a).log_probs),
         "reference",
