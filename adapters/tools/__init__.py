@@ -59,6 +59,7 @@ from .execution.options import ExecutorOptions
 from .execution.workers import WorkerLimits
 from .learning.buffers import ExperienceBuffer, GroupBuffer, mini_batches
 from .learning.evaluation import Abstention, Accuracy, ToolReport, classify_error, evaluate_tools
+from .learning.held_out import HeldOut, estimate_training
 from .learning.records import SampleError, ToolGroup, ToolSample
 from .learning.reward_regression import RewardRegression
 from .learning.rewards import (
@@ -74,6 +75,7 @@ from .learning.sample_batches import batch_from_groups, groups_from_batch
 from .learning.statistics import RunningStatistics
 from .learning.tasks import TaskError, ToolTask, load_tasks, save_tasks, split_tasks
 from .policy.distribution import Prediction
+from .policy.fitting import FitReport
 from .policy.policy import ToolSelectionPolicy
 from .text.encoders import HashingEncoder
 from .text.fill import fill_from_request
@@ -81,13 +83,14 @@ from .text.fitted import FittedEncoder, JoinedEncoder
 
 __all__ = [
     "Abstention", "Accuracy", "Command", "CommandFailedError", "ExecutorOptions", "ExperienceBuffer",
-    "FittedEncoder", "FolderFullError", "GroupBuffer", "HashingEncoder", "InvalidArgumentsError", "InvalidOutputError",
+    "FitReport", "FittedEncoder", "FolderFullError", "GroupBuffer", "HashingEncoder", "HeldOut", "InvalidArgumentsError",
+    "InvalidOutputError",
     "JoinedEncoder", "LoopBlockedError", "LostCallError", "MCPServer", "OutputTooLargeError",
     "PathOutsideRootError", "Prediction", "RewardRegression", "RootFullError", "RunningStatistics", "SampleError",
     "ServerLostError", "TaskError", "Tool", "ToolCall", "ToolCatalogue", "ToolError", "ToolExecutor", "ToolGroup",
     "ToolNotAllowedError", "ToolRaisedError", "ToolReport", "ToolResult", "ToolRewards", "ToolSample",
     "ToolSelectionPolicy", "ToolTask", "ToolTimeoutError", "UnknownToolError", "WorkerDiedError", "WorkerLimits",
-    "WorkerLostError", "batch_from_groups", "call_cost", "classify_error", "evaluate_tools", "executed",
+    "WorkerLostError", "batch_from_groups", "call_cost", "classify_error", "estimate_training", "evaluate_tools", "executed",
     "fill_from_request", "groups_from_batch", "latency_cost", "load_tasks", "mini_batches", "right_parameters",
     "right_tool", "save_tasks", "split_tasks", "standard_rewards",
 ]  # fmt: skip

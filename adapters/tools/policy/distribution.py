@@ -162,20 +162,3 @@ def offset_of_added(logits: Float[Tensor, "B K"], is_added: Bool[Tensor, " K"], 
         )
     gap = logits[:, ~is_added].amax(1) - logits[:, is_added].amax(1)
     return float(gap.double().quantile(share))
-
-
-def best_threshold(wanted: Float[Tensor, " P"], unwanted: Float[Tensor, " Q"]) -> float:
-    """The lowest threshold t with the highest balanced accuracy: the mean of P(wanted >= t) and P(unwanted < t).
-
-    t lies halfway between two adjacent confidences. Source: Youden 1950, Index for Rating Diagnostic Tests, Cancer 3, 32-35.
-    """
-    if len(wanted) == 0 or len(unwanted) == 0:
-        raise ConfigError(
-            "ToolSelectionPolicy.calibrate_threshold needs requests of both kinds; got "
-            f"{len(wanted)} with a right tool and {len(unwanted)} without one."
-        )
-    confidences = torch.cat([wanted, unwanted]).double().unique()
-    thresholds = torch.cat([confidences[:1], (confidences[1:] + confidences[:-1]) / 2])
-    kept = (wanted.double() >= thresholds.unsqueeze(1)).double().mean(1)
-    refused = (unwanted.double() < thresholds.unsqueeze(1)).double().mean(1)
-    return float(thresholds[(kept + refused).argmax()])

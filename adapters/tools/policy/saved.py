@@ -35,9 +35,10 @@ def save_policy(
         encoder: The policy's encoder.
     """
     tensors = dict(state)
-    description = {
+    calibration = {name: value for name, value in tensors.pop("_extra_state").items() if name != "start"}
+    description: dict[str, Any] = {
         "sizes": dict(sizes),
-        "calibration": tensors.pop("_extra_state"),
+        "calibration": calibration,
         "tools": list(catalogue),
         "probes": [tool.text for tool in catalogue.values()][:NUM_PROBES],
     }

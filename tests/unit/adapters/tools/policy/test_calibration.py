@@ -7,7 +7,8 @@ import torch
 
 from adapters.tools.catalogue.tools import Tool
 from adapters.tools.learning.tasks import ToolTask
-from adapters.tools.policy.distribution import best_threshold, offset_of_added
+from adapters.tools.policy.distribution import offset_of_added
+from adapters.tools.policy.threshold import best_threshold, confirmed_threshold
 from grpo.errors import ConfigError, GRPOWarning
 from tests.support.tool_policies import CATALOGUE, TEXTS, policy, pong
 
@@ -137,7 +138,7 @@ def test_what_changes_confidences_says_that_the_threshold_was_chosen_before(subt
         ("add_tools", lambda made: made.add_tools(Tool.from_function(sing))),
         ("remove_tools", lambda made: made.remove_tools("ping")),
         ("calibrate", lambda made: made.calibrate(STATES)),
-        ("fit", lambda made: made.fit([ToolTask(text=TEXTS[0], tool="shout")], num_epochs=1)),
+        ("fit", lambda made: made.fit([ToolTask(text=TEXTS[0], tool="shout")], num_epochs=1, num_folds=1)),
     ):
         with subtests.test(what):
             made = policy()
@@ -148,3 +149,38 @@ def test_what_changes_confidences_says_that_the_threshold_was_chosen_before(subt
             ):
                 change(made)
             assert made.threshold == 0.5
+
+
+FEW = [
+    # wanted, unwanted, present, threshold, gain +- error, number that is needed
+    # Left out one by one, all six are on the right side of a threshold between .3 and .7: 3 of 3, counted as 4/5, twice.
+    # gain = 1 - 1/2, error = sqrt(2 (4/5) (1/5) / 3) / 2 = 0.163
+    ([0.9, 0.8, 0.7], [0.1, 0.2, 0.3], 0.0, 0.5, None, None),
+    # Two of each are separated by chance in one case of six.
+    ([0.9, 0.8], [0.1, 0.2], 0.0, 0.0, None, 150),
+    # The present threshold is as good as the best one: gain 0.
+    ([0.9, 0.8, 0.7], [0.1, 0.2, 0.3], 0.5, 0.5, "+0.000 +- 0.163", 128),
+]
+
+
+def test_a_threshold_stays_if_the_requests_do_not_tell(subtests: pytest.Subtests) -> None:
+    """(2 error / 0.05)^2 times 3 requests are needed for error = 0.1633: 128. With 2 of each, nothing is left out:
+    p = q = 1/4, error = sqrt(2 (1/4) (3/4) / 2) / 2 = 0.2165, and 2 (2 error / 0.05)^2 = 150."""
+    for wanted, unwanted, present, expected, measured, needed in FEW:
+        with subtests.test(wanted=wanted, present=present):
+            arguments = torch.tensor(wanted), torch.tensor(unwanted), present
+            if needed is None:
+                assert confirmed_threshold(*arguments) == pytest.approx(expected)
+                continue
+            with pytest.warns(GRPOWarning, match=rf"threshold={present:g} stays") as warned:
+                assert confirmed_threshold(*arguments) == expected
+            text = str(warned[0].message)
+            assert measured is None or f"changes by {measured}" in text
+            assert f"About {needed} of each kind would tell" in text
+
+
+def test_a_policy_keeps_its_threshold_if_the_requests_do_not_tell() -> None:
+    made = policy()
+    with pytest.warns(GRPOWarning, match=r"calibrate_threshold: threshold=0 stays. 2 requests .* 2 without"):
+        assert made.calibrate_threshold(STATES[:2], STATES[2:4]) == 0.0
+    assert None not in made.predict(STATES)

@@ -1,13 +1,15 @@
-"""The supervised warm start: its loss by hand, its gradient, and what it learns."""
+"""The supervised warm start: its loss by hand, its gradient, what it learns, and how much of it is kept."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from adapters.tools.learning.tasks import ToolTask
-from grpo.errors import ConfigError, ContractError
-from tests.support.tool_policies import TEXTS, call, policy
+from adapters.tools.policy.fitting import Descent, FitReport, fit
+from grpo.errors import ConfigError, ContractError, GRPOWarning
+from tests.support.tool_policies import CATALOGUE, TEXTS, call, policy
 
 TASKS = [
     ToolTask(text=TEXTS[0], tool="ping"),
@@ -72,7 +74,8 @@ def test_the_gradient_agrees_with_finite_differences() -> None:
 
 def test_fit_learns_the_right_calls_and_returns_a_falling_loss() -> None:
     made = policy(random=False, fill=lambda state, tool: {})
-    losses = made.fit([*TASKS, ToolTask(text="what a day", tool=None)], num_epochs=60, learning_rate=0.05)
+    no_tool = ToolTask(text="what a day", tool=None)
+    losses = made.fit([*TASKS, no_tool], num_epochs=60, learning_rate=0.05, num_folds=1).losses
     assert len(losses) == 60
     assert losses[-1] < 0.05 < 1.0 < losses[0]
     calls = made.predict(TEXTS)
@@ -87,7 +90,7 @@ def test_fit_learns_the_right_calls_and_returns_a_falling_loss() -> None:
 def test_the_epochs_losses_are_means_over_all_tasks_in_an_order_of_the_seed() -> None:
     def first_loss(**options: Any) -> float:
         torch.manual_seed(0)
-        return policy().fit(TASKS, num_epochs=1, learning_rate=1e-9, **options)[0]
+        return policy().fit(TASKS, num_epochs=1, learning_rate=1e-9, num_folds=1, **options).losses[0]
 
     whole = first_loss(batch_size=4)
     assert first_loss(batch_size=3) == pytest.approx(whole, rel=1e-5)
@@ -95,7 +98,7 @@ def test_the_epochs_losses_are_means_over_all_tasks_in_an_order_of_the_seed() ->
     def learned(seed: int) -> torch.Tensor:
         torch.manual_seed(0)
         made = policy()
-        made.fit(TASKS, num_epochs=1, batch_size=1, seed=seed)
+        made.fit(TASKS, num_epochs=1, batch_size=1, seed=seed, num_folds=1)
         return made.network.tool_query.weight.detach()
 
     assert torch.equal(learned(1), learned(1))
@@ -107,7 +110,7 @@ def test_each_update_uses_the_gradient_of_its_own_batch() -> None:
     made, once = policy(), policy()
     once.load_state_dict(made.state_dict())
     once.loss(TASKS).backward()
-    made.fit(TASKS, num_epochs=3, learning_rate=1e-9)
+    made.fit(TASKS, num_epochs=3, learning_rate=1e-9, num_folds=1)
     for name, value in once.named_parameters():
         torch.testing.assert_close(made.get_parameters()[name].grad, value.grad, msg=name)
 
@@ -125,8 +128,91 @@ def test_what_cannot_be_fitted_is_refused(subtests: pytest.Subtests) -> None:
             "must be a ToolCall of one of the tools ping.*got fly\\(\\)",
         ),
         (TASKS, {"num_epochs": 0}, ConfigError, "num_epochs must be an integer >= 1"),
+        (TASKS, {"num_folds": 0}, ConfigError, "num_folds must be an integer >= 1"),
+        (TASKS[:1], {}, ConfigError, "needs at least two different requests to hold some out; got 1"),
         (TASKS, {"batch_size": 0}, ConfigError, "batch_size must be an integer >= 1"),
         (TASKS, {"learning_rate": float("nan")}, ConfigError, "learning_rate must be a finite number"),
     ):
         with subtests.test(message), pytest.raises(error, match=message):
             policy().fit(tasks, **options)
+
+
+class OneWeight:
+    """A weight w that starts at 0. The text of a task is its target y, with loss (w - y)^2. The most likely tool is `ping`
+    below w = 1/2, and `shout` from there on."""
+
+    catalogue = CATALOGUE
+
+    def __init__(self) -> None:
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        yield self.weight
+
+    def loss(self, tasks: Sequence[ToolTask]) -> torch.Tensor:
+        return (self.weight - torch.tensor([float(task.text) for task in tasks])).square().mean()
+
+    def tool_probabilities(self, states: Sequence[ToolTask]) -> torch.Tensor:
+        return torch.eye(4)[[int(self.weight >= 0.5)] * len(states)]
+
+
+def fitted(*targets: float, tool: str = "shout", num_folds: int = 5) -> tuple[float, FitReport]:
+    made = OneWeight()
+    tasks = [ToolTask(text=str(target), tool=tool) for target in targets]
+    descent = Descent(num_epochs=400, learning_rate=0.1, batch_size=8, seed=0)
+    return (report := fit(made, tasks, descent, num_folds)) and (float(made.weight.detach()), report)
+
+
+def test_the_share_that_is_kept_has_the_lowest_loss_on_held_out_tasks() -> None:
+    """Without the target 2, training finds 1, and without 1 it finds 2. The held-out losses (m - 2)^2 + (2m - 1)^2 are lowest
+    at m = 8/10. Trained with both targets, the weight is 1.5, and 0.8 of the way is 1.2. The weights of both folds, 0.8 and
+    1.6, choose the right tool, and 0 does not."""
+    weight, report = fitted(2, 1)
+    assert report.share == 0.8
+    assert weight == pytest.approx(1.2, abs=1e-3)
+    assert report.losses[-1] == pytest.approx(0.25, abs=1e-3)
+    assert report.held_out is not None
+    assert (report.held_out.before, report.held_out.after, report.held_out.error) == (0.0, 1.0, 0.0)
+    assert str(report).splitlines()[0] == "share 0.8 of the way to the trained weights"
+
+
+def test_all_is_kept_if_it_gives_clearly_more_right_tools() -> None:
+    """Ten targets near 0.6 and 3, each held out alone. Without one of 0.6, training finds (18 - 0.6)/9 = 1.933, and without
+    one of 3, 1.667. The held-out losses are lowest at m = (0.6 1.933 + 3 1.667) / (1.933^2 + 1.667^2) = 0.945, so 0.9 is the
+    best share. But all ten trained weights choose `shout`, and the start chooses `ping`."""
+    targets = [value + 1e-6 * i for i in range(5) for value in (0.6, 3.0)]
+    assert fitted(*targets, num_folds=10)[1].share == 1.0
+    with pytest.warns(GRPOWarning, match="fewer held-out requests"):
+        assert fitted(*targets, tool="ping", num_folds=10)[1].share == 0.9
+
+
+def test_a_policy_stays_as_it_was_if_other_tasks_teach_nothing() -> None:
+    """Each target teaches the opposite of the other: (m + 1)^2 is lowest at m = 0."""
+    with pytest.warns(
+        GRPOWarning, match=r"fit: the weights stay as they were.*; fully trained, held out: 0.000 before"
+    ):
+        weight, report = fitted(1, -1)
+    assert (weight, report.share) == (0.0, 0.0)
+    assert report.held_out is not None
+    assert report.held_out.gain == 0.0
+
+
+def test_equal_requests_are_held_out_together() -> None:
+    """Targets 1, 1 and -1, -1. If a request's twin stayed in the training, m would not be 0."""
+    with pytest.warns(GRPOWarning, match="the weights stay as they were"):
+        assert fitted(1, 1, -1, -1)[1].share == 0.0
+
+
+def test_an_accuracy_that_falls_is_told_although_the_loss_falls() -> None:
+    """The loss wants w = 1, and the tool is right below 1/2."""
+    with pytest.warns(GRPOWarning, match="fewer held-out requests.*1.000 before, 0.000 after"):
+        weight, report = fitted(1, 1.0001, tool="ping")
+    assert report.share == 1.0
+    assert weight == pytest.approx(1, abs=1e-3)
+
+
+def test_one_fold_keeps_everything_and_estimates_nothing() -> None:
+    weight, report = fitted(1, -0.5, num_folds=1)
+    assert weight == pytest.approx(0.25, abs=1e-3)
+    assert (report.share, report.held_out, report.fully_trained) == (1.0, None, None)
+    assert str(report) == "loss 0.625 to 0.562; no request was held out"

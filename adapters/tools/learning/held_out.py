@@ -1,0 +1,124 @@
+"""What training changes on requests that it did not learn from, and how many requests would show it."""
+
+import copy
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import fmean, stdev
+from typing import Any, TypeVar
+
+from grpo.arguments import require_integers, require_rows
+from grpo.errors import ConfigError
+
+PolicyT = TypeVar("PolicyT")
+
+VISIBLE = 0.05
+"""A difference that an estimate should show: five points of accuracy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """A cross-validated estimate of what training changes. Each request is scored before and after a training without it.
+
+    Example:
+        >>> HeldOut.of([0, 0, 1, 1], [1, 0, 1, 1]).gain
+        0.25
+    """
+
+    before: float
+    """Mean score before training, such as the share of the requests with the right tool."""
+    after: float
+    """Mean score after training."""
+    error: float
+    """Standard error of `after - before`, from the differences request by request."""
+    num_requests: int
+    """Number of requests."""
+
+    @classmethod
+    def of(cls, before: Sequence[float], after: Sequence[float]) -> "HeldOut":
+        """The estimate from the scores of at least two requests, before and after training, in the same order."""
+        differences = [float(new) - float(old) for old, new in zip(before, after, strict=True)]
+        error = stdev(differences) / math.sqrt(len(differences))
+        return cls(before=fmean(before), after=fmean(after), error=error, num_requests=len(differences))
+
+    @property
+    def gain(self) -> float:
+        """`after - before`."""
+        return self.after - self.before
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the gain, or the loss, is at least two standard errors and five requests.
+
+        Five of five requests change in one direction by chance in one case of 16, and the standard error of few is unsafe.
+        """
+        return abs(self.gain) >= max(2 * self.error, 5 / self.num_requests)
+
+    @property
+    def requests_needed(self) -> int:
+        """Number of requests at which a difference of 0.05 is two standard errors: num_requests (2 error / 0.05)^2."""
+        return math.ceil(self.num_requests * (2 * self.error / VISIBLE) ** 2)
+
+    def __str__(self) -> str:
+        """One line, with the number of requests that are needed if the estimate cannot tell."""
+        found = f"held out: {self.before:.3f} before, {self.after:.3f} after ({self.gain:+.3f} +- {self.error:.3f}"
+        found += f", {self.num_requests} requests)"
+        if self.is_clear or self.requests_needed <= self.num_requests:
+            return found
+        return f"{found}; a difference of {VISIBLE} shows from about {self.requests_needed} requests on"
+
+
+def estimate_training(
+    policy: PolicyT,
+    states: Sequence[Any],
+    train: Callable[[PolicyT, Sequence[Any]], Any],
+    score: Callable[[PolicyT, Sequence[Any]], Sequence[float]],
+    *,
+    num_folds: int = 5,
+    seed: int = 0,
+) -> HeldOut:
+    """Estimate by cross-validation what a training changes on requests that it did not learn from. The policy stays as it is.
+
+    Copies of the policy are trained on all folds but one, and scored on that one. Equal states are in the same fold.
+
+    Args:
+        policy: The policy before training.
+        states: The requests that it is going to learn from.
+        train: Trains a policy in place: `(policy, states) -> anything`.
+        score: Returns one score per state, from 0 to 1: `(policy, states) -> N numbers`.
+        num_folds: Number of trainings. Larger: each copy learns from more requests, and the estimate takes longer.
+        seed: Seed of the division into folds.
+
+    Raises:
+        ConfigError: There are fewer than two different states, or `num_folds` is below 2.
+    """
+    require_rows("estimate_training: states", states)
+    parts = folds([repr(state) for state in states], num_folds, seed, owner="estimate_training")
+    before = [float(value) for value in score(policy, states)]
+    after = [0.0] * len(states)
+    for held_out in parts:
+        trained, left_out = copy.deepcopy(policy), set(held_out)
+        train(trained, [state for place, state in enumerate(states) if place not in left_out])
+        found = score(trained, [states[place] for place in held_out])
+        for place, value in zip(held_out, found, strict=True):
+            after[place] = float(value)
+    return HeldOut.of(before, after)
+
+
+def folds(keys: Sequence[Hashable], num_folds: int, seed: int, *, owner: str) -> list[list[int]]:
+    """Divide places into at most `num_folds` parts of about equal size. Places with equal keys are in the same part.
+
+    Raises:
+        ConfigError: There are fewer than two different keys, or `num_folds` is below 2.
+    """
+    require_integers(owner, 2, num_folds=num_folds)
+    places: dict[Hashable, list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+    if len(places) < 2:
+        raise ConfigError(f"{owner} needs at least two different requests to hold some out; got {len(places)}.")
+    different = list(places)
+    Random(seed).shuffle(different)
+    count = min(num_folds, len(different))
+    return [[place for key in different[part::count] for place in places[key]] for part in range(count)]
