@@ -175,9 +175,9 @@ def confidences(policy: ToolSelectionPolicy, tasks: Sequence[ToolTask]) -> list[
 
 
 def row(title: str, runs: Sequence[dict[str, float]]) -> None:
-    """Print the means over the splits."""
-    shown = " | ".join(f"{statistics.fmean(run[name] for run in runs):.3f}" for name in runs[0])
-    print(f"| {title} | {shown} |", flush=True)
+    """Print the means over the splits, each with its name."""
+    shown = "; ".join(f"{name} {statistics.fmean(run[name] for run in runs):.3f}" for name in runs[0])
+    print(f"{title}: {shown}", flush=True)
 
 
 def main() -> None:
@@ -198,7 +198,7 @@ def main() -> None:
             for num in options.numbers or NUMBERS[catalogue]:
                 of_seed = [split(catalogue, 0 if part == "threshold" else num, seed) for seed in seeds]
                 if part == "fit":
-                    row(f"{num}, nearest description and regression on TF-IDF", [others(data) for data in of_seed])
+                    row(f"{num}, TF-IDF", [others(data) for data in of_seed])
                 for encoder in options.encoders:
                     match part:
                         case "fit":
@@ -214,8 +214,6 @@ def main() -> None:
                                 threshold(data, encoder, num, seed) for data, seed in zip(of_seed, seeds, strict=True)
                             ]
                             title = f"{num}, {encoder}"
-                    if num == (options.numbers or NUMBERS[catalogue])[0] and encoder == options.encoders[0]:
-                        print(f"columns: {', '.join(runs[0])}", flush=True)
                     row(title, runs)
 
 

@@ -358,6 +358,14 @@ def test_a_penalty_is_added_once_per_update_however_many_passes_it_has(subtests:
             assert metrics["train/grad_norm"] == pytest.approx(math.sqrt(2 * 0.625**2 + 2 * 0.375**2))
 
 
+def test_a_loss_scale_does_not_change_a_penalty() -> None:
+    trainer, policy = by_hand(policy=Penalised(script=SCRIPT), config={"autocast_dtype": "float16"})
+    assert trainer.optimizer_step.scaler.get_scale() > 1
+    metrics = trainer.step(["a", "b"])
+    torch.testing.assert_close(policy.logits.detach(), STEP + 0.5, rtol=1e-3, atol=1e-3)
+    assert metrics["train/penalty"] == 1.0
+
+
 def test_every_update_has_the_penalty_of_its_own_weights() -> None:
     """Without advantages in the second state, only the penalty moves its logits: 0, then 0 + 1/2, then 1/2 + 1/4. Penalties:
     the first is 1, and the second has distances of 1/2 there, and of 1/2 -+ 1/8 in the other state."""

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from grpo.arguments import require_integers, require_rows
 from grpo.errors import ConfigError
 
+from .tasks import ToolTask
+
 PolicyT = TypeVar("PolicyT")
 
 VISIBLE = 0.05
@@ -80,21 +82,23 @@ def estimate_training(
 ) -> HeldOut:
     """Estimate by cross-validation what a training changes on requests that it did not learn from. The policy stays as it is.
 
-    Copies of the policy are trained on all folds but one, and scored on that one. Equal states are in the same fold.
+    Copies of the policy are trained on all folds but one, and scored on that one. Equal texts are in the same fold.
 
     Args:
         policy: The policy before training.
-        states: The requests that it is going to learn from.
+        states: The requests that it is going to learn from: texts, tasks, or any other states.
         train: Trains a policy in place: `(policy, states) -> anything`.
         score: Returns one score per state, from 0 to 1: `(policy, states) -> N numbers`.
         num_folds: Number of trainings. Larger: each copy learns from more requests, and the estimate takes longer.
         seed: Seed of the division into folds.
 
     Raises:
-        ConfigError: There are fewer than two different states, or `num_folds` is below 2.
+        ConfigError: There are fewer than two different requests, or `num_folds` is below 2.
     """
     require_rows("estimate_training: states", states)
-    parts = folds([repr(state) for state in states], num_folds, seed, owner="estimate_training")
+    texts = [state.text if isinstance(state, ToolTask) else state for state in states]
+    keys = [text if isinstance(text, str) else place for place, text in enumerate(texts)]
+    parts = folds(keys, num_folds, seed, owner="estimate_training")
     before = [float(value) for value in score(policy, states)]
     after = [0.0] * len(states)
     for held_out in parts:

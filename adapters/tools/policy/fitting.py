@@ -47,8 +47,8 @@ class FitReport:
     share: float
     """m in start + m (trained - start). 1: the trained weights. 0: the policy is as it was."""
     held_out: HeldOut | None
-    """Share of the requests with a right tool, with the weights before and with the share m. It is slightly too good, because the
-    same requests choose m. None: `num_folds=1`."""
+    """Share of the requests with a right tool, with the weights before and with the share m. It is slightly too good, because
+    the same requests choose m. None: `num_folds=1`."""
     fully_trained: HeldOut | None
     """The same for m = 1, to compare with."""
 

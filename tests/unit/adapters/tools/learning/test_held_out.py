@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from adapters.tools import HeldOut, estimate_training
+from adapters.tools import HeldOut, ToolTask, estimate_training
 from grpo.errors import ConfigError
 
 
@@ -54,6 +54,22 @@ def test_copies_are_scored_on_what_they_did_not_learn_and_the_policy_stays(subte
             found = estimate_training(policy, ["a", "b", "c", "b"], learn, knows, num_folds=num_folds)
             assert (found.before, found.after, found.num_requests) == (0.25, 0.0, 4)
             assert policy.known == ["a"]
+
+
+def test_tasks_of_one_text_and_vectors_are_told_apart(subtests: pytest.Subtests) -> None:
+    """Two tasks share a text, so two folds are all there can be. Vectors have no text, and each counts."""
+    tasks = [ToolTask(text="a", tool="x"), ToolTask(text="a", tool="y"), ToolTask(text="b", tool="x")]
+    vectors = [[1.0, 2.0], [1.0, 2.0], [3.0, 4.0]]
+
+    def sizes_of_trainings(states: Sequence[object]) -> list[int]:
+        sizes: list[int] = []
+        score = lambda policy, some: [0.0] * len(some)  # noqa: E731
+        estimate_training(Memory(), states, lambda policy, some: sizes.append(len(some)), score)
+        return sorted(sizes)
+
+    for states, expected in ((tasks, [1, 2]), (vectors, [2, 2, 2])):
+        with subtests.test(expected=expected):
+            assert sizes_of_trainings(states) == expected
 
 
 def test_every_state_is_held_out_once() -> None:
