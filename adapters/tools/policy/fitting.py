@@ -16,6 +16,9 @@ from grpo.errors import warn_user
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """The shares m among which held-out requests choose."""
 
+AT_ONCE = 512
+"""Held-out tasks that are scored in one forward pass."""
+
 
 class Ridge:
     """A prior around a start: coef / 2 |w - start|^2.
@@ -109,8 +112,7 @@ class Descent:
 
 def fit(policy: Fits, tasks: Sequence[ToolTask], descent: Descent, num_folds: int) -> FitReport:
     """Carry out `ToolSelectionPolicy.fit` on tasks with a tool."""
-    with torch.no_grad():
-        policy.loss(tasks)  # a task that cannot be learned is refused before any weight changes
+    _total_loss(policy, tasks)  # a task that cannot be learned is refused before any weight changes
     start = _weights(policy)
     found = None if num_folds == 1 else _cross_validated(policy, tasks, start, descent, num_folds)
     losses = descent(policy, tasks)
@@ -151,7 +153,7 @@ def _cross_validated(
             trained = _weights(policy)
             for row, share in enumerate(SHARES):
                 _set(policy, start, trained, share)
-                losses[row] += len(held) * _loss(policy, held)
+                losses[row] += _total_loss(policy, held)
                 right[row, places] = has_right_tool(policy, held)
     finally:
         _set(policy, start, start, 0.0)
@@ -166,7 +168,7 @@ def _cross_validated(
 def has_right_tool(policy: Fits, tasks: Sequence[ToolTask]) -> Float[Tensor, " N"]:
     """1 for each task whose most likely tool is that of a right call, otherwise 0."""
     names = list(policy.catalogue)
-    chosen = policy.tool_probabilities(tasks).argmax(1).tolist()
+    chosen = [tool for part in _parts(tasks) for tool in policy.tool_probabilities(part).argmax(1).tolist()]
     right = [
         any(call is not None and call.tool == names[tool] for call in task.right_calls)
         for tool, task in zip(chosen, tasks, strict=True)
@@ -175,8 +177,13 @@ def has_right_tool(policy: Fits, tasks: Sequence[ToolTask]) -> Float[Tensor, " N
 
 
 @torch.no_grad()
-def _loss(policy: Fits, tasks: Sequence[ToolTask]) -> float:
-    return float(policy.loss(tasks))
+def _total_loss(policy: Fits, tasks: Sequence[ToolTask]) -> float:
+    """The sum of the losses of tasks."""
+    return sum(len(part) * float(policy.loss(part)) for part in _parts(tasks))
+
+
+def _parts(tasks: Sequence[ToolTask]) -> Iterator[Sequence[ToolTask]]:
+    return (tasks[i : i + AT_ONCE] for i in range(0, len(tasks), AT_ONCE))
 
 
 def _weights(policy: Fits) -> list[Tensor]:

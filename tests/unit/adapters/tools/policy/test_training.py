@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from adapters.tools.learning.tasks import ToolTask
+from adapters.tools.policy import fitting
 from adapters.tools.policy.fitting import Descent, FitReport, fit
 from grpo.errors import ConfigError, ContractError, GRPOWarning
 from tests.support.tool_policies import CATALOGUE, TEXTS, call, policy
@@ -216,3 +217,12 @@ def test_one_fold_keeps_everything_and_estimates_nothing() -> None:
     assert weight == pytest.approx(0.25, abs=1e-3)
     assert (report.share, report.held_out, report.fully_trained) == (1.0, None, None)
     assert str(report) == "loss 0.625 to 0.562; no request was held out"
+
+
+def test_held_out_tasks_that_do_not_fit_into_one_pass_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = [0.5, 0.25, 0.6, 0.05, 0.4, -0.1, 0.2]  # never enough for the other tool
+    whole = fitted(*targets, num_folds=2)
+    monkeypatch.setattr(fitting, "AT_ONCE", 2)  # folds of 4 and 3
+    weight, report = fitted(*targets, num_folds=2)
+    assert (weight, report) == whole
+    assert 0 < report.share < 1
