@@ -122,9 +122,8 @@ class OptimizerStep:
         if not self.parameters:
             self._require_finite(self._engine.sum(sum_of_scores).item())
             return
-        if (
-            self._penalised is not None
-        ):  # here, and not with a micro-batch: an update has several, or none on some ranks
+        # the penalty belongs to no micro-batch: an update has several of them, or none on some ranks
+        if self._penalised is not None:
             sum_of_scores = sum_of_scores + self._add_penalty(self._penalised.penalty()).to(sum_of_scores)
         scores = self._engine.sum_gradients(self._trained(), sum_of_scores)
         total_norm = self._total_norm()

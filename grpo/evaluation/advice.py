@@ -203,7 +203,10 @@ RULES = (
         "learned. Use a larger group_size, give rows of the same state one group id, or use a baseline that needs no group, "
         "such as advantage.baseline='global_mean'.",
         is_seen=lambda run: (
-            run("group_stats/avg_group_size") == 1 and run.is_without_advantage and run.learns_from_rewards_only
+            run("group_stats/avg_group_size") == 1
+            and run.is_without_advantage
+            and run.learns_from_rewards_only
+            and run("rewards/min") < run("rewards/max")  # with equal rewards, no other baseline would help
         ),
         patience=1,
         of_updates=False,

@@ -200,7 +200,7 @@ _FITTED = ControlPreset(
 
 _FITTED_BOX = replace(_FITTED, num_epochs=10, num_steps=128)
 
-_FITTED_TABLE = replace(_FITTED, num_groups=16, total_steps=60_000, normalize_observations=False)
+_FITTED_TABLE = replace(_FITTED, num_groups=16, total_steps=60_000, normalize_observations=False, entropy_coef=0.01)
 
 FITTED_PRESETS = {
     preset.env_id: preset

@@ -378,7 +378,7 @@ RISE = {"rewards__mean": (0.1, 0.7)}
 FIRES: list[tuple[str, list[dict[str, float]], dict[str, Any]]] = [
     ("a part of the reward is missing", [{**LIVE, "rewards/a/applies": 0.5}], {}),
     ("every reward is the highest one", [LIVE, *course(10, DEAD, rewards__min=1.0, rewards__max=1.0)], {}),
-    ("every group has one row", course(1, DEAD, group_stats__avg_group_size=1.0), {}),
+    ("every group has one row", course(1, DEAD, group_stats__avg_group_size=1.0, rewards__max=1.0), {}),
     ("nearly all groups are dead", course(10, DEAD), {}),
     (
         "nearly all groups are dead",  # one of 16 rows has an advantage
@@ -410,6 +410,7 @@ FALSE_ALARMS: list[tuple[str, str, list[dict[str, float]], dict[str, Any]]] = [
         {},
     ),
     ("every group has one row", "the baseline needs no group", course(1, LIVE, group_stats__avg_group_size=1.0), {}),
+    ("every group has one row", "all rewards are equal", course(1, DEAD, group_stats__avg_group_size=1.0), {}),
     ("nearly all groups are dead", "only for nine iterations", course(9, DEAD), {}),
     (
         "nearly all groups are dead",
