@@ -150,23 +150,50 @@ class FittedAdvantages:
 
     def _fit(self) -> Callable[[Tensor], Float64[Tensor, " n"]]:
         """Solve for theta. Returns V as a function of observations [n, size]."""
-        std, mean = torch.std_mean(self._kept["observations"].double(), dim=0, correction=0)
+        observations, ends = self._kept["observations"], (self._kept["is_last"], self._kept["terminated"])
+        if self.is_table:
+            of_table = self._solved(*self._sums_of_table(observations.argmax(1), self._finals.argmax(1), *ends))
+            return lambda rows: of_table[rows.argmax(1)]
+        features = self._features(observations)
+        theta = self._solved(*self._sums(features(observations), features(self._finals), *ends))
+        return lambda rows: features(rows) @ theta
+
+    def _solved(self, matrix: Float64[Tensor, "K K"], totals: Float64[Tensor, " K"]) -> Float64[Tensor, " K"]:
+        ridge = self.ridge * len(self._kept["rewards"])
+        return torch.linalg.solve(matrix + ridge * torch.eye(len(matrix), dtype=matrix.dtype), totals)
+
+    def _features(self, kept: Tensor) -> Callable[[Tensor], Float64[Tensor, "n K"]]:
+        """Fourier features of observations, which are normalised as those that are kept."""
+        std, mean = torch.std_mean(kept.double(), dim=0, correction=0)
         scale = torch.where(std > MIN_STD, 1.0 / std, 0.0)
 
         def features(observations: Tensor) -> Float64[Tensor, "n K"]:
-            if self.is_table:
-                return observations.double()
             normalised = ((observations.double() - mean) * scale).clamp(-MAX_DEVIATION, MAX_DEVIATION)
             waves = torch.cos(normalised @ self._frequencies + self._phases) * (2.0 / len(self._phases)) ** 0.5
             return torch.cat([waves, torch.ones(len(waves), 1, dtype=waves.dtype)], dim=1)
 
-        phi = features(self._kept["observations"])
+        return features
+
+    def _sums(
+        self, phi: Float64[Tensor, "n K"], finals: Float64[Tensor, "e K"], is_last: Tensor, terminated: Tensor
+    ) -> tuple[Float64[Tensor, "K K"], Float64[Tensor, " K"]]:
+        """The sums over steps of phi(o) (phi(o) - gamma phi(o')) and phi(o) r."""
         following = phi.roll(-1, 0)  # the next row is the next step, but for the last step of a part
-        following[self._kept["is_last"]] = features(self._finals)
-        following[self._kept["terminated"]] = 0.0
-        ridge = self.ridge * len(phi) * torch.eye(phi.shape[1], dtype=phi.dtype)
-        theta = torch.linalg.solve(phi.T @ (phi - self.gamma * following) + ridge, phi.T @ self._kept["rewards"])
-        return lambda observations: features(observations) @ theta
+        following[is_last] = finals
+        following[terminated] = 0.0
+        return phi.T @ (phi - self.gamma * following), phi.T @ self._kept["rewards"]
+
+    def _sums_of_table(
+        self, number: Tensor, finals: Tensor, is_last: Tensor, terminated: Tensor
+    ) -> tuple[Float64[Tensor, "K K"], Float64[Tensor, " K"]]:
+        """The same, where phi(o) is 1 at the observation's number and 0 elsewhere."""
+        following = number.roll(-1, 0)
+        following[is_last] = finals
+        size = self._kept["observations"].shape[1]
+        matrix, totals = torch.zeros(size, size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
+        matrix.index_put_((number, number), torch.ones(len(number), dtype=torch.float64), accumulate=True)
+        matrix.index_put_((number, following), -self.gamma * (~terminated).double(), accumulate=True)
+        return matrix, totals.index_add_(0, number, self._kept["rewards"])
 
     def state_dict(self) -> dict[str, Tensor]:
         """The steps that are kept."""
