@@ -18,7 +18,7 @@ from grpo.errors import ContractError, GRPOError
 from .branching import Branch, Saved
 from .calls import tool_schemas
 from .conversations import Conversation, EndedBy, Segment, Turn, plain_values
-from .executed_calls import ExecutedCalls
+from .executed_calls import ExecutedCalls, ToolCallLostError
 from .messages import Message, as_messages, in_the_order_of_calls, say_the_same
 from .speakers import Seat, Speaker, said_by
 
@@ -208,6 +208,8 @@ class Chat:
         """What took too long, if the conversation ended by "timeout" because of the model."""
         self.executed = executed
         """Runs the tool calls. None: there is no executor."""
+        self.has_lost_call = False
+        """Whether a tool call was lost."""
         self._has_folder = False
         self._sampling_seed: tuple[int, ...] = (sampling_seed,)
         self._speaker = speaker
@@ -378,6 +380,9 @@ class Chat:
         try:
             known = self.executed.tools if tools is None else tools
             results, num_failed = await self.executed.run(message, known, self._folder)
+        except ToolCallLostError:
+            self.has_lost_call = True
+            raise
         finally:
             self._num_calling -= 1
             self._active_since = time.monotonic()

@@ -212,11 +212,13 @@ class Rollouts:
         batches: "_Batches",
     ) -> None:
         """Hold conversations that failed again, one after another: one for each state, at most `MOST_ALONE` in all, until one
-        of them does not fail. Its package is then not safe in several threads."""
+        of them does not fail. Its package may then not be safe in several threads."""
         by_index, tried = {job.index: job for job in jobs}, set()
         for place, (index, (chat, failed)) in enumerate(held):
             job = by_index.get(index)  # None: a branch
             if job is None or chat.ended_by != "error" or chat.branch is not None or id(job.state) in tried:
+                continue
+            if chat.has_lost_call:  # not by the environment
                 continue
             if self._num_tries_alone == 0:
                 return
@@ -229,8 +231,9 @@ class Rollouts:
                 held[place] = index, again
                 self._num_tries_alone = 0
                 logging.getLogger("grpo").warning(
-                    "AgentPolicy: the environment of the state %.80r failed beside others, and not alone: its package is not "
-                    "safe in several threads. Set one_at_a_time=True. The error: %s",
+                    "AgentPolicy: the environment of the state %.80r failed beside others and not alone: its package may not "
+                    "be safe in several threads. Set one_at_a_time=True, or num_retries=1 if it fails now and then. Its error: "
+                    "%s",
                     job.state,
                     failed.info.get("error"),
                 )

@@ -182,9 +182,11 @@ def test_a_lost_call_leaves_no_reward_and_is_explained(executor: ToolExecutor, s
         assert (sampled.metrics["agents/lost_calls"], sampled.metrics["agents/retries"]) == (1.0, 1.0)
     with subtests.test("dropped"):
         config = GRPOConfig(group_size=2, reward=RewardConfig(non_finite="drop"))
-        policy = AgentPolicy(says(*[turn] * 2, *["done"] * 2), Plain, executor=executor, concurrency=1)
+        policy = AgentPolicy(says(*[turn] * 2, *["done"] * 2), Plain, executor=executor, concurrency=2)
         trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward())
-        assert trainer.collect(["you", "me"]).num_rows == 2
+        assert trainer.collect(["you", "me"]).num_rows == 2, (
+            "no conversation is tried alone: the environment did not fail"
+        )
     with subtests.test("caught"):
 
         async def play(chat: Chat, state: Any) -> float:

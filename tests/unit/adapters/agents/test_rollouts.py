@@ -171,8 +171,8 @@ def test_an_environment_that_fails_beside_others_and_not_alone_is_named_with_the
     told = [record.message for record in caplog.records if "one_at_a_time" in record.message]
     assert told == [
         (
-            "AgentPolicy: the environment of the state 'you' failed beside others, and not alone: its package is not safe in "
-            "several threads. Set one_at_a_time=True. The error: KeyError: 'lost'"
+            "AgentPolicy: the environment of the state 'you' failed beside others and not alone: its package may not be safe "
+            "in several threads. Set one_at_a_time=True, or num_retries=1 if it fails now and then. Its error: KeyError: 'lost'"
         )
     ]
     remedied = AgentPolicy(says(*["a"] * 8), make, one_at_a_time=True).sample_actions(["you", "me"], 4)
