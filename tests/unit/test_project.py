@@ -100,7 +100,7 @@ def test_the_servers_of_the_tests_are_pinned_and_make_installs_them_before_the_s
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert "\ntest-slow: $(DEV) $(MCP_SERVERS)" in makefile
     assert "\nmcp-servers: $(MCP_SERVERS)" in makefile
-    assert ".mcp-servers/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert ".mcp-servers" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
 
 
 def test_importing_grpo_imports_no_domain_and_no_optional_dependency() -> None:

@@ -23,7 +23,8 @@ from tests.support.mcp_servers import by_hand, by_name, listing, process_of
 from tests.support.tool_executors import on_linux
 
 DROPPED = "rows/dropped"
-SERVER, WORKER, BLOCKED = (f"tools/errors/{kind}" for kind in ("server_lost", "worker_lost", "loop_blocked"))
+KINDS = ("server_lost", "worker_lost", "loop_blocked", "root_full")
+SERVER, WORKER, BLOCKED, FULL = (f"tools/errors/{kind}" for kind in KINDS)
 
 
 async def guess(text: str = "") -> str:
@@ -122,6 +123,7 @@ def test_lost_calls_are_told_by_kind_and_not_given_to_the_reward_functions() -> 
         WORKER: [True, False, False, False, False],
         SERVER: [False, False, False, True, False],
         BLOCKED: [False] * 5,
+        FULL: [False] * 5,
     }
 
 
@@ -188,7 +190,7 @@ def test_lost_rows_are_dropped_whatever_happens_to_other_nan_rewards(kind: Any, 
     assert batch.rewards.tolist() == [1.0 + is_part] * 2
     metrics = trainer.collector.costs.agree([trainer.collector.costs.of_this_rank()])
     counts = Counter({name: int(value) for name, value in metrics.items() if "/errors/" in name or name == DROPPED})
-    assert counts == {WORKER: 1, SERVER: 1, BLOCKED: 0, DROPPED: 2}
+    assert counts == {WORKER: 1, SERVER: 1, BLOCKED: 0, FULL: 0, DROPPED: 2}
 
 
 def test_rows_that_are_asked_one_by_one_are_dropped_and_counted_too() -> None:
