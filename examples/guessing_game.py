@@ -1,6 +1,6 @@
 """Train an agent on a user who stays as it is: the agent guesses a number, and the user says higher, lower or yes.
 
-    python -m examples.guessing_game               # three seeds, about a minute each on one core; nothing is downloaded
+    python -m examples.guessing_game               # three seeds, some minutes each on one core; nothing is downloaded
     python -m examples.guessing_game --seeds 0
 
 A conversation has two seats. The agent is the trained policy: a Qwen3 model of 0.05 million parameters with 18 tokens, without
@@ -106,6 +106,7 @@ def train(seed: int, iterations: int) -> tuple[float, float, Conversation]:
     before = share_found(policy)
     config = GRPOConfig(
         group_size=16,
+        batch_size=40,
         learning_rate=3e-3,
         seed=seed,
         advantage=AdvantageConfig(credit="return_to_go"),
@@ -121,7 +122,7 @@ def train(seed: int, iterations: int) -> tuple[float, float, Conversation]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--iterations", type=int, default=80, help="iterations of GRPO (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=160, help="iterations of GRPO (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)  # more threads do not help a model this small
     deaf, best = NUM_GUESSES / len(NUMBERS), halving() / len(NUMBERS)

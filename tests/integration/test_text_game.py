@@ -72,4 +72,4 @@ def test_a_short_run_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert before < 40, printed
     assert warmed_up < 65, printed
     assert after > warmed_up + 10, printed
-    assert re.search(r"A game of seed 0 after GRPO \(reward -?\d\):\n  reads   b\n  policy  [rps]", printed), printed
+    assert re.search(r"A game of seed 0 after GRPO \(reward -?\d\):\n  reads   b\n  policy  \w", printed), printed
