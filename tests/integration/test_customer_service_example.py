@@ -220,7 +220,7 @@ def test_the_minimal_example_of_the_documentation_has_at_most_20_lines() -> None
 @pytest.mark.faults  # three minutes
 def test_the_example_learns(tmp_path: Path) -> None:
     """Shortened: fewer scripts, steps and iterations. The share of solved scenarios rises, and the files are written."""
-    options = ["--seeds=0", "--scripts=800", "--warmup-steps=250", "--iterations=14", "--held-out=40"]
+    options = ["--seeds=0", "--scripts=800", "--warmup-steps=250", "--iterations=30", "--held-out=40"]
     printed = run_example("customer_service", *options, "--out", str(tmp_path), folder=tmp_path)
     rows = {
         name: [float(share) for share in re.findall(r"([\d.]+)%", shares)]
