@@ -2,15 +2,17 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.registration import register
 
 from adapters.control import EpisodeOptions, EpisodePolicy, record_frames, record_video
 from grpo.errors import ConfigError
+from tests.support.odd_environments import ACTED, Odd
 
 
 @pytest.fixture
@@ -58,6 +60,45 @@ def test_films_of_an_environment_without_a_limit_have_that_of_the_policy() -> No
     np.testing.assert_array_equal(frames[0], frames[2])
     np.testing.assert_array_equal(frames[1], frames[3])
     assert not np.array_equal(frames[0], frames[1])
+
+
+class Filmed(Odd):
+    """Shows how many actions it has taken, which the class notes."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 9}  # noqa: RUF012  # as Gymnasium declares it
+    noted: ClassVar[list[Any]] = []
+
+    def __init__(self, render_mode: str | None = None, **options: Any) -> None:
+        super().__init__(look=lambda env: np.zeros(2, np.float32), **options)
+        self.render_mode = render_mode
+
+    def step(self, action: Any) -> Any:
+        Filmed.noted.append(action)
+        return super().step(action)
+
+    def render(self) -> Any:
+        return np.full((2, 2, 3), len(Filmed.noted), np.uint8)
+
+
+@pytest.mark.parametrize("repeat", [1, 2])
+def test_a_film_of_every_action_space_takes_each_action_as_often_as_training(
+    repeat: int, subtests: pytest.Subtests
+) -> None:
+    """An episode has three steps."""
+    for name, space in ACTED.items():
+        register(id="Filmed-v0", entry_point=Filmed, kwargs={"act": space}, max_episode_steps=9)
+        with subtests.test(name):
+            torch.manual_seed(0)
+            policy = EpisodePolicy(
+                lambda space=space: Odd(act=space), num_members=1, options=EpisodeOptions(repeat=repeat)
+            )
+            Filmed.noted.clear()
+            frames = record_frames(policy, "Filmed-v0", num_frames=3)
+            assert [int(frame[0, 0, 0]) for frame in frames] == [0, 1, 2]
+            first, second = Filmed.noted[:2]
+            assert space.contains(first)
+            assert (first is second) == (repeat == 2)
+        gymnasium.registry.pop("Filmed-v0")
 
 
 def test_a_number_of_frames_below_1_is_refused() -> None:
