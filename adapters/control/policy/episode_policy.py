@@ -307,7 +307,7 @@ class EpisodePolicy(nn.Module):
         if num_starts > self.pool.num_members:
             raise ConfigError(
                 f"EpisodePolicy: num_steps={self.num_steps} needs a member per state, because episodes stay in theirs; got "
-                f"{num_starts} states and num_members={self.pool.num_members}."
+                f"{num_starts} states and num_members={self.pool.num_members}. Pass num_members={num_starts}, or fewer states."
             )
 
     def _roll_on(self, starts: Sequence[EpisodeStart], going_on: OpenEpisodes) -> Record:

@@ -114,6 +114,9 @@ class OpenEpisodes:
         return {"episodes": [None if one is None else one.to_state() for one in self.by_member]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned. The members are put there at the next collection."""
-        self.by_member = [None if one is None else OpenEpisode.from_state(one) for one in state["episodes"]]
+        """Restore what `state_dict` returned. The members are put there at the next collection. With fewer members than before,
+        the last episodes are dropped."""
+        episodes = [None if one is None else OpenEpisode.from_state(one) for one in state["episodes"]]
+        num_members = len(self.by_member)
+        self.by_member = [*episodes, *[None] * num_members][:num_members]
         self.are_standing = False

@@ -110,14 +110,14 @@ class FittedAdvantages:
         Raises:
             ContractError: Actions are no `Episode` objects, or rewards are not per step.
         """
-        episodes = self._episodes(batch)
+        episodes, mask = self._episodes(batch), batch.mask.cpu()  # episodes and rewards are on the CPU
         rewards = batch.rewards.unsqueeze(1) if batch.rewards.dim() == 1 else batch.rewards
         ends = torch.tensor([len(one) for one in episodes]).cumsum(0) - 1
         is_terminated = torch.tensor([one.terminated for one in episodes])
         is_last = torch.zeros(int(ends[-1]) + 1, dtype=torch.bool).index_fill(0, ends, True)
         new = {
             "observations": torch.cat([one.observations for one in episodes]),
-            "rewards": rewards[batch.mask].double(),
+            "rewards": rewards[mask].double(),
             "is_last": is_last,
             "terminated": is_last.masked_scatter(is_last, is_terminated),
         }
@@ -127,14 +127,14 @@ class FittedAdvantages:
         value = self._fit()
         advantages = generalized_advantages(
             rewards,
-            pad_to_steps(value(new["observations"]), batch.mask),
-            batch.mask,
+            pad_to_steps(value(new["observations"]), mask),
+            mask,
             torch.where(is_terminated, 0.0, value(finals)),
             gamma=self.gamma,
             gae_lambda=self.gae_lambda,
         )
-        std, mean = torch.std_mean(advantages[batch.mask], correction=0)
-        return torch.where(batch.mask, (advantages - mean) / (std + 1e-8), 0.0)
+        std, mean = torch.std_mean(advantages[mask], correction=0)
+        return torch.where(mask, (advantages - mean) / (std + 1e-8), 0.0)
 
     def _episodes(self, batch: ExperienceBatch) -> list[Episode]:
         episodes = list(batch.actions)

@@ -159,6 +159,22 @@ def test_another_process_goes_on_with_the_same_episodes(kind: str) -> None:
         assert_same(one, two)
 
 
+def test_another_number_of_members_goes_on_with_those_that_it_has() -> None:
+    def of_members(count: int) -> EpisodePolicy:
+        return EpisodePolicy(lambda: Chance(9), num_members=count, options=EpisodeOptions(num_steps=4))
+
+    policy = of_members(3)
+    first = sampled(policy, 0)[0]
+    for count in (2, 5):
+        other = of_members(count)
+        other.load_state_dict(policy.state_dict())
+        starts = [EpisodeStart(seed=seed) for seed in range(count)]
+        second = [episode for [episode] in other.sample_actions(starts, 1).actions]
+        assert [float(episode.observations[0, 1]) for episode in second] == [4, 4, 4, 0, 0][:count]
+        for before, after in zip(first, second, strict=False):
+            assert torch.equal(before.final_observation, after.observations[0])
+
+
 def test_evaluations_leave_the_episodes_where_they_are() -> None:
     """A pool of the user's cannot be made again, so its episodes are played again; others have a pool for evaluations."""
     for pool in ("CartPole-v1", None):
