@@ -1,5 +1,6 @@
 """Several real vLLM servers: they die, are started again, get new weights while requests come, and serve several ranks."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,20 +125,49 @@ def test_no_request_runs_while_weights_change(servers: list[Any], model: Any, tm
     assert all(len(later) == 1 or later[1:] == ["loading"] for later in labels), labels
 
 
+@contextlib.contextmanager
+def killed_at_its_first_row(server: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within the block, the server holds requests back, is killed when it gets the first, and is started again.
+
+    A fast server would otherwise have answered them all before it is killed.
+    """
+    is_asked = threading.Event()
+    complete = VLLMWorker.complete
+
+    def noted(worker: VLLMWorker, *request: Any) -> Any:
+        if worker.url == server.url:
+            is_asked.set()
+        return complete(worker, *request)
+
+    def kill_and_start_again() -> None:
+        is_asked.wait()
+        server.kill()
+        server.start()
+
+    monkeypatch.setattr(VLLMWorker, "complete", noted)
+    assert ask(server.url, "/pause?mode=wait", {})[0] == 200
+    killer = threading.Thread(target=kill_and_start_again)
+    killer.start()
+    try:
+        yield
+    finally:
+        is_asked.set()
+        killer.join()
+
+
 def test_rows_of_a_killed_server_are_sampled_by_the_other_and_are_the_same(
-    servers: list[Any], model: Any, tmp_path: Path
+    servers: list[Any], model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = VLLMServerSampler([server.url for server in servers], weights_folder=tmp_path, max_concurrency=2)
     sampler.sync(model)
     whole = sample(sampler)
     assert whole.token_ids == sample(sampler).token_ids
 
-    threading.Timer(0.3, servers[1].kill).start()
-    try:
-        with pytest.warns(GRPOWarning, match=rf"{servers[1].url}.* Its 20 rows are sampled again"):
-            again = sample(sampler)
-    finally:
-        servers[1].start()
+    with (
+        pytest.warns(GRPOWarning, match=rf"{servers[1].url}.* Its 20 rows are sampled again"),
+        killed_at_its_first_row(servers[1], monkeypatch),
+    ):
+        again = sample(sampler)
     assert again.token_ids == whole.token_ids
     torch.testing.assert_close(
         torch.tensor(again.behaviour_log_probs), torch.tensor(whole.behaviour_log_probs), rtol=0, atol=1e-4
@@ -151,7 +182,7 @@ def test_rows_of_a_killed_server_are_sampled_by_the_other_and_are_the_same(
 
 
 def test_the_only_server_is_waited_for_and_samples_the_same_rows(
-    servers: list[Any], model: Any, tmp_path: Path
+    servers: list[Any], model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights are not those that the server is started with."""
     with torch.no_grad():
@@ -159,16 +190,11 @@ def test_the_only_server_is_waited_for_and_samples_the_same_rows(
     sampler = VLLMServerSampler(servers[1].url, weights_folder=tmp_path, restart_timeout=300)
     sampler.sync(model)
     whole = sample(sampler)
-
-    def kill_and_start_again() -> None:
-        servers[1].kill()
-        servers[1].start()
-
-    thread = threading.Timer(0.3, kill_and_start_again)
-    thread.start()
-    with pytest.warns(GRPOWarning, match="Its 40 rows are sampled again"):
+    with (
+        pytest.warns(GRPOWarning, match="Its 40 rows are sampled again"),
+        killed_at_its_first_row(servers[1], monkeypatch),
+    ):
         again = sample(sampler)
-    thread.join()
     assert again.token_ids == whole.token_ids
     assert sampler._version == VLLMWorker(servers[1].url, timeout=60).version()
 
