@@ -35,7 +35,7 @@ class ModelTurns:
     def __call__(self, requests: Sequence[Request], give: GiveTurn) -> list[SampledTurn]:
         """One turn for each request. Those of a model are sampled together, each with its own limit and stop strings.
 
-        If the model samples in this process, `give` gets each turn as soon as it ends.
+        If the model's sampler is a `GivesRows`, `give` gets each turn as soon as it ends, perhaps in another thread.
         """
         turns: dict[int, SampledTurn] = {}
         for speaker in dict.fromkeys(request.speaker for request in requests):
@@ -61,7 +61,7 @@ class ModelTurns:
         give: GiveTurn,
         sampling: Mapping[str, Any],
     ) -> SampledTokens:
-        def on_row(row: int, token_ids: list[int], log_probs: list[float], reason: FinishReason) -> None:
+        def on_row(row: int, token_ids: Sequence[int], log_probs: Sequence[float], reason: FinishReason) -> None:
             give(requests[row], SampledTurn(token_ids=token_ids, log_probs=log_probs, finish_reason=reason))
 
         always = (*config.stop, *template.stop)

@@ -45,7 +45,7 @@ from .rewards.gsm8k_rewards import correctness_first, hybrid_reward
 from .rewards.json_schema import JSONSchemaMatch
 from .rewards.math_answers import MathMatch
 from .rewards.verifiers import Between, ExactMatch, OverlongPunishment, PerToken, RegexMatch, tags_pattern
-from .sampling.samplers import LimitsRows, RowLimit, SampledTokens, Sampler
+from .sampling.samplers import GivesRows, LimitsRows, RowLimit, SampledTokens, Sampler
 from .sampling.sampling_config import SamplingConfig
 from .sampling.vllm_engine import VLLMSampler
 from .sampling.vllm_server import VLLMServerSampler
@@ -53,8 +53,8 @@ from .texts import CompletionTexts
 
 __all__ = [
     "Between", "Completion", "CompletionRewards", "CompletionTexts", "ControlTokens", "ExactMatch", "FinishReason",
-    "HFOptions", "HFPolicy", "JSONSchemaMatch", "LimitsRows", "MathMatch", "OverlongPunishment", "PerToken", "RegexMatch",
-    "RowLimit", "SampledTokens", "Sampler", "SamplingConfig", "VLLMSampler", "VLLMServerSampler", "ValueHead", "add_lora",
-    "correctness_first", "extract_answer", "gsm8k_prompt", "hybrid_reward", "load_gsm8k", "load_model",
+    "GivesRows", "HFOptions", "HFPolicy", "JSONSchemaMatch", "LimitsRows", "MathMatch", "OverlongPunishment", "PerToken",
+    "RegexMatch", "RowLimit", "SampledTokens", "Sampler", "SamplingConfig", "VLLMSampler", "VLLMServerSampler", "ValueHead",
+    "add_lora", "correctness_first", "extract_answer", "gsm8k_prompt", "hybrid_reward", "load_gsm8k", "load_model",
     "lora_start", "merged_weights", "special_tokens", "tags_pattern", "token_log_probs",
 ]  # fmt: skip

@@ -42,6 +42,7 @@ from .sampling.decoding import DecodingSampler
 from .sampling.kept_prefixes import KeptPrefixes
 from .sampling.recorded.sampler import RecordedSampler
 from .sampling.samplers import (
+    GivesRows,
     LimitsRows,
     OnRow,
     ReadsByUnit,
@@ -352,8 +353,9 @@ class HFPolicy:
             seeds: N seeds below 2**63.
             end_token_ids: Tokens that end a completion, in addition to the policy's own.
             limits: Where each of the N rows ends. None: at `max_new_tokens` and `stop` of the settings.
-            on_row: Called with each row as soon as it ends, by the samplers "decoding" and "generate". It gets the row's index,
-                token ids, log-probs under the sampling distribution and finish reason, which are those of the result.
+            on_row: Called with each row once, as soon as it has ended, by samplers that are `GivesRows` ("recorded" looks for
+                ends every 16 steps). It gets the row's index, token ids, log-probs under the sampling distribution and finish
+                reason, which are those of the result.
             sampling: Settings of `SamplingConfig` for this call only.
 
         Returns:
@@ -377,7 +379,7 @@ class HFPolicy:
         room, most = self.max_positions, max(map(len, prompts)) + config.max_new_tokens
         limits_rows = isinstance(sampler, LimitsRows) and (room is None or most <= room)
         sample = sampler.sample if limits_rows else partial(sample_by_limit, sampler)
-        gives_rows = limits_rows and isinstance(sampler, DecodingSampler)
+        gives_rows = limits_rows and isinstance(sampler, GivesRows)
         early: dict[str, Any] = {"on_row": on_row} if gives_rows else {}
         sampled = sample(distinct, size, config, end_token_ids=ends, seeds=seeds, limits=limits, **early)
         return sampled if self._lm.computes_in_float32 else replace(sampled, policy_log_probs=None)

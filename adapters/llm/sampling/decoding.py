@@ -26,7 +26,7 @@ from adapters.llm.prompts.control_tokens import special_tokens
 
 from .decoding_batch import DecodingBatch
 from .kept_prefixes import KeptPrefixes, continued_batch
-from .samplers import Ints, LimitsRows, OnRow, RowLimit, SampledTokens
+from .samplers import GivesRows, Ints, LimitsRows, OnRow, RowLimit, SampledTokens
 from .sampling_config import SamplingConfig
 from .token_draw import TokenDraw
 
@@ -127,7 +127,7 @@ class Progress:
         )
 
 
-class DecodingSampler(LimitsRows):
+class DecodingSampler(LimitsRows, GivesRows):
     """Samples from the model that is trained.
 
     Args:
@@ -165,6 +165,7 @@ class DecodingSampler(LimitsRows):
         return self._given_loop if self._lm.shares_prompts else "generate"
 
     limits_rows = True
+    gives_rows = True
 
     @torch.no_grad()
     def sample(

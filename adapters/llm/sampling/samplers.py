@@ -90,7 +90,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-OnRow: TypeAlias = Callable[[int, list[int], list[float], FinishReason], None]
+OnRow: TypeAlias = Callable[[int, Sequence[int], Sequence[float], FinishReason], None]
 """Gets a row that has ended: its index, token ids, log-probs under the sampling distribution, and why it ended."""
 
 
@@ -122,6 +122,14 @@ class LimitsRows(Protocol):
 
     limits_rows: bool
     """Whether rows of one call can end at different limits."""
+
+
+@runtime_checkable
+class GivesRows(Protocol):
+    """A sampler whose `sample` takes `on_row=...`, an `OnRow` or None, and gives it each row once, as soon as it has ended."""
+
+    gives_rows: bool
+    """Whether rows are given before the longest one has ended."""
 
 
 @runtime_checkable

@@ -1,10 +1,11 @@
 """A sampler with vLLM servers, over HTTP."""
 
+import threading
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from grpo.arguments import describe
 from grpo.engine import Engine, OneProcess
 from grpo.errors import ConfigError, warn_user
 
-from .samplers import Ints, LimitsRows, RowLimit, SampledTokens, SamplerError
+from .samplers import GivesRows, Ints, LimitsRows, OnRow, RowLimit, SampledTokens, SamplerError
 from .sampling_config import SamplingConfig
 from .vllm_requests import Answer, require_room, row_settings, sampled_tokens
 from .vllm_worker import FIRST_VERSION, ServerLostError, ServerTimeoutError, VLLMWorker
@@ -31,7 +32,7 @@ SECONDS_BETWEEN_POLLS = 0.5
 """While no server works, all servers are looked for so often."""
 
 
-class VLLMServerSampler(LimitsRows):
+class VLLMServerSampler(LimitsRows, GivesRows):
     """vLLM servers on other devices or other machines. Weights are transferred through a shared folder.
 
     Start each server with the model that is trained::
@@ -72,6 +73,7 @@ class VLLMServerSampler(LimitsRows):
     """
 
     limits_rows = True
+    gives_rows = True
     samples_beside = True
     """The server has its own weights, and each request its own seed."""
     reads_by_unit = True
@@ -127,10 +129,12 @@ class VLLMServerSampler(LimitsRows):
         end_token_ids: Ints,
         seeds: Ints,
         limits: Sequence[RowLimit] | None = None,
+        on_row: OnRow | None = None,
     ) -> SampledTokens:
-        """Sample completions; see `Sampler.sample` and `LimitsRows`.
+        """Sample completions; see `Sampler.sample`, `LimitsRows` and `GivesRows`.
 
-        Each row is a request, and vLLM's prefix cache shares the prompts.
+        Each row is a request, and vLLM's prefix cache shares the prompts. `on_row` is called in other threads, one call at a
+        time.
 
         Raises:
             ConfigError: VLLM does not support a setting, a prompt is too long, or a server was started with other options.
@@ -143,6 +147,15 @@ class VLLMServerSampler(LimitsRows):
         ]
         answers: dict[int, Answer] = {}
         losses: Counter[VLLMWorker] = Counter()
+        giving = threading.Lock()
+
+        def take(row: int, answer: Answer) -> None:
+            with giving:
+                answers[row] = answer
+                if on_row is not None:
+                    own = sampled_tokens([answer], config)
+                    on_row(row, own.token_ids[0], own.behaviour_log_probs[0], own.finish_reasons[0])
+
         while len(answers) < len(bodies):
             workers = self._ready_workers()
             require_room(prompts, settings, min(worker.max_length() for worker in workers))
@@ -151,7 +164,12 @@ class VLLMServerSampler(LimitsRows):
                 if row not in answers:
                     group = row // num_per_prompt + self._engine.rank
                     shares.setdefault(workers[group % len(workers)], []).append(row)
-            answers |= self._answers(shares, bodies, losses)
+            for worker, error in self._lost(shares, bodies, take):
+                losses[worker] += 1
+                if losses[worker] > MAX_LOSSES:
+                    raise error
+                num_left = sum(row not in answers for row in shares[worker])
+                self._lose(worker, error, f"Its {num_left} rows are sampled again.")
         return sampled_tokens([answers[row] for row in range(len(bodies))], config)
 
     def sync(self, model: Any) -> None:
@@ -220,30 +238,41 @@ class VLLMServerSampler(LimitsRows):
             return error
         return None
 
-    def _answers(
-        self, shares: dict[VLLMWorker, list[int]], bodies: list[dict[str, Any]], losses: Counter[VLLMWorker]
-    ) -> dict[int, Answer]:
-        """The answers of all servers that were not lost, by row. The rows of a lost server have no answer."""
+    def _lost(
+        self, shares: dict[VLLMWorker, list[int]], bodies: list[dict[str, Any]], take: Callable[[int, Answer], None]
+    ) -> list[tuple[VLLMWorker, ServerLostError]]:
+        """Let the servers answer, and `take` each answer as it comes. Return the servers that were lost meanwhile."""
         with ThreadPoolExecutor(len(shares)) as pool:
-            futures = {worker: pool.submit(self._completed, worker, rows, bodies) for worker, rows in shares.items()}
-        answers: dict[int, Answer] = {}
-        for worker, future in futures.items():
-            try:
-                answers |= future.result()
-            except ServerTimeoutError:
-                raise  # the server runs, and is too slow
-            except ServerLostError as error:
-                losses[worker] += 1
-                if losses[worker] > MAX_LOSSES:
-                    raise
-                self._lose(worker, error, f"Its {len(shares[worker])} rows are sampled again.")
-        return answers
+            futures = {
+                worker: pool.submit(self._complete, worker, rows, bodies, take) for worker, rows in shares.items()
+            }
+        errors = ((worker, future.exception()) for worker, future in futures.items())
+        lost = []
+        for worker, error in errors:
+            if isinstance(error, ServerLostError) and not isinstance(error, ServerTimeoutError):
+                lost.append((worker, error))
+            elif error is not None:  # among them a server that runs, and is too slow
+                raise error
+        return lost
 
-    def _completed(self, worker: VLLMWorker, rows: list[int], bodies: list[dict[str, Any]]) -> dict[int, Answer]:
-        """The answers of one server. If one request fails, those that have not begun are not sent."""
-        version = self._version
+    def _complete(
+        self, worker: VLLMWorker, rows: list[int], bodies: list[dict[str, Any]], take: Callable[[int, Answer], None]
+    ) -> None:
+        """Take the answers of one server. If a request fails, none is sent any more, and its error raised."""
+        failure: BaseException | None = None
         with ThreadPoolExecutor(min(self._max_concurrency, len(rows))) as pool:
-            return dict(zip(rows, pool.map(lambda row: worker.complete(bodies[row], version), rows), strict=True))
+            futures = {pool.submit(worker.complete, bodies[row], self._version): row for row in rows}
+            for future in as_completed(futures):
+                if future.cancelled():
+                    continue
+                if future.exception() is None:
+                    take(futures[future], future.result())
+                elif failure is None:
+                    failure = future.exception()
+                    for other in futures:
+                        other.cancel()
+        if failure is not None:
+            raise failure
 
     def _lose(self, worker: VLLMWorker, error: ServerLostError, consequence: str) -> None:
         self._next_probe[worker] = time.monotonic() + SECONDS_BETWEEN_PROBES

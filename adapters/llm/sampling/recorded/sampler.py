@@ -25,6 +25,8 @@ COLUMNS = 128
 """Number of columns by which a step grows. From 1,024 columns on, it grows by twice as many, from 2,048 on by four times ..."""
 STEPS_BETWEEN_ENDS = 16
 """Number of steps after which ended rows are found. What was drawn after an end is cut."""
+DRAWN = "tokens", "behaviour_log_probs", "policy_log_probs", "entropies"
+"""What a draw holds of each row and step."""
 TRIAL_LENGTHS, TRIAL_STEPS, TRIAL_COLUMNS = (10, 3, 1), 14, 16
 """The comparison at construction: its rows are ragged and need more columns than the first step has."""
 
@@ -65,10 +67,11 @@ class RecordedSampler(DecodingSampler):
         on_row: OnRow | None = None,
         **request: Any,
     ) -> SampledTokens:
-        """Sample completions; see `DecodingSampler.sample`. Rows of recorded steps are given together, at the end."""
+        """Sample completions; see `DecodingSampler.sample`. Rows of recorded steps are given when their ends are found."""
+        on_row = None if on_row is None else _once(on_row)  # what is sampled again without recordings has the same rows
         if self.records:
             try:
-                return self._sample(prompts, num_per_prompt, config, **request)
+                return self._sample(prompts, num_per_prompt, config, on_row=on_row, **request)
             except torch.OutOfMemoryError:
                 self.forget()
                 raise
@@ -135,6 +138,7 @@ class RecordedSampler(DecodingSampler):
         end_token_ids: Ints,
         seeds: Ints,
         limits: Sequence[RowLimit] | None = None,
+        on_row: OnRow | None = None,
     ) -> SampledTokens:
         lm = self._lm
         draw = TokenDraw(
@@ -145,7 +149,7 @@ class RecordedSampler(DecodingSampler):
             device=torch.device("cpu"),  # it holds what has been copied from the room
             with_entropy=self._with_entropy,
         )
-        progress = Progress(draw, self._tokenizer, config, limits or [RowLimit.of(config)] * len(seeds))
+        progress = Progress(draw, self._tokenizer, config, limits or [RowLimit.of(config)] * len(seeds), on_row)
         begin = 0
         for chosen, size in _passes(len(prompts), num_per_prompt, self._max_rows):
             some = prompts[chosen]
@@ -156,10 +160,6 @@ class RecordedSampler(DecodingSampler):
                 assert self._narrow is not None
                 with self._narrow.applied(), self._norms.applied(), fixed_experts(lm):
                     self._run(room, max(map(len, some)), draw, rows, progress)
-            for name in ("behaviour_log_probs", "policy_log_probs", "entropies"):
-                values: Tensor | None = getattr(draw, name)
-                if values is not None:
-                    values[rows] = getattr(room.draw, name)[: rows.stop - rows.start].cpu()
         return progress.sampled()
 
     def _filled(self, prompts: Sequence[Sequence[int]], size: int, draw: TokenDraw, rows: slice) -> Room:
@@ -183,7 +183,10 @@ class RecordedSampler(DecodingSampler):
         count = rows.stop - rows.start
         order = list(range(self._rounded(count)))  # the room's row at each place. Rows from `count` on are free
         while True:
-            draw.tokens[rows, begin:end] = room.draw.tokens[:count, begin:end].cpu()
+            for name in DRAWN:
+                values: Tensor | None = getattr(draw, name)
+                if values is not None:
+                    values[rows, begin:end] = getattr(room.draw, name)[:count, begin:end].cpu()
             for step in range(begin, end):
                 alive = [row for row in range(rows.start, rows.stop) if progress.alive[row]]
                 if alive:
@@ -223,6 +226,18 @@ class RecordedSampler(DecodingSampler):
             room = Room(self._lm, cache, num_rows, num_columns, draw.like(num_rows, num_columns, self._lm.device))
             self._room, self._narrow, self._depends_on = room, NarrowWeights(self._lm), depends_on
         return room
+
+
+def _once(on_row: OnRow) -> OnRow:
+    """Gives each row the first time only."""
+    given: set[int] = set()
+
+    def give(row: int, *ended: Any) -> None:
+        if row not in given:
+            given.add(row)
+            on_row(row, *ended)
+
+    return give
 
 
 def _passes(num_prompts: int, size: int, max_rows: int | None) -> Iterator[tuple[slice, int]]:

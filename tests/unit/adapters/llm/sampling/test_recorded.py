@@ -71,6 +71,39 @@ def test_tokens_are_those_of_the_growing_loop_with_every_setting(subtests: pytes
         assert max(rows for rows, _ in bounded.sizes) <= 5
 
 
+@pytest.mark.parametrize("num_sizes", [1, 9])
+def test_each_row_is_given_once_when_its_end_is_found(
+    monkeypatch: pytest.MonkeyPatch, small_sizes: None, num_sizes: int
+) -> None:
+    """With room for one size only, the rows that are left are sampled without recordings, and nothing is given again."""
+    sampler = RecordedSampler(CausalLM(tiny_model()), TOKENIZER)
+    given: list[tuple[Any, ...]] = []
+    num_given = []
+    real = recorded.Recorded
+
+    def record(step: Callable[[], None], room: Any) -> Callable[[], None]:
+        num_given.append(len(given))
+        if len(num_given) > num_sizes:
+            raise NotRecordable("it has enough")
+        return real(step, room)
+
+    monkeypatch.setattr(recorded, "Recorded", record)
+    sampled = sampler.sample(
+        PROMPTS,
+        3,
+        SamplingConfig(max_new_tokens=20),
+        end_token_ids=ENDS,
+        seeds=range(9),
+        on_row=lambda *row: given.append(row),
+    )
+    rows = zip(range(9), sampled.token_ids, sampled.behaviour_log_probs, sampled.finish_reasons, strict=True)
+    assert 0 < num_given[1] < 9
+    for found, expected in zip(sorted(given), rows, strict=True):
+        assert found[:2] == expected[:2]
+        assert found[2] == pytest.approx(expected[2], abs=PLACES)
+        assert found[3] == expected[3]
+
+
 @pytest.mark.slow
 def test_each_size_is_one_graph(monkeypatch: pytest.MonkeyPatch, small_sizes: None) -> None:
     """Room for 16 rows, then for fewer as rows end, in steps of 16 and 32 columns. A second call compiles nothing."""

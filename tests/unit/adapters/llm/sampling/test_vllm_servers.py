@@ -100,11 +100,11 @@ def test_a_server_that_dies_is_named_and_its_rows_are_sampled_elsewhere(stands: 
     sampler = sampler_of(stands, tmp_path)
     sampler.sync(weights(1.0))
     stands[1].dies_after = 1
-    with pytest.warns(GRPOWarning, match=rf"at {stands[1].url} .* Its 4 rows are sampled again") as said:
+    with pytest.warns(GRPOWarning, match=rf"at {stands[1].url} .* Its 3 rows are sampled again") as said:
         assert_sampled(sampler, 1.0)
     assert len(said) == 1
     again = sorted(seeds_of(stands[0]) + seeds_of(stands[2]))
-    assert again == SEEDS  # the answer that came before the death is not used
+    assert len(again) == len(SEEDS) - 1  # the answer that came before the death is used
 
     num_heard = len(stands[1].heard)
     assert_sampled(sampler, 1.0)  # without another warning
@@ -201,10 +201,36 @@ def test_the_only_server_is_waited_for_and_gets_the_weights_again(stands: list[S
     sampler.sync(weights(1.0))
     stands[0].dies_after = 5
     threading.Timer(0.2, stands[0].start_again).start()
-    with pytest.warns(GRPOWarning, match="Its 12 rows are sampled again"):
+    with pytest.warns(GRPOWarning, match="Its 7 rows are sampled again"):
         assert_sampled(sampler, 1.0)
     assert loads_of(stands[0]) == 2
     assert seeds_of(stands[0])[-1] == SEEDS[-1]
+
+
+def test_each_row_is_given_once_when_it_has_ended(stands: list[Stand], tmp_path: Path) -> None:
+    """The first row is answered after all that the other servers answer. One of them dies after two of its four rows."""
+    sampler = sampler_of(stands, tmp_path)
+    sampler.sync(weights(1.0))
+    others_given, given = threading.Event(), []
+    answer = stands[0].answer
+
+    def held_back(path: str, body: Any) -> Any:
+        if "generate" in path and body["sampling_params"]["seed"] == SEEDS[0]:
+            assert others_given.wait(20)
+        return answer(path, body)
+
+    def on_row(*row: Any) -> None:
+        given.append(row)
+        if len(given) == 3 + 2 + 4:  # of the three servers
+            others_given.set()
+
+    stands[0].answer = held_back  # type: ignore[method-assign]
+    stands[1].dies_after = 2
+    with pytest.warns(GRPOWarning, match="Its 2 rows are sampled again"):
+        sampled = sampler.sample(PROMPTS, 2, CONFIG, end_token_ids=[1], seeds=SEEDS, on_row=on_row)
+    rows = zip(range(12), sampled.token_ids, sampled.behaviour_log_probs, sampled.finish_reasons, strict=True)
+    assert sorted(given) == list(rows)
+    assert given[0][0] != 0
 
 
 def test_rows_from_other_weights_are_not_used(stands: list[Stand], tmp_path: Path) -> None:
@@ -220,7 +246,7 @@ def test_rows_from_other_weights_are_not_used(stands: list[Stand], tmp_path: Pat
         return answer(path, body)
 
     stand.answer = forget_at_the_fifth  # type: ignore[method-assign]
-    with pytest.warns(GRPOWarning, match=r"sampled with other weights \(version default\) .* Its 12 rows"):
+    with pytest.warns(GRPOWarning, match=r"sampled with other weights \(version default\) .* Its 8 rows"):
         assert_sampled(sampler, 1.0)
     assert loads_of(stand) == 2
 
