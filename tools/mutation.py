@@ -1,11 +1,13 @@
-"""Mutation testing of `grpo`: change one place of the source, run the tests, and see whether a test fails.
+"""Mutation testing of `grpo` and `adapters`: change one place of the source, run the tests, and see whether a test fails.
 
     python tools/mutation.py --mutants 100 --seed 0
+    python tools/mutation.py --mutants 200 --seed 0 adapters
 
 A mutant is a copy of the source with one operator, constant, condition or statement changed. The mutants are drawn at random
-from all places of `grpo`, with a seed. Each mutant is run with `-x` against the tests that mirror its module in `tests/unit`.
-If they pass, it is run against `tests/property`, and then against all unit tests of the core. A mutant is killed when a test
-fails or a run exceeds its time limit. Survivors are printed: each shows a missing test, or a change without an effect. Changes
+from all places of `grpo` or of the given paths, with a seed. Each mutant is run with `-x` against the tests that mirror its
+module in `tests/unit`. If they pass, a mutant of `grpo` is run against `tests/property`, and then against all unit tests of the
+core, and a mutant of `adapters` against all unit tests of its adapter. A mutant is killed when a test fails or a run exceeds
+its time limit. Survivors are printed: each shows a missing test, or a change without an effect. Changes
 without an effect are listed with a reason in `tools/equivalent_mutants.toml` and are not counted. The exit status is 1 when
 fewer mutants are killed than `--at-least`.
 
@@ -30,11 +32,11 @@ from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = "grpo"
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
-STAGES: tuple[Literal["mirror", "property", "core"], ...] = ("mirror", "property", "core")
-STAGE_SECONDS = 600
-TOO_LONG = f"The tests took longer than {STAGE_SECONDS} s."
+Stage = Literal["mirror", "property", "core", "adapter"]
+STAGE_SECONDS: dict[Stage, int] = {"mirror": 600, "property": 600, "core": 600, "adapter": 1800}
+"""The time limit of each stage."""
+TOO_LONG = "The tests took too long."
 
 OPERATORS: dict[type[ast.AST], str] = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "*", ast.Pow: "*", ast.MatMult: "*",
@@ -45,7 +47,7 @@ OPERATORS: dict[type[ast.AST], str] = {
 }  # fmt: skip
 """Maps each operator to its replacement."""
 
-Outcome = Literal["mirror", "property", "core", "time limit", "survived", "equivalent"]
+Outcome = Literal[Stage, "time limit", "survived", "equivalent"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,11 +207,11 @@ def mutants_of(path: str, text: str) -> Iterator[Mutant]:
 
 
 def drawn(num_mutants: int, seed: int, only: Sequence[str]) -> list[Mutant]:
-    """Draw mutants of `grpo` without replacement. `only` limits them to files whose path starts with one of its entries."""
+    """Draw mutants without replacement, of the files whose path starts with an entry of `only`. No entry: of `grpo`."""
     every = [
         mutant
-        for file in sorted((ROOT / SOURCE).rglob("*.py"))
-        if (path := file.relative_to(ROOT).as_posix()) and (not only or path.startswith(tuple(only)))
+        for file in sorted([*ROOT.glob("grpo/**/*.py"), *ROOT.glob("adapters/**/*.py")])
+        if (path := file.relative_to(ROOT).as_posix()).startswith(tuple(only) or "grpo/")
         for mutant in mutants_of(path, file.read_text(encoding="utf-8"))
     ]
     print(f"{len(every)} places can be changed; {min(num_mutants, len(every))} are drawn with seed {seed}.", flush=True)
@@ -218,11 +220,23 @@ def drawn(num_mutants: int, seed: int, only: Sequence[str]) -> list[Mutant]:
 
 def mirror_of(path: str, root: Path = ROOT) -> list[str]:
     """Return the tests that mirror a module: the test files with its name, else its package's tests, else all core tests."""
-    *rooms, module = Path(path).relative_to(SOURCE).with_suffix("").parts
+    *rooms, module = Path(path).with_suffix("").parts
+    rooms = rooms[1:] if rooms[0] == "grpo" else rooms  # the tests of `grpo` have no folder of that name
     room = root / "tests" / "unit" / Path(*rooms)
     of_module = sorted(room.glob(f"test_{module}*.py"))
     of_room = [room] if rooms and room.is_dir() else []
     return [test.relative_to(root).as_posix() for test in of_module or of_room] or core_of(root)
+
+
+def stages_of(path: str, root: Path = ROOT) -> dict[Stage, list[str]]:
+    """Return the tests that a mutant of this file is run against, in this order."""
+    if path.startswith("grpo/"):
+        return {"mirror": mirror_of(path, root), "property": ["tests/property"], "core": core_of(root)}
+    adapter = "tests/unit/adapters/" + Path(path).parts[1]
+    return {
+        "mirror": mirror_of(path, root),
+        "adapter": [adapter if (root / adapter).is_dir() else "tests/unit/adapters"],
+    }
 
 
 def core_of(root: Path = ROOT) -> list[str]:
@@ -230,20 +244,20 @@ def core_of(root: Path = ROOT) -> list[str]:
     unit = root / "tests" / "unit"
     rooms = [
         unit / room.name
-        for room in (root / SOURCE).glob("*/")
+        for room in (root / "grpo").glob("*/")
         if (unit / room.name).is_dir() and room.name != "__pycache__"
     ]
     return [test.relative_to(root).as_posix() for test in sorted([*rooms, *unit.glob("test_*.py")])]
 
 
-def failure_of(tree: Path, tests: Sequence[str], *, write_bytecode: bool = False) -> str | None:
-    """Run the tests in `tree`. Return their output if one of them fails, and None if all pass."""
+def failure_of(tree: Path, tests: Sequence[str], seconds: int, *, write_bytecode: bool = False) -> str | None:
+    """Run the tests in `tree`. Return their output if one of them fails, and None if all pass within the seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if not write_bytecode:
         environment["PYTHONDONTWRITEBYTECODE"] = "1"
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
     try:
-        run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=STAGE_SECONDS, text=True)
+        run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=seconds, text=True)
     except subprocess.TimeoutExpired:
         return TOO_LONG
     if run.returncode not in (0, 1, 2):  # all passed, some failed, or a module could not be imported
@@ -258,9 +272,8 @@ def outcome_of(mutant: Mutant, tree: Path) -> Outcome:
     try:
         file.write_text(mutant.source, encoding="utf-8")
         os.utime(file, (status.st_atime, status.st_mtime + 10))  # compiled files are told apart by time and size
-        stages = {"mirror": mirror_of(mutant.path, tree), "property": ["tests/property"], "core": core_of(tree)}
-        for stage in STAGES:
-            failure = failure_of(tree, stages[stage])
+        for stage, tests in stages_of(mutant.path, tree).items():
+            failure = failure_of(tree, tests, STAGE_SECONDS[stage])
             if failure is not None:
                 return "time limit" if failure == TOO_LONG else stage
         return "survived"
@@ -306,9 +319,9 @@ def run_all(mutants: Sequence[Mutant], num_workers: int) -> list[tuple[Mutant, O
         print("Running the tests on the unchanged source ...", flush=True)
         with ThreadPoolExecutor(num_workers) as pool:
             folders = [Path(folder) / str(worker) for worker in range(num_workers)]
-            for failure in pool.map(
-                lambda tree: failure_of(tree, [*core_of(), "tests/property"], write_bytecode=True), folders
-            ):
+            tests = sorted({test for one in mutants for stage in stages_of(one.path).values() for test in stage})
+            seconds = sum(STAGE_SECONDS.values())
+            for failure in pool.map(lambda tree: failure_of(tree, tests, seconds, write_bytecode=True), folders):
                 if failure is not None:
                     raise SystemExit(
                         f"The tests fail on the unchanged source. Make them pass first.\n{failure[-3000:]}"
@@ -322,7 +335,7 @@ def run_all(mutants: Sequence[Mutant], num_workers: int) -> list[tuple[Mutant, O
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Mutation testing of grpo.")
+    parser = argparse.ArgumentParser(description="Mutation testing of grpo and adapters.")
     parser.add_argument("--mutants", type=int, default=100, help="how many mutants are drawn (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="which mutants are drawn (default: 0)")
     parser.add_argument(
@@ -330,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--at-least", type=float, default=0.9, help="the fraction to be killed (default: 0.9)")
     parser.add_argument(
-        "only", nargs="*", help="beginnings of paths, for example grpo/surrogates.py (default: all of grpo)"
+        "only", nargs="*", help="beginnings of paths, for example grpo/surrogates.py or adapters/llm (default: grpo/)"
     )
     options = parser.parse_args(arguments)
 
@@ -341,7 +354,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     killed = len(counted) - len(survivors)
     print(f"\n{killed} of {len(counted)} mutants killed in {(time.perf_counter() - start) / 60:.0f} min:", end=" ")
     print(
-        ", ".join(f"{sum(outcome == stage for _, outcome in counted)} by {stage}" for stage in (*STAGES, "time limit")),
+        ", ".join(
+            f"{sum(outcome == stage for _, outcome in counted)} by {stage}" for stage in (*STAGE_SECONDS, "time limit")
+        ),
         end="; ",
     )
     print(f"{len(results) - len(counted)} more have no effect (tools/equivalent_mutants.toml).")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutation import listed_as_equivalent, mirror_of, mutants_of
+from tools.mutation import listed_as_equivalent, mirror_of, mutants_of, stages_of
 
 CHANGES = {
     "a + b": ["a - b"],
@@ -75,6 +75,19 @@ def test_the_tests_of_a_module_are_its_mirror_its_room_or_the_whole_core(tmp_pat
     assert mirror_of("grpo/trainer.py", tmp_path) == ["tests/unit/test_trainer.py"]
     core = ["tests/unit/_room", "tests/unit/test_metrics.py", "tests/unit/test_trainer.py"]
     assert mirror_of("grpo/types.py", tmp_path) == core
+    assert stages_of("grpo/types.py", tmp_path) == {"mirror": core, "property": ["tests/property"], "core": core}
+
+
+def test_a_mutant_of_an_adapter_is_run_against_its_mirror_and_the_tests_of_its_adapter(tmp_path: Path) -> None:
+    room = tmp_path / "tests" / "unit" / "adapters" / "tools" / "text"
+    room.mkdir(parents=True)
+    (room / "test_fill.py").touch()
+    assert stages_of("adapters/tools/text/fill.py", tmp_path) == {
+        "mirror": ["tests/unit/adapters/tools/text/test_fill.py"],
+        "adapter": ["tests/unit/adapters/tools"],
+    }
+    assert stages_of("adapters/tools/text/spans.py", tmp_path)["mirror"] == ["tests/unit/adapters/tools/text"]
+    assert stages_of("adapters/cli.py", tmp_path)["adapter"] == ["tests/unit/adapters"]
 
 
 def test_the_listed_mutants_are_still_in_the_source() -> None:
