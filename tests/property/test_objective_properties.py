@@ -1,9 +1,7 @@
-"""Changes of the input that leave loss, gradient and advantages unchanged, and finite differences of the gradient."""
+"""Changes of the input that leave loss, gradient and advantages unchanged."""
 
-import dataclasses
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -20,9 +18,8 @@ from grpo import (
     step_weights,
 )
 from grpo.config import SURROGATES
-from grpo.surrogates import Clip, traits_of
+from grpo.surrogates import Clip
 
-AGGREGATIONS = ["row_mean", "step_mean", "fixed_length", "row_sum", "group_mean"]
 KL_ESTIMATORS = ["k1", "k2", "k3", "k3_weighted"]
 SEEDS = st.integers(0, 2**32 - 1)
 few = settings(max_examples=40, deadline=None)
@@ -39,10 +36,6 @@ class Update:
     advantages: Tensor
     mask: Tensor
     group_ids: Tensor
-
-    def rows(self, index: Any) -> "Update":
-        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return Update(**{name: None if part is None else part[index] for name, part in parts.items()})
 
     def weights(self, aggregation: str) -> Tensor:
         length = 7 if aggregation == "fixed_length" else None
@@ -77,19 +70,15 @@ def updates(draw: st.DrawFn, dtype: torch.dtype = torch.float64) -> Update:
 
 
 BUILT_IN = [kind() for kind in SURROGATES.values()]
-SELECTING = [surrogate for surrogate in BUILT_IN if traits_of(surrogate).select is not None]
-"""Their choice of steps is made from all rows at hand, so it is no property of a micro-batch."""
-
 CLIPS = st.builds(Clip, low=st.sampled_from([0.0, 0.2, 1.0]), high=st.sampled_from([0.0, 0.28]))
 ANY_SURROGATE = CLIPS | st.sampled_from(BUILT_IN)
-SURROGATES_BY_STEP = CLIPS | st.sampled_from([surrogate for surrogate in BUILT_IN if surrogate not in SELECTING])
 
 
 @st.composite
-def configs(draw: st.DrawFn, surrogates: st.SearchStrategy = SURROGATES_BY_STEP) -> ObjectiveConfig:
+def configs(draw: st.DrawFn) -> ObjectiveConfig:
     """Every term of the loss switched on."""
     return ObjectiveConfig(
-        surrogate=draw(surrogates),
+        surrogate=draw(ANY_SURROGATE),
         kl_coef=0.3,
         kl_estimator=draw(st.sampled_from(KL_ESTIMATORS)),
         entropy_coef=0.2,
@@ -112,60 +101,6 @@ def assert_equal_up_to(tolerance: float, one: tuple[Tensor, Tensor], other: tupl
     (loss, gradient), (other_loss, other_gradient) = one, other
     assert (loss - other_loss).abs() <= tolerance * max(1.0, loss.abs().item())
     assert (gradient - other_gradient).norm() <= tolerance * gradient.norm()
-
-
-@few
-@given(
-    data=st.data(),
-    aggregation=st.sampled_from(AGGREGATIONS),
-    precision=st.sampled_from([(torch.float64, 1e-10), (torch.float32, 1e-5)]),
-)
-def test_losses_and_gradients_of_micro_batches_add_up_to_the_whole(data, aggregation, precision):
-    dtype, tolerance = precision
-    update, config = data.draw(updates(dtype)), data.draw(configs())
-    weights = update.weights(aggregation)
-    num_rows = len(update.mask)
-    cuts = sorted(data.draw(st.sets(st.integers(1, num_rows - 1)))) if num_rows > 1 else []
-    order = torch.tensor(data.draw(st.permutations(range(num_rows))))
-    loss, gradient = torch.zeros((), dtype=dtype), torch.zeros(2, *update.mask.shape, dtype=dtype)
-    for rows in order.tensor_split(cuts):
-        part, part_gradient = evaluate(update.rows(rows), weights[rows], config)
-        loss += part
-        gradient[:, rows] += part_gradient
-    assert_equal_up_to(tolerance, evaluate(update, weights, config), (loss, gradient))
-
-
-@few
-@given(data=st.data(), aggregation=st.sampled_from(AGGREGATIONS))
-def test_the_order_of_rows_changes_nothing(data, aggregation):
-    update, config = data.draw(updates()), data.draw(configs())
-    order = torch.tensor(data.draw(st.permutations(range(len(update.mask)))))
-    moved = update.rows(order)
-    loss, gradient = evaluate(update, update.weights(aggregation), config)
-    assert_equal_up_to(1e-12, (loss, gradient[:, order]), evaluate(moved, moved.weights(aggregation), config))
-
-
-@few
-@given(update=updates(), config=configs(), aggregation=st.sampled_from(AGGREGATIONS), extra=st.integers(1, 3))
-def test_padding_changes_nothing(update, config, aggregation, extra):
-    width = update.mask.shape[1]
-
-    def padded(values: Tensor | None, fill: float | bool) -> Tensor | None:
-        if values is None or values.dim() == 1:
-            return values
-        return torch.nn.functional.pad(values, (0, extra), value=fill)
-
-    wide = Update(
-        **{
-            name: padded(getattr(update, name), math.nan)
-            for name in ("log_probs", "old", "ref", "entropy", "advantages")
-        },
-        mask=padded(update.mask, False),
-        group_ids=update.group_ids,
-    )
-    loss, gradient = evaluate(wide, wide.weights(aggregation), config)
-    assert (gradient[:, :, width:] == 0).all()
-    assert_equal_up_to(1e-12, evaluate(update, update.weights(aggregation), config), (loss, gradient[:, :, :width]))
 
 
 @few
@@ -241,7 +176,7 @@ POISONED = ["log_probs", "old", "ref", "entropy", "advantages"]
 @given(
     name=st.sampled_from(POISONED),
     update=updates(torch.float32),
-    config=configs(ANY_SURROGATE),
+    config=configs(),
     poison=st.sampled_from([math.nan, math.inf, -math.inf]),
 )
 def test_masked_values_change_neither_loss_nor_gradient(name, update, config, poison):
@@ -257,7 +192,7 @@ def test_masked_values_change_neither_loss_nor_gradient(name, update, config, po
 
 
 @few
-@given(update=updates(torch.float32), config=configs(ANY_SURROGATE), poison=st.sampled_from([math.nan, math.inf]))
+@given(update=updates(torch.float32), config=configs(), poison=st.sampled_from([math.nan, math.inf]))
 def test_masked_values_change_no_reported_metric(update, config, poison):
     spoiled = {
         name: getattr(update, name).masked_fill(~update.mask, poison) for name in ("log_probs", "ref", "entropy")
@@ -278,39 +213,3 @@ def test_without_old_log_probs_the_current_policy_is_the_old_one(update, config)
     left_out, given_as_is = replace(update, old=None), replace(update, old=update.log_probs)
     weights = update.weights("row_mean")
     assert_equal_up_to(1e-14, evaluate(left_out, weights, config), evaluate(given_as_is, weights, config))
-
-
-@settings(max_examples=12, deadline=None)
-@given(estimator=st.sampled_from(KL_ESTIMATORS), seed=SEEDS, entropy_coef=st.sampled_from([0.0, 0.5]))
-@pytest.mark.slow
-def test_the_gradient_agrees_with_finite_differences(estimator, seed, entropy_coef):
-    generator = torch.Generator().manual_seed(seed)
-    shape = (3, 4)
-
-    def uniform(low: float, high: float) -> Tensor:
-        return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
-
-    # ratios inside the bounds .8 and 1.28, and far below and above them: never within .05 of a kink
-    regions = torch.stack([uniform(0.4, 0.75), uniform(0.85, 1.23), uniform(1.33, 2.0)])
-    ratio = regions.gather(0, torch.randint(0, 3, (1, *shape), generator=generator)).squeeze(0)
-    log_probs = uniform(-2.0, -0.1).requires_grad_()
-    entropy = uniform(0.1, 1.0).requires_grad_()
-    mask = torch.rand(shape, generator=generator) < 0.8
-    update = Update(
-        log_probs=log_probs,
-        old=(log_probs - ratio.log()).detach(),
-        ref=(log_probs + uniform(-1.0, 1.0)).detach(),
-        entropy=entropy,
-        advantages=uniform(0.5, 2.0) * torch.randint(0, 2, shape, generator=generator).mul(2).sub(1),
-        mask=mask,
-        group_ids=torch.zeros(3, dtype=torch.int64),
-    )
-    config = ObjectiveConfig(
-        surrogate=Clip(low=0.2, high=0.28), kl_coef=0.3, kl_estimator=estimator, entropy_coef=entropy_coef
-    )
-    weights = update.weights("step_mean")
-
-    def loss(*leaves: Tensor) -> Tensor:
-        return grpo_objective(update.inputs(weights, *leaves), config).loss
-
-    assert torch.autograd.gradcheck(loss, (log_probs, entropy), eps=1e-6, atol=1e-7, rtol=1e-6)

@@ -31,12 +31,6 @@ def advantages(batch: ExperienceBatch, **settings) -> Tensor:
     return AdvantageEstimator(AdvantageConfig(**settings))(batch)
 
 
-def test_group_scaling_with_ddof_0_equals_a_well_known_example():
-    # mean .7; deviations .1 -.1 .2 -.2; variance with n .025
-    found = advantages(batch_of(torch.tensor([0.8, 0.6, 0.9, 0.5]), [0, 0, 0, 0]), scale="group", std_ddof=0)
-    assert found.tolist() == pytest.approx([0.632, -0.632, 1.265, -1.265], abs=5e-4)
-
-
 # Credit. Two rows of one group: steps 1 2 4 and 3 5 (ended). gamma 1/2.
 #   row           1 + 1 + 1 = 3;  3 + 2.5 = 5.5: mean 4.25
 #   return_to_go  3 4 4 | 5.5 5: means 4.25, 4.5, alone
@@ -133,7 +127,8 @@ def test_the_length_weighted_baseline_weighs_rows_by_their_valid_steps():
 
 
 def test_max_at_k_uses_the_configured_k():
-    # see _advantages/test_rows.py; k = 3 of 3: only the best adds, 4 - 2, times 3
+    # k = 2, pairs of 1, 4, 2: {1, 4}: 4 adds 3; {1, 2}: 2 adds 1; {4, 2}: 4 adds 2; times n / C(3, 2) = 1
+    # k = 3 of 3: only the best adds, 4 - 2, times 3
     batch = batch_of(double([1, 4, 2]), [0, 0, 0])
     assert advantages(batch, baseline="max_at_k", k=2).tolist() == pytest.approx([0, 5, 1])
     assert advantages(batch, baseline="max_at_k", k=3).tolist() == pytest.approx([0, 6, 0])
@@ -226,15 +221,6 @@ def test_rewards_are_divided_by_the_deviation_of_all_seen_so_far():
     assert found == pytest.approx([-1 / math.sqrt(5), 1 / math.sqrt(5)], rel=1e-14)
 
 
-def test_many_batches_have_the_deviation_of_their_rows():
-    estimator = AdvantageEstimator(AdvantageConfig(normalize_rewards=True, baseline="none"))
-    rewards = 1e4 + torch.randn(5, 8, dtype=torch.float64)
-    for batch_number in range(5):
-        found = estimator(batch_of(rewards[batch_number], [0] * 8))
-        std = rewards[: batch_number + 1].std(correction=0)
-        torch.testing.assert_close(found, rewards[batch_number] / std, rtol=1e-10, atol=0)
-
-
 def test_rewards_per_step_are_divided_by_the_deviation_of_their_rows_sums():
     # sums 7 and 8 (the padding is not read): std .5, so every step counts double
     normalised = advantages(WITH_EVERYTHING, gamma=0.5, normalize_rewards=True)
@@ -272,8 +258,9 @@ def of_two_rewards(**others) -> ExperienceBatch:
 
 
 def test_normalize_each_equals_hand_worked_advantages():
-    # _advantages/test_rows_of_several_rewards.py: with weight 2 on `brief` h -h -2h 2h over sqrt(5/3); without weights
-    # -h + h = 0, 0, -h, h: squares 1 over 3
+    # Standardised with n - 1, the two values of a pair are -h and h, h = 1/sqrt 2, whatever their distance.
+    #   right: 0 1 | 1 1 -> -h h | 0 0.   brief: 5 1 | 2 9 -> h -h | -h h, with weight 2: 2h -2h | -2h 2h
+    # sum h -h | -2h 2h: mean 0, squares h^2 (1 + 1 + 4 + 4) = 5, over 3; without weights 0 0 | -h h: squares 1 over 3
     h = math.sqrt(0.5)
     weighed = advantages(of_two_rewards(reward_weights={"brief": 2.0}), several_rewards="normalize_each")
     assert weighed.tolist() == pytest.approx([x * h / math.sqrt(5 / 3) for x in (1, -1, -2, 2)], rel=1e-13)
