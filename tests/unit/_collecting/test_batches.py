@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import ConfigError, ContractError, ExperienceBatch
+from grpo import ContractError, ExperienceBatch
 from grpo._collecting.batches import gather_rewards, join_batches, select_batch
 from grpo._ranks.processes import SeveralProcesses
 
@@ -126,23 +126,3 @@ def test_state_keys_that_are_not_integers_per_step_are_refused(subtests: pytest.
     for keys in [[0, 1], [[0.5, 1.0]], [[[0]]]]:
         with subtests.test(keys=keys), pytest.raises(ContractError, match=r"state_keys must be integers \[N, T\]"):
             ExperienceBatch.from_rows([0], ["x"], [1.0], [0], mask=torch.ones(1, 2, dtype=torch.bool), state_keys=keys)
-
-
-def test_a_mask_and_state_keys_may_be_lists() -> None:
-    batch = ExperienceBatch.from_rows([0], ["x"], [1.0], [0], mask=[[True, False]], state_keys=[[3, 4]])
-    assert batch.mask.tolist() == [[True, False]]
-    assert batch.state_keys is not None
-    assert batch.state_keys.tolist() == [[3, 4]]
-
-
-def test_an_exact_divergence_needs_no_reference_policy() -> None:
-    from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
-    from tests.support.policies import TablePolicy
-
-    with pytest.raises(ConfigError, match=r"would ignore reference_policy"):
-        GRPOTrainer(
-            config=GRPOConfig(objective=ObjectiveConfig(kl_estimator="exact", kl_coef=0.1)),
-            policy=TablePolicy(),
-            reward_model=lambda states, actions: [0.0] * len(states),
-            reference_policy=TablePolicy(),
-        )

@@ -41,11 +41,6 @@ def all_scores(**changes: Any) -> ActionScores:
     return replace(every, **changes)
 
 
-def test_scores_of_the_right_shapes_pass_with_and_without_optional_fields() -> None:
-    for scores in (all_scores(), ActionScores(log_probs=STEPS, mask=MASK)):
-        assert check_scores("Policy.score", scores, 2) is scores
-
-
 def test_scores_that_break_their_contract_are_refused(subtests: pytest.Subtests) -> None:
     """Shapes and dtypes within the scores: `test_tensors.py`."""
     cases: list[tuple[Any, str]] = [
@@ -58,13 +53,6 @@ def test_scores_that_break_their_contract_are_refused(subtests: pytest.Subtests)
     for scores, message in cases:
         with subtests.test(message=message), pytest.raises(ContractError, match=f"^Policy.score{message}"):
             check_scores("Policy.score", scores, 2)
-
-
-def test_samples_of_the_right_shapes_pass() -> None:
-    alone = SampledActions(actions=[[0, 1]], mask=MASK)
-    whole = replace(alone, behaviour_log_probs=STEPS, scores=all_scores(mask=MASK.clone()))
-    for sampled in (alone, whole):
-        assert check_sampled("Policy.sample", sampled, 2) is sampled
 
 
 def test_scores_in_half_precision_become_float32_and_keep_their_gradient(subtests: pytest.Subtests) -> None:

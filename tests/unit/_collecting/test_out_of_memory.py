@@ -79,12 +79,6 @@ def test_each_part_of_a_plan_is_cut_in_half() -> None:
 # Attempts
 
 
-def test_work_that_fits_is_done_once() -> None:
-    sizes, memory = PassSizes("work"), SmallMemory(fits=8)
-    assert worked(sizes, memory, 8) == [8]
-    assert (memory.sizes, sizes.num_halvings, sizes.num_repeated) == ([8], 0, 0)
-
-
 def test_work_is_repeated_with_half_the_rows_until_it_fits_and_stays_there() -> None:
     sizes, memory = PassSizes("work"), SmallMemory(fits=2)
     assert worked(sizes, memory, 7) == [2, 2, 2, 1]
@@ -347,12 +341,6 @@ def test_steps_of_sampled_actions_are_found_with_fewer_rows_too() -> None:
 
 
 # The collector's counts and state
-
-
-def test_repetitions_are_counted_until_they_are_reported() -> None:
-    collector = ExperienceCollector(policy=RowScoring(), reward_model=lambda s, a: [0.0] * len(a), group_size=1)
-    collector.sample.num_repeated, collector.scoring.num_repeated, collector.updating.num_repeated = 1, 2, 4
-    assert (reported(collector), reported(collector)) == (7, 0)
 
 
 def test_repetitions_of_all_ranks_count_and_each_rank_keeps_its_own_sizes() -> None:

@@ -82,14 +82,6 @@ def test_a_single_state_gets_fewer_actions_per_call() -> None:
     assert sample.rows_per_call == 2
 
 
-def test_several_states_come_to_one_action_per_call_where_no_more_fits() -> None:
-    sample, _, memory = numbered(fits=1)
-    rows, actions, _ = sample(["a", "b", "c"], 2)
-    assert [action[0] for action in actions] == rows == ["a", "a", "b", "b", "c", "c"]
-    assert memory.sizes == [6, 4, 2] + [1] * 6
-    assert (sample.rows_per_call, sample.num_repeated) == (1, 3)
-
-
 def test_a_single_row_that_does_not_fit_is_an_error_that_says_what_to_do() -> None:
     sample, _, memory = numbered(fits=0)
     with pytest.raises(torch.OutOfMemoryError, match="injected at use 4, of 1 rows") as caught:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import ActionScores, ConfigError, ContractError, ExperienceBatch
+from grpo import ActionScores, ContractError, ExperienceBatch
 from grpo._collecting.out_of_memory import PassSizes
 from grpo._collecting.scoring import ReferenceScorer, Scorer, batch_fields, score_in_parts
 from tests.support.policies import GroupScoring, RowScoring, TablePolicy
@@ -128,10 +128,3 @@ def test_training_keeps_copies_of_the_scores_that_it_needs(subtests: pytest.Subt
 
 def test_without_scores_no_batch_field_is_kept() -> None:
     assert batch_fields(None, ("values",)) == {}
-
-
-def test_a_policy_without_its_own_reference_requires_reference_policy() -> None:
-    with pytest.raises(
-        ConfigError, match=r"TablePolicy has no reference_log_probabilities\(\)\. Pass reference_policy"
-    ):
-        ReferenceScorer(TablePolicy(), None, torch.no_grad)

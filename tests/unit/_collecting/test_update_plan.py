@@ -75,12 +75,6 @@ def test_epochs_of_one_generator_differ():
     assert first != second
 
 
-def test_the_number_of_updates_is_rows_over_batch_size_rounded_up(subtests):
-    for num_rows, batch_size, expected in [(8, None, 1), (8, 8, 1), (8, 4, 2), (8, 3, 3), (8, 1, 8), (8, 100, 1)]:
-        with subtests.test(num_rows=num_rows, batch_size=batch_size, expected=expected):
-            assert num_updates_per_epoch(num_rows, batch_size) == expected
-
-
 def test_rows_are_cut_into_consecutive_parts_of_the_given_size(subtests):
     cases = [
         (5, None, [slice(0, 5)]),

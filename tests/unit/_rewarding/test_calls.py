@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import RewardConfig, RewardError, Rewards, WeightedRewards
-from grpo._rewarding.calls import RewardCalls
+from grpo import RewardError, Rewards, WeightedRewards
 from tests.support.reward_faults import FakeTime, asked, calls_of, counts
 
 NAN, INF = math.nan, math.inf
@@ -79,12 +78,6 @@ def test_zeroed_rewards_become_0(subtests: pytest.Subtests) -> None:
             assert found.values.tolist() == [3, 0, 7, 0]
             assert found.kept is None
             assert found.metrics == counts(zeroed=2)
-
-
-def test_zeroed_rewards_are_counted_per_call() -> None:
-    values = iter([[NAN, 1.0], [1.0, 2.0]])
-    calls = RewardCalls(lambda states, actions: next(values), RewardConfig(non_finite="zero"))
-    assert [calls([0, 1], [0, 1]).metrics["rewards/zeroed"] for _ in range(2)] == [1.0, 0.0]
 
 
 def test_dropped_rows_lose_their_reward_parts_too(subtests: pytest.Subtests) -> None:
@@ -210,19 +203,6 @@ def test_a_reward_that_raises_is_named_with_its_rows_and_the_error_is_chained() 
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_a_call_is_retried_num_retries_times_and_no_more(subtests: pytest.Subtests) -> None:
-    for failures, retries in [(1, 0), (1, 1), (1, 3), (2, 1), (2, 2), (4, 3)]:
-        with subtests.test(failures=failures, retries=retries):
-            flaky = Flaky(range(failures))
-            if failures <= retries:
-                assert asked(flaky, num_retries=retries).metrics["rewards/retries"] == failures
-                assert flaky.calls == failures + 1
-            else:
-                with pytest.raises(RewardError, match=rf"for rows 0 to 3, in {retries + 1} call"):
-                    asked(flaky, num_retries=retries)
-                assert flaky.calls == retries + 1
-
-
 def test_retries_are_counted_for_each_call_alone() -> None:
     flaky = Flaky({0, 2, 3})
     calls = calls_of(flaky, num_retries=2)
@@ -322,13 +302,6 @@ def test_a_row_of_a_wrong_shape_is_dropped(subtests: pytest.Subtests) -> None:
             assert found.metrics == counts(dropped=1, failed_calls=1 + 1)
             with pytest.raises(RewardError, match=message):
                 asked(one_row(lambda row, answer=answer: answer(0)), 4, RAGGED_MASK[[0] * 4], on_failure="drop")
-
-
-def test_a_row_with_fewer_rewards_than_steps_is_dropped() -> None:
-    """Row 2 has two steps and one reward. The other rows are padded."""
-    found = asked(one_row(lambda row: torch.ones(1, 1 if row == 2 else 3)), 4, RAGGED_MASK, on_failure="drop")
-    assert found.kept is not None
-    assert found.kept.tolist() == [True, True, False, True]
 
 
 def test_rows_that_are_rewarded_unlike_most_rows_are_dropped(subtests: pytest.Subtests) -> None:

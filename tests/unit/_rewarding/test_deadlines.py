@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from grpo._rewarding.deadlines import GRACE_SECONDS, Call, await_all, is_async
+from grpo._rewarding.deadlines import Call, await_all, is_async
 from grpo.errors import CallError, DeadlineError
 from tests.support.reward_faults import eventually
 
@@ -83,10 +83,8 @@ def test_all_calls_run_in_one_loop_for_good_which_works_inside_another() -> None
 
 
 def test_a_call_that_hangs_is_cancelled_and_named() -> None:
-    begin = time.monotonic()
     with pytest.raises(DeadlineError, match=r"^slow did not answer within 0\.1 s$") as caught:
         await_all([Call(name="quick", function=echo, arguments=(1,)), Call(name="slow", function=hang)], timeout=FAST)
-    assert FAST <= time.monotonic() - begin < FAST + GRACE_SECONDS
     assert isinstance(caught.value.__cause__, TimeoutError)
 
 
@@ -133,13 +131,11 @@ def test_a_call_that_does_not_come_back_is_left_alone_and_the_next_gets_a_new_lo
         with subtests.test(function=function.__name__):
             before = {thread for thread in threading.enumerate() if thread.name.startswith("awaited calls")}
             released.clear()
-            begin = time.monotonic()
             try:
                 with pytest.raises(
                     DeadlineError, match=r"^call 0 did not answer within 0\.1 s, and it still runs: it blocks"
                 ):
                     await_all(calls_of(function), timeout=FAST)
-                assert FAST + GRACE_SECONDS <= time.monotonic() - begin < FAST + 1.0
                 assert await_all(calls_of(echo, [(1,)]), timeout=60.0) == [1]
             finally:
                 released.set()

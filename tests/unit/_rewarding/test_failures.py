@@ -58,17 +58,6 @@ class Poisoned:
 # Retries
 
 
-def test_twenty_retries_wait_five_minutes_and_then_the_call_has_failed() -> None:
-    """Nine retries fit into the budget."""
-    time, reward = FakeTime(), Scripted(rest="raises")
-    with pytest.raises(
-        RewardRaisedError, match=r"raised ZeroDivisionError: division by zero for rows 0 to 3, in 10 call"
-    ):
-        asked(reward, time=time, num_retries=20, retry_delay=1.0, breaker_failures=11)
-    assert sum(time.slept) == 300
-    assert len(reward.asked) == 10
-
-
 def test_every_kind_of_failure_is_retried_and_counted(subtests: pytest.Subtests) -> None:
     for failure in FAILURES:
         with subtests.test(failure=failure):

@@ -9,7 +9,6 @@ import torch
 from grpo import GRPOConfig, GRPOTrainer, RewardConfig, Rewards, WeightedRewards
 from grpo._collecting.costs import Costs
 from grpo.experience_collector import ExperienceCollector
-from grpo.metrics import add_counts_and_sums
 
 
 class Measuring:
@@ -132,12 +131,6 @@ def test_a_trainer_reports_the_metrics_of_each_iteration() -> None:
     for _ in range(2):
         metrics = trainer.step(["a", "b"])
         assert (metrics["judge/calls"], metrics["judge/seconds"]) == (4, 2.0)
-
-
-def test_counts_and_sums_are_added_by_name() -> None:
-    assert add_counts_and_sums([]) == {}
-    found = add_counts_and_sums([{"a": (1, 2.0), "b": (0, 1.0)}, {"a": (3, 0.5)}])
-    assert found == {"a": (4, 2.5), "b": (0, 1.0)}
 
 
 @pytest.mark.parametrize("metrics", [{}, {"judge/seconds": (0, 0.0)}])

@@ -33,37 +33,6 @@ def test_delays_double_and_add_up_to_the_budget(subtests: pytest.Subtests) -> No
             assert [*retries.delays()] == expected
 
 
-def test_it_opens_after_exactly_the_given_number_of_failures_in_a_row(subtests: pytest.Subtests) -> None:
-    for num_failures in (1, 2, 5):
-        with subtests.test(num_failures=num_failures):
-            time = FakeTime()
-            breaker = breaker_of(time, num_failures)
-            for number in range(num_failures + 2):
-                assert breaker.num_failed == number
-                assert breaker.is_open == (number >= num_failures)
-                breaker.fail(ValueError())
-
-
-def test_a_success_closes_it_and_starts_the_count_anew() -> None:
-    breaker = breaker_of(FakeTime())
-    for successes_between in (2, 3):
-        for _ in range(successes_between):
-            breaker.fail(ValueError())
-        assert breaker.is_open == (successes_between == 3)
-        breaker.succeed()
-        assert not breaker.is_open
-        assert breaker.num_failed == 0
-
-
-def test_closed_it_does_not_wait() -> None:
-    time = FakeTime()
-    breaker = breaker_of(time)
-    breaker.fail(ValueError())
-    breaker.fail(ValueError())
-    breaker.wait()
-    assert time.slept == []
-
-
 def test_open_it_waits_for_what_is_left_since_the_last_failure(subtests: pytest.Subtests) -> None:
     for passed, left in [(0.0, 60.0), (20.0, 40.0), (60.0, 0.0), (1000.0, 0.0)]:
         with subtests.test(passed=passed):

@@ -1,10 +1,6 @@
-"""Any split of an update into forwards gives the gradient of one batch, for every aggregation, beside a brute-force one."""
+"""The gradient of an update equals a brute-force one, for every aggregation."""
 
 import copy
-import functools
-import random
-from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
-from tests.support.policies import GroupScoring, Planning, RecordingSGD, RowScoring, SequencePolicy, gradient_of
+from tests.support.policies import RecordingSGD, RowScoring, SequencePolicy, gradient_of
 
 STATES = [0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 3]
 GROUP_IDS = [7, 7, 7, 1, 1, 1, 1, 5, 5, 2, 2, 2]
@@ -65,13 +61,6 @@ def built(
 
 def batch() -> ExperienceBatch:
     return ExperienceBatch.from_rows(list(STATES), list(ACTIONS), list(REWARDS), list(GROUP_IDS), mask=MASK)
-
-
-def both_gradients(*arguments: Any, **options: Any) -> list[Tensor]:
-    trainer, optimizer = built(*arguments, **options)
-    trainer.update(batch())
-    assert len(optimizer.gradients) == 2
-    return optimizer.gradients
 
 
 def weight(aggregation: str, row: int, rows: list[int]) -> float:
@@ -142,64 +131,3 @@ def test_the_gradient_of_an_unsplit_update_equals_brute_force(subtests: pytest.S
                     tensor -= LEARNING_RATE * first[start:stop].view_as(tensor)
                     start = stop
             assert relative(second, brute_force(after_first, old, trainer.reference_policy, *names)) < 1e-10
-
-
-@functools.cache
-def whole(aggregation: str, entropy_aggregation: str | None, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """The gradients of one forward of all rows."""
-    return both_gradients(RowScoring, dtype, aggregation, entropy_aggregation)
-
-
-@pytest.mark.slow
-def test_every_micro_batch_size_gives_the_same_gradient(subtests: pytest.Subtests) -> None:
-    for aggregation, entropy_aggregation in PAIRS:
-        for kind, size in [(RowScoring, 1), (RowScoring, 5), (GroupScoring, 2), (GroupScoring, 3)]:
-            with subtests.test(aggregation=aggregation, kind=kind.__name__, size=size):
-                parts = both_gradients(kind, torch.float64, aggregation, entropy_aggregation, micro_batch_size=size)
-                for found, expected in zip(parts, whole(aggregation, entropy_aggregation), strict=True):
-                    assert relative(found, expected) < 1e-10
-
-
-def test_micro_batches_give_the_same_gradient_in_float32(subtests: pytest.Subtests) -> None:
-    for kind in (RowScoring, GroupScoring):
-        with subtests.test(kind=kind.__name__):
-            parts = both_gradients(kind, torch.float32, "group_mean", "step_mean", micro_batch_size=3)
-            for found, expected in zip(parts, whole("group_mean", "step_mean", torch.float32), strict=True):
-                assert relative(found, expected) < 1e-5
-
-
-def random_partition(seed: int) -> Callable[[int], list[list[int]]]:
-    """Rows in any order, cut anywhere, one part empty."""
-
-    def plan(num_rows: int) -> list[list[int]]:
-        generator = random.Random(seed)
-        rows = generator.sample(range(num_rows), num_rows)
-        cuts = sorted({0, num_rows, *(generator.randrange(num_rows) for _ in range(4))})
-        return [[], *(rows[start:stop] for start, stop in pairwise(cuts))]
-
-    return plan
-
-
-def test_any_plan_of_the_policy_gives_the_same_gradient(
-    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for seed, pair in enumerate(PAIRS):
-        with subtests.test(seed=seed, aggregations=pair):
-            monkeypatch.setattr(Planning, "plan", staticmethod(random_partition(seed)))
-            parts = both_gradients(Planning, torch.float64, *pair)
-            for found, expected in zip(parts, whole(*pair), strict=True):
-                assert relative(found, expected) < 1e-10
-
-
-def test_updates_of_part_of_the_rows_have_the_same_gradient_when_split(subtests: pytest.Subtests) -> None:
-    """batch_size cuts groups; the weights are those of each update's own rows, however it is then forwarded."""
-    for aggregation in AGGREGATIONS:
-        with subtests.test(aggregation=aggregation):
-            gradients = []
-            for size in (None, 3):
-                trainer, optimizer = built(RowScoring, torch.float64, aggregation, batch_size=5, micro_batch_size=size)
-                trainer.update(batch())
-                gradients.append(optimizer.gradients)
-            assert [len(found) for found in gradients] == [6, 6]  # 12 rows in updates of 5, 5, 2; twice
-            for found, expected in zip(*gradients, strict=True):
-                assert relative(found, expected) < 1e-10

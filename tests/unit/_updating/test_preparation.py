@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
 from grpo._ranks.processes import SeveralProcesses
-from grpo._updating.preparation import autocast, prepare
+from grpo._updating.preparation import prepare
 from grpo._updating.reference import MovingReference
 from grpo._updating.sampler import SamplerSync
 from grpo.engine import OneProcess
@@ -101,13 +101,6 @@ def test_models_are_moved_to_the_configured_device() -> None:
     assert left.device is None
 
 
-def test_autocast_is_enabled_if_a_precision_is_set() -> None:
-    matrix = torch.ones(2, 2)
-    for dtype, expected in ((None, torch.float32), ("bfloat16", torch.bfloat16)):
-        with autocast(GRPOConfig(autocast_dtype=dtype), torch.device("cpu")):
-            assert (matrix @ matrix).dtype == expected
-
-
 # A sampler with weights of its own
 
 
@@ -116,23 +109,6 @@ class Synced(TablePolicy):
 
     def sync_sampler(self) -> None:
         self.calls["sync"] += 1
-
-
-def test_the_sampler_is_synced_when_an_optimizer_step_has_begun_since() -> None:
-    policy, begun = Synced(), [0]
-    sampler = SamplerSync(policy, lambda: sum(begun))
-    for num_syncs, num_steps in enumerate([0, 1, 2], start=1):  # the first time, too
-        begun.append(num_steps)
-        for _ in range(2):
-            sampler.sync()
-            assert policy.calls["sync"] == num_syncs
-    sampler.forget()  # as after loading
-    sampler.sync()
-    assert policy.calls["sync"] == 4
-
-
-def test_a_policy_without_a_separate_sampler_needs_no_sync() -> None:
-    SamplerSync(TablePolicy(), lambda: 1).sync()
 
 
 def test_whoever_samples_in_another_thread_has_finished_before_each_sync() -> None:
@@ -222,25 +198,11 @@ def run(num_steps: int, **settings: Any) -> tuple[list[torch.Tensor], list[torch
     return ours, theirs
 
 
-def test_the_reference_is_frozen_by_default() -> None:
-    policy, reference = run(3)
-    assert all(torch.equal(logits, torch.zeros(2, 2)) for logits in (logits.float() for logits in reference))
-    assert not torch.equal(policy[-1], reference[-1])
-
-
 def test_the_reference_is_copied_every_reference_sync_every_iterations() -> None:
     policy, reference = run(5, reference_sync_every=2)
     zero = torch.zeros_like(policy[0])
     expected = [zero, policy[1], policy[1], policy[3], policy[3]]
     assert all(torch.equal(found, wanted) for found, wanted in zip(reference, expected, strict=True))
-
-
-def test_reference_mix_makes_the_reference_a_moving_average() -> None:
-    policy, reference = run(3, reference_sync_every=1, reference_mix=0.25)
-    expected = torch.zeros_like(policy[0])
-    for now, found in zip(policy, reference, strict=True):
-        expected = 0.75 * expected + 0.25 * now
-        torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-15)
 
 
 def test_a_reference_move_equals_hand_worked_weights() -> None:

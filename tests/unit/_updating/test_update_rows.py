@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo import ActionScores, AdvantageConfig, ExperienceBatch, ObjectiveConfig, grpo_objective
 from grpo._updating.update_rows import UpdateRows
 from grpo.surrogates import Clip, ClipCov, KlCov, Steps
-from tests.support.policies import Planning, RecordingSGD, RowScoring, TablePolicy, digest, flat, weights_of
+from tests.support.policies import Planning, RecordingSGD, RowScoring, TablePolicy, flat
 from tests.support.trainers import ROLLOUTS, SCRIPT, by_hand, quarters
 
 # Which rows each update reads
@@ -92,12 +92,6 @@ def test_no_row_is_skipped_where_a_critic_is_trained() -> None:
     assert not rows.data.advantages.any()
     (update,) = rows.updates()
     assert [rows_of(rows, micro) for micro in update.micro_batches()] == [[0, 1, 2, 3]]
-    assert (rows.num_skipped, rows.num_dead) == (0, 0)
-
-
-def test_no_row_is_skipped_under_a_user_objective() -> None:
-    rows = prepared([1.0] * 7, GROUPS, own_loss=lambda inputs: grpo_objective(inputs, ObjectiveConfig()))
-    assert len(list(rows.updates())) == 1
     assert (rows.num_skipped, rows.num_dead) == (0, 0)
 
 
@@ -242,24 +236,6 @@ def test_a_surrogates_selection_is_made_once_per_update_from_all_its_steps() -> 
     assert advantages == [-0.5, -0.5, -0.5, 0.5, -0.5, -0.5, 0.5]
 
 
-def test_the_steps_of_highest_entropy_are_chosen_once_per_update() -> None:
-    """Three of seven steps, wherever they stand; the forwards of single rows get what the forward of all rows gets."""
-    kept = []
-    for size in (None, 1):
-        torch.manual_seed(2)
-        trainer, policy = by_hand(
-            policy=RowScoring(),
-            config={"micro_batch_size": size, "objective": ObjectiveConfig(top_entropy_fraction=0.4)},
-        )
-        rows = trainer.prepared(ExperienceBatch.from_rows(**ROLLOUTS))
-        (update,) = rows.updates()
-        parts = [update.inputs(micro) for micro in update.micro_batches()]
-        kept.append(torch.cat([inputs.keep[inputs.mask] for inputs in parts]).tolist())
-    entropy = policy.score_actions(ROLLOUTS["states"], ROLLOUTS["actions"]).entropy[ROLLOUTS["mask"]]
-    highest = entropy.topk(3).indices
-    assert kept[0] == kept[1] == [step in highest for step in range(7)]
-
-
 def test_no_steps_are_selected_for_a_user_objective() -> None:
     surrogate = Choosing()
     config = ObjectiveConfig(surrogate=surrogate, top_entropy_fraction=0.4)
@@ -319,23 +295,6 @@ def test_any_split_into_forwards_gives_the_same_gradients_under_every_selection(
 
 
 # Nothing to learn from
-
-
-def test_updates_of_dead_groups_are_skipped_and_counted() -> None:
-    """Two updates of one group each, both without differences, for two epochs."""
-    trainer, policy = by_hand(
-        rewards=[1.0, 1.0, 7.0, 7.0],
-        config={"batch_size": 2, "num_epochs_per_update": 2},
-        optimizer=None,
-    )
-    before = digest(weights_of(policy))
-    metrics, _ = trainer.step(["a", "b"]), trainer.step(["a", "b"])
-    assert digest(weights_of(policy)) == before
-    assert trainer.optimizer_step.optimizer is not None
-    assert not trainer.optimizer_step.optimizer.state  # Adam has not counted a step
-    assert metrics["train/skipped_updates"] == 4.0
-    assert metrics["group_stats/zero_variance_fraction"] == 1.0
-    assert metrics["rows/skipped_zero_advantage"] == 4.0
 
 
 def test_a_dead_group_skips_only_its_own_update(caplog: pytest.LogCaptureFixture) -> None:
