@@ -78,31 +78,6 @@ def test_a_poisoned_micro_batch_skips_its_whole_update() -> None:
     assert state_of(trainer) != before
 
 
-def test_a_non_finite_log_prob_in_the_second_micro_batch_changes_no_weight() -> None:
-    """Two forwards of 4 rows. The gradient of the first is there when the second turns out to be bad; it is thrown away."""
-    policy = TablePolicy()
-    trainer = trainer_of(policy, micro_batch_size=4)
-    trainer.step(["a", "b"])  # the policy gives one log-prob per row: later rows are not scored before the update
-    before, score, forwards = state_of(trainer), policy.get_log_probabilities, []
-
-    def poisoned(states: Any, actions: Any) -> Tensor:
-        forwards.append(list(states))
-        log_probs = score(states, actions)
-        return (
-            log_probs if len(forwards) == 1 else torch.cat([log_probs[:-1], torch.full_like(log_probs[-1:], math.nan)])
-        )
-
-    policy.get_log_probabilities = poisoned  # type: ignore[method-assign]
-    with pytest.raises(ContractError, match=r"TablePolicy: log-probabilities of sampled steps must be finite"):
-        trainer.step(["a", "b"])
-    assert forwards == [["a"] * 4, ["b"] * 4]
-    assert state_of(trainer) == before
-    assert policy.logits.grad is None
-    policy.get_log_probabilities = score  # type: ignore[method-assign]
-    trainer.step(["a", "b"])
-    assert torch.isfinite(policy.logits).all()
-
-
 @pytest.mark.parametrize("limit", [1, 3])
 def test_too_many_skipped_updates_in_a_row_end_the_run_with_a_checkpoint(limit: int, tmp_path: Path) -> None:
     """Iterations 0 and 1 are sound, then nothing is."""

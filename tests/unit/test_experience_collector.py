@@ -55,11 +55,6 @@ def test_missing_requirements_are_named_at_construction() -> None:
         collector_of(TablePolicy(), use_reference=True)
 
 
-def test_only_a_policy_without_its_own_sampler_scores_its_samples() -> None:
-    assert collector_of(TablePolicy()).scores_itself is True
-    assert collector_of(ExactSampling()).scores_itself is False
-
-
 # Collecting
 
 
@@ -74,14 +69,6 @@ def test_a_collected_batch_equals_hand_worked_values() -> None:
     assert batch.old_log_probs.flatten().tolist() == pytest.approx([-math.log(3.0)] * 6)
     assert (batch.behaviour_log_probs, batch.entropy, batch.values) == (None, None, None)
     assert set(batch.metrics) == {"time/sample", "time/reward", "time/score"}
-
-
-def test_empty_states_are_refused() -> None:
-    policy = TablePolicy()
-    for states in ([], (), torch.zeros(0, 3)):
-        with pytest.raises(ContractError, match="No states to act in: pass at least one"):
-            collector_of(policy).collect(states)
-    assert policy.calls["generate"] == 0
 
 
 def test_seconds_are_reported_for_sampling_scoring_and_rewards() -> None:

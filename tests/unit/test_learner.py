@@ -87,17 +87,6 @@ def test_a_learner_makes_the_iterations_of_a_trainer(settings: dict[str, Any]) -
     assert ends[0] == ends[1]
 
 
-def test_step_is_collect_and_update() -> None:
-    one, other = learner_of(), learner_of()
-    torch.manual_seed(1)
-    one.step([0, 1])
-    torch.manual_seed(1)
-    batch = other.collect([0, 1])
-    assert isinstance(batch, ExperienceBatch)
-    other.update(batch)
-    assert digest(weights_of(one.policy)) == digest(weights_of(other.policy))
-
-
 def test_the_state_of_a_learner_continues_in_another_one() -> None:
     first = learner_of(num_epochs_per_update=2)
     first.step([0, 1])

@@ -17,7 +17,7 @@ from grpo import AdvantageEstimator, ConfigError, GRPOConfig, GRPOTrainer, Objec
 from grpo.surrogates import Steps
 from tests.support.configs import Rows, Telling, make_policy, make_trainer
 from tests.support.objective_inputs import as_users_run_it
-from tests.support.policies import EpisodePolicy, RowScoring, TablePolicy, gradient_of
+from tests.support.policies import RowScoring, TablePolicy, gradient_of
 
 
 @pytest.fixture(autouse=True)
@@ -112,114 +112,7 @@ def test_a_user_surrogate_keeps_the_kl_entropy_correction_and_metrics() -> None:
         assert metrics[f"train/{name}"] == pytest.approx(mean, rel=1e-9, abs=1e-12), name
 
 
-def test_a_plain_function_is_a_surrogate_and_reports_no_clipping() -> None:
-    config = config_of(lambda steps: SoftClip()(steps))
-    trainer, _ = make_trainer(config, make_policy(Telling), reference=make_policy(RowScoring, seed=1))
-    metrics = trainer.update(Rows.example().batch(config))
-    assert metrics["train/clip_fraction"] == 0
-    assert metrics["train/kl_penalty"] > 0
-    assert metrics["train/entropy_bonus"] > 0
-
-
 # What it says about itself
-
-
-@dataclass(frozen=True)
-class WithWeights(SoftClip):
-    """Multiplies by the sampler's weights itself."""
-
-    uses_sampler_weights: ClassVar[bool] = True
-
-    def __call__(self, steps: Steps) -> Tensor:
-        assert steps.sampler_weights is not None
-        return steps.sampler_weights * SoftClip.__call__(self, steps)
-
-
-def test_a_surrogate_that_reads_sampler_weights_is_not_weighted_twice() -> None:
-    updates = []
-    for surrogate in (SoftClip(), WithWeights()):
-        config = config_of(surrogate)
-        trainer, optimizer = make_trainer(config, make_policy(Telling), reference=make_policy(RowScoring, seed=1))
-        trainer.update(Rows.example().batch(config))
-        updates.append(torch.stack(optimizer.gradients))
-    assert torch.allclose(*updates, rtol=1e-12, atol=1e-15)
-
-
-@dataclass(frozen=True)
-class Inert(SoftClip):
-    """Says that rows without an advantage have no gradient."""
-
-    zero_advantage_is_inert: ClassVar[bool] = True
-
-
-def test_rows_without_an_advantage_are_skipped_only_if_the_surrogate_allows_it(subtests: pytest.Subtests) -> None:
-    for surrogate, num_skipped in [(SoftClip(), 0), (Inert(), 2)]:
-        with subtests.test(surrogate=surrogate, num_skipped=num_skipped):
-            config = config_of(surrogate, kl_coef=0.0, entropy_coef=0.0)
-            rows = Rows.example().take(range(9, 15))  # a group of four rows, and one of two rows with equal rewards
-            trainer, _ = make_trainer(config, make_policy(Telling))
-            assert trainer.update(rows.batch(config))["rows/skipped_zero_advantage"] == num_skipped
-
-
-class PullsBackTheLikeliest:
-    """Chooses the one step of the update with the highest log-prob."""
-
-    zero_advantage_is_inert = False
-
-    def __init__(self) -> None:
-        self.num_selected: list[int] = []
-
-    def __call__(self, steps: Steps) -> Tensor:
-        assert steps.selected is not None
-        self.num_selected.append(int(steps.selected.sum()))
-        return -steps.advantages * steps.ratio() + steps.selected * steps.log_ratio().square()
-
-    def select(self, log_probs: Tensor, advantages: Tensor, generator: torch.Generator | None) -> Tensor:
-        assert advantages.shape == log_probs.shape
-        chosen = torch.zeros_like(log_probs, dtype=torch.bool)
-        chosen[log_probs.argmax()] = True
-        return chosen
-
-
-def test_a_user_surrogates_selection_is_made_once_per_update() -> None:
-    surrogate = PullsBackTheLikeliest()
-    config = replace(config_of(surrogate, num_epochs=3), micro_batch_size=4)
-    trainer, _ = make_trainer(config, make_policy(Telling), reference=make_policy(RowScoring, seed=1))
-    batch = Rows.example().batch(config)
-    metrics = trainer.update(batch)
-    per_update = torch.tensor(surrogate.num_selected).view(3, -1)
-    assert per_update.shape[1] == 4  # 15 rows in forwards of 4
-    assert per_update.sum(1).tolist() == [1, 1, 1]
-    assert metrics["train/selected_fraction"] == pytest.approx(1 / int(batch.mask.sum()))
-
-
-@dataclass(frozen=True)
-class LooksAtRows(SoftClip):
-    """The loss of a step depends on the row's other steps."""
-
-    reads_rows: ClassVar[bool] = True
-
-
-@dataclass(frozen=True)
-class AtRow(SoftClip):
-    """A level of rows says the same."""
-
-    level: ClassVar[str] = "row"
-
-
-def test_a_surrogate_that_reads_rows_is_refused_if_the_policy_splits_steps(subtests: pytest.Subtests) -> None:
-    def trainer_of(own: Any) -> GRPOTrainer:
-        return GRPOTrainer(
-            config=GRPOConfig(group_size=4, seed=0, objective=ObjectiveConfig(surrogate=own)),
-            policy=EpisodePolicy(),
-            reward_model=lambda states, actions: [float(len(moves)) for _, moves in actions],
-        )
-
-    assert trainer_of(SoftClip()).step([0.0, 1.0])["train/num_updates"] == 1
-    for surrogate in [LooksAtRows(), AtRow()]:
-        message = rf"updated step by step, but this loss needs whole rows: .*{type(surrogate).__name__}"
-        with subtests.test(surrogate=surrogate), pytest.raises(ConfigError, match=message):
-            trainer_of(surrogate)
 
 
 @dataclass(frozen=True)

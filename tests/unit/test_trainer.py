@@ -2,9 +2,6 @@
 
 import math
 import random
-import re
-import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +13,6 @@ from grpo import (
     ExperienceBatch,
     GRPOConfig,
     GRPOTrainer,
-    GRPOWarning,
-    NonFiniteGradientError,
     ObjectiveInputs,
     ObjectiveOutput,
 )
@@ -326,37 +321,6 @@ def test_sampling_and_scoring_run_under_autocast_too() -> None:
     assert set(policy.computed_in) == {torch.bfloat16}
 
 
-def test_a_policy_with_dropout_causes_one_warning() -> None:
-    policy = VectorPolicy(dropout=0.5, hidden=32)
-    with torch.no_grad():
-        policy.net[-1].weight.mul_(10)
-    trainer, _ = by_hand(
-        policy=policy,
-        rewards=lambda s, actions: [float(a) for a in actions],
-        config={"group_size": 8, "num_epochs_per_update": 2},
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(4):
-            trainer.step(torch.randn(4, 3))
-    messages = [str(warning.message) for warning in caught if "train()" in str(warning.message)]
-    assert len(messages) == 1
-    assert re.search(r"VectorPolicy: before any update.*first ratio is not 1.*[Dd]ropout", messages[0])
-
-
-def test_a_policy_without_dropout_causes_no_warning() -> None:
-    trainer, _ = by_hand(
-        policy=VectorPolicy(),
-        rewards=lambda s, actions: [float(a) for a in actions],
-        config={"num_epochs_per_update": 2},
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            trainer.step(torch.randn(4, 3))
-    assert not caught
-
-
 def test_the_policy_is_in_eval_mode_while_collecting_and_in_train_mode_for_gradients() -> None:
     modes: list[tuple[str, bool]] = []
 
@@ -372,49 +336,3 @@ def test_the_policy_is_in_eval_mode_while_collecting_and_in_train_mode_for_gradi
     trainer, _ = by_hand(policy=Watched(script=SCRIPT), config={"num_epochs_per_update": 2})
     trainer.step(["a", "b"])
     assert modes == [("generate", False), ("score", False), ("gradient", True), ("gradient", True)]
-
-
-# Runs and their checkpoints
-
-
-def test_a_loop_of_steps_is_told_once_which_settings_only_train_honours() -> None:
-    trainer, _ = by_hand(config={"lr_schedule": "cosine", "warmup_ratio": 0.5})
-    with pytest.warns(GRPOWarning) as given:
-        trainer.step(["a", "b"])
-    trainer.collect(["a", "b"])  # a second warning would be an error
-    (message,) = [str(warning.message) for warning in given]
-    assert re.match(r"step\(\) does not honour config.lr_schedule=.*, config.warmup_ratio=.*only train\(\)", message)
-    by_hand()[0].step(["a", "b"])
-    by_hand(config={"lr_schedule": "cosine"})[0].train(["a", "b"], num_iterations=1, progress=False)
-
-
-def test_another_trainer_continues_from_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
-    """Six iterations in one run, or four and then the last two: the same weights."""
-    whole, whole_policy = by_hand(config={"seed": 1})
-    history = whole.train(["a", "b"], num_iterations=6, progress=False)
-    first, _ = by_hand(config={"seed": 1})
-    first.train(["a", "b"], num_iterations=4, checkpoint_dir=tmp_path, checkpoint_every=2, progress=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration-00000002", "iteration-00000004"]
-    second, policy = by_hand(config={"seed": 2})
-    second.load_checkpoint(tmp_path)
-    assert second.iteration == 4
-    rest = second.train(["a", "b"], num_iterations=6, progress=False)
-    assert [without_time(metrics) for metrics in rest] == [without_time(metrics) for metrics in history[4:]]
-    assert torch.equal(policy.logits, whole_policy.logits)
-
-
-def test_a_run_ended_by_bad_gradients_leaves_a_checkpoint_with_the_count_reset(tmp_path: Path) -> None:
-    """Two iterations are sound; the third has a gradient of NaN, and one skipped update in a row is one too many."""
-    policy = TablePolicy(script=SCRIPT)
-    factors = iter([1.0, 1.0, math.nan])
-    policy.logits.register_hook(lambda gradient: gradient * next(factors))
-    trainer, _ = by_hand(policy=policy, config={"max_skipped_updates": 1})
-    with pytest.raises(NonFiniteGradientError):
-        trainer.train(["a", "b"], num_iterations=9, checkpoint_dir=tmp_path, checkpoint_every=9, progress=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["iteration-00000002-update-0000"]
-    resumed, _ = by_hand(config={"max_skipped_updates": 1})
-    resumed.optimizer_step.skipped_in_a_row = 5
-    resumed.load_checkpoint(tmp_path)
-    assert resumed.iteration == 2
-    assert resumed.optimizer_step.skipped_in_a_row == 0
-    assert torch.equal(resumed.policy.logits, policy.logits)

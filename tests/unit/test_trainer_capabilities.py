@@ -131,25 +131,6 @@ def test_each_kind_of_sampler_costs_its_minimal_number_of_passes() -> None:
     }  # fmt: skip
 
 
-def test_exact_scores_are_the_old_log_probs_and_behaviour_is_kept_apart() -> None:
-    policy = ExactSampling()
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=3), policy=policy, reward_model=lambda states, actions: torch.arange(6.0)
-    )
-    batch = trainer.collect([0, 1])
-    expected = policy.score_actions(batch.states, batch.actions)
-    mask = batch.mask[:, : expected.mask.shape[1]]
-    assert torch.equal(mask, expected.mask)
-    assert batch.old_log_probs is not None
-    torch.testing.assert_close(batch.old_log_probs[:, : mask.shape[1]][mask], expected.log_probs[mask].detach())
-    assert batch.group_ids.tolist() == [0, 0, 0, 1, 1, 1]
-    assert batch.states == [0, 0, 0, 1, 1, 1]
-    policy.tells_scores = False
-    batch = trainer.collect([0, 1])
-    assert batch.old_log_probs is None
-    assert batch.behaviour_log_probs is not None
-
-
 def test_a_single_update_also_uses_a_samplers_scores_as_old_log_probs() -> None:
     """They are 1/4 below what the policy scores in the update, so that every ratio is exp(1/4)."""
 
@@ -264,17 +245,6 @@ def test_scoring_and_updates_follow_the_policys_plan() -> None:
     policy.plan = lambda num_rows: [list(range(1, num_rows)), [0]]  # type: ignore[method-assign]
     assert counted(policy) == {"plan": 2, "score": 2, "score with gradient": 2}
     assert policy.rows_scored == [5, 1, 3, 1]  # rewards 0, 1, 2: the middle row of each group has no advantage
-
-
-def test_a_plan_that_is_no_partition_is_refused(subtests: pytest.Subtests) -> None:
-    for plan in [[[0, 1]], [[0, 1, 2], [2, 3, 4, 5]], [[0, 1, 2, 3, 4, 6]], [[-1, 0, 1, 2, 3, 4]]]:
-        with subtests.test(plan=plan):
-            policy = Planning()
-            policy.plan = lambda num_rows, plan=plan: plan  # type: ignore[method-assign, misc]
-            with pytest.raises(
-                ContractError, match=r"Planning\.plan_micro_batches must return every row of range\(6\)"
-            ):
-                counted(policy)
 
 
 def episode_batch(policy: EpisodePolicy) -> tuple[ExperienceBatch, Tensor, Tensor, Tensor]:
