@@ -156,19 +156,6 @@ def test_eight_threads_add_and_others_drain_and_nothing_is_lost_or_doubled() -> 
 
 
 @pytest.mark.usefixtures("hurried")
-def test_under_eight_threads_every_item_is_there_or_counted_as_dropped() -> None:
-    buffer = ExperienceBuffer[int](capacity=100)
-
-    def add() -> None:
-        for number in range(PER_THREAD):
-            buffer.add(number)
-
-    run_together(*[add] * NUM_THREADS)
-    assert len(buffer) == 100
-    assert buffer.num_dropped == NUM_THREADS * PER_THREAD - 100
-
-
-@pytest.mark.usefixtures("hurried")
 def test_items_added_together_stay_together() -> None:
     buffer = ExperienceBuffer[int]()
 

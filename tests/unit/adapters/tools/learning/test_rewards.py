@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-import torch
 
 from adapters.tools.catalogue.calls import ToolCall, ToolResult
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
@@ -169,13 +168,6 @@ def test_an_argument_is_right_exactly_if_it_equals_the_tasks_as_json(subtests: p
             assert right_parameters(asked, call("add", number=given), OK) == pytest.approx(0.3 * same)
             assert right_parameters(asked, call("add"), OK) == 0.0
             assert right_parameters(task("add", "arithmetic"), call("add", number=given), OK) == 0.0
-
-
-def test_each_standard_reward_can_be_called_on_its_own() -> None:
-    made = call("sort", order="up", count=3)
-    assert right_tool(CATALOGUE)(SORT, made, FAILED) == 0.5
-    assert right_parameters(SORT, made, FAILED) == pytest.approx(0.3)
-    assert executed("any text", made, OK) == 0.2
 
 
 def test_latency_and_call_costs_equal_hand_worked_values() -> None:
@@ -400,24 +392,3 @@ def test_the_parts_are_reported_by_name() -> None:
     assert 0.1 < metrics["rewards/tool/mean"] < 0.4
     parts = sum(metrics[f"rewards/{name}/mean"] for name in ("tool", "parameters", "executed", "slow"))
     assert metrics["rewards/mean"] == pytest.approx(parts, abs=1e-5)
-
-
-def test_a_faulty_reward_function_stops_training_and_is_named() -> None:
-    def broken(asked: Any, made: ToolCall, result: ToolResult) -> float:
-        raise KeyError("price")
-
-    with pytest.raises(RewardError, match=r'The reward broken raised KeyError for "sort"\(\{"order": "down"\}\)'):
-        trainer({"ran": executed, "broken": broken}).step([SORT])
-    with pytest.raises(RewardError, match="odd"):
-        trainer({"ran": executed, "odd": lambda asked, made, result: float("inf")}).step([SORT])
-
-
-@pytest.mark.filterwarnings("ignore:ToolSelectionPolicy. fill gave no value")  # for wrong tools
-def test_training_makes_rewarded_calls_more_likely() -> None:
-    training = trainer({"tool": right_tool(CATALOGUE)}, learning_rate=0.05)
-    with torch.no_grad():
-        training.policy.network.similarity.zero_()  # every tool is equally likely
-    for _ in range(10):
-        training.step([SHUFFLE] * 8)
-    probabilities = training.policy.tool_probabilities([SHUFFLE])[0]
-    assert float(probabilities[1]) > 0.9, "1/3 at first"

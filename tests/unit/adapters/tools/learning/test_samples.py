@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from adapters.tools.catalogue.calls import ToolCall
-from adapters.tools.learning.buffers import ExperienceBuffer, GroupBuffer
+from adapters.tools.learning.buffers import GroupBuffer
 from adapters.tools.learning.records import SampleError, ToolGroup, ToolSample
 from adapters.tools.learning.sample_batches import batch_from_groups, groups_from_batch
 from adapters.tools.learning.tasks import ToolTask
@@ -412,20 +412,6 @@ def test_decisions_of_several_threads_train_through_a_buffer() -> None:
     assert len(buffer) == 0
     assert trainer.policy.logits[1] > -0.4  # red has become likelier
     assert metrics["train/advantages_mean"] == pytest.approx(0.0, abs=1e-12)  # +1/2 and -1/2 in each pair
-
-
-def test_buffers_of_tool_samples_survive_json(subtests: pytest.Subtests) -> None:
-    for item in (sample(), ToolGroup(id="task 7", context=TASK.to_dict(), samples=(sample(),)), TASK):
-        with subtests.test(type(item).__name__):
-            kind = type(item)
-            buffer, again = (ExperienceBuffer[Any](item_type=kind) for _ in range(2))
-            groups, groups_again = (GroupBuffer[Any, Any](item_type=kind) for _ in range(2))
-            buffer.add(item)
-            groups.extend("task 7", [item, item])
-            again.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
-            groups_again.load_state_dict(json.loads(json.dumps(groups.state_dict())))
-            assert again.drain() == [item]
-            assert groups_again.drain() == groups.drain() == {"task 7": [item, item]}
 
 
 def test_samples_and_groups_come_back_from_a_checkpoint(tmp_path) -> None:

@@ -74,27 +74,6 @@ def test_an_optional_argument_that_the_task_has_counts_as_missing() -> None:
         assert kind == {"note": "missing", "digits": "wrong_parameter"}[lacking]
 
 
-def test_true_and_1_differ_at_any_depth() -> None:
-    anything = Tool(
-        name="t", description="Take anything.", function=wait, parameters={"type": "object", "properties": {"x": {}}}
-    )
-    catalogue = ToolCatalogue([anything])
-    task = replace(TASK, tool="t", arguments={"x": [1, {"y": 0}]}, slots={})
-    for value, kind in (
-        ([1.0, {"y": 0}], None),
-        ([True, {"y": 0}], "wrong_parameter"),
-        ([1, {"y": False}], "wrong_parameter"),
-    ):
-        assert classify_error(task, ToolCall(tool="t", arguments={"x": value}), catalogue) == kind
-
-
-def test_a_remote_schema_reference_makes_a_call_invalid() -> None:
-    schema = {"type": "object", "properties": {"x": {"$ref": "https://example.com/schema"}}}
-    catalogue = ToolCatalogue([Tool(name="t", description="Follow.", function=wait, parameters=schema)])
-    task = replace(TASK, tool="t", arguments={"x": 1})
-    assert classify_error(task, ToolCall(tool="t", arguments={"x": 1}), catalogue) == "invalid"
-
-
 def test_a_schema_that_cannot_be_applied_makes_a_call_invalid(subtests: pytest.Subtests) -> None:
     for schema, value in (
         ({"type": "number", "multipleOf": 0.1}, 10**400),
