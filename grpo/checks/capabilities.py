@@ -2,11 +2,9 @@
 
 import math
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +25,7 @@ from grpo.policy_base import (
 )
 from grpo.types import ActionScores, row_totals, select_rows
 
-from .probe import Draws, PolicyProbe, difference, perturbed, scores_difference
+from .probe import Draws, PolicyProbe, difference, first_difference, perturbed, scores_difference
 from .report import Verdict, absent, failed, passed, skipped
 from .rules import judge
 
@@ -263,31 +261,10 @@ def check_state(probe: PolicyProbe) -> Verdict:
     with perturbed(probe.parameters.values()):
         probe.sample(probe.only(), probe.states, probe.num_actions)
         probe.policy.load_state_dict(saved)
-        lost = _different(probe.policy.state_dict(), again)
+        lost = first_difference(probe.policy.state_dict(), again, "state")
     if lost:
         return failed(
             f"{probe.name}.load_state_dict must restore what state_dict() returned; {lost} differs after a checkpoint and "
             "some sampling. Put back every entry, and return copies of tensors that change in place."
         )
     return passed("The state survives a checkpoint.")
-
-
-def _different(found: Any, expected: Any, where: str = "state") -> str:
-    """Return the first place where two nested values differ. An empty string means that they are equal."""
-    if isinstance(expected, Tensor):
-        same = isinstance(found, Tensor) and found.shape == expected.shape and difference(found, expected) == 0.0
-        return "" if same else where
-    if isinstance(expected, np.ndarray):
-        return "" if np.array_equal(found, expected) else where
-    if isinstance(expected, Mapping):
-        if not isinstance(found, Mapping) or set(found) != set(expected):
-            return where
-        return next(
-            (bad for key in expected if (bad := _different(found[key], expected[key], f"{where}[{key!r}]"))), ""
-        )
-    if isinstance(expected, list | tuple):
-        if not isinstance(found, list | tuple) or len(found) != len(expected):
-            return where
-        pairs = enumerate(zip(found, expected, strict=True))
-        return next((bad for i, (one, other) in pairs if (bad := _different(one, other, f"{where}[{i}]"))), "")
-    return "" if found == expected or (found != found and expected != expected) else where

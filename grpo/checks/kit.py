@@ -6,7 +6,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from grpo.types import Rows, select_rows
 from . import capabilities as capability
 from . import extras as extra
 from . import rules as rule
-from .probe import FULL_PRECISION, PolicyProbe, difference, left_as_found
+from .probe import FULL_PRECISION, PolicyProbe, difference, first_difference, left_as_found
 from .report import CheckReport, CheckResult, Rule, Verdict, failed, note, passed, run_rules, skipped
 
 POLICY_RULES: tuple[Rule, ...] = (
@@ -157,7 +156,9 @@ class RewardProbe:
 def _groups_of(states: Rows) -> Tensor:
     """The place of the first equal state, for each row."""
     rows = range(len(states))
-    return torch.tensor([next(first for first in rows if _same(states[first], states[row])) for row in rows])
+    return torch.tensor(
+        [next(first for first in rows if not first_difference(states[first], states[row])) for row in rows]
+    )
 
 
 def _check_reward_methods(probe: RewardProbe) -> Verdict:
@@ -219,9 +220,8 @@ def _check_reward_inputs(probe: RewardProbe) -> Verdict:
     given = copy.deepcopy(before)
     with suppress(RewardError):  # "reward shape" fails with it
         probe.ask(*given)
-    changed = [
-        name for name, now, then in zip(("states", "actions"), given, before, strict=True) if not _same(now, then)
-    ]
+    named = zip(("states", "actions"), given, before, strict=True)
+    changed = [name for name, now, then in named if first_difference(now, then)]
     if changed:
         return failed(
             f"{probe.name} must not change its arguments; it changed "
@@ -287,24 +287,3 @@ def check_reward_model(reward_model: Any, states: Rows, actions: Rows, *, strict
 
 def _name(reward_model: Any) -> str:
     return getattr(reward_model, "__name__", type(reward_model).__name__)
-
-
-def _same(now: Any, then: Any, above: frozenset[int] = frozenset()) -> bool:
-    """Whether two values are equal. Objects are compared by their attributes. `above` has the ids of enclosing objects."""
-    if type(now) is not type(then):
-        return False
-    if isinstance(now, Tensor):
-        return now.shape == then.shape and difference(now, then) == 0.0
-    if isinstance(now, np.ndarray):
-        return np.array_equal(now, then, equal_nan=now.dtype.kind in "fc")
-    if id(now) in above:
-        return True
-    above |= {id(now)}
-    if isinstance(now, dict):
-        return now.keys() == then.keys() and all(_same(now[key], then[key], above) for key in now)
-    if isinstance(now, list | tuple):
-        return len(now) == len(then) and all(_same(*pair, above) for pair in zip(now, then, strict=True))
-    if hasattr(now, "__dict__"):
-        return _same(vars(now), vars(then), above)
-    has_identity_only = type(now).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
-    return has_identity_only or bool(now == then) or bool(now != now)

@@ -1,12 +1,13 @@
 """A policy under test: its samples and scores by each of its methods, computed once. The policy is restored afterwards."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
@@ -222,6 +223,40 @@ def scores_difference(found: ActionScores, expected: ActionScores) -> float:
     if not torch.equal(pad_steps(found.mask, width, False).cpu(), mask.cpu()):
         return float("inf")
     return difference(pad_steps(found.log_probs, width, 0.0), pad_steps(expected.log_probs, width, 0.0), mask)
+
+
+def first_difference(found: Any, expected: Any, where: str = "value", above: frozenset[int] = frozenset()) -> str:
+    """The first place where two nested values differ. Empty: they are equal. Objects are compared by their attributes.
+
+    Args:
+        found: A value.
+        expected: What it must be. A list equals a tuple of the same entries, as after a checkpoint.
+        where: What the place is called.
+        above: The ids of the values that contain `expected`, so that a value that contains itself is no endless loop.
+    """
+    if found is expected or id(expected) in above:
+        return ""
+    if isinstance(expected, Tensor):
+        same = isinstance(found, Tensor) and found.shape == expected.shape and difference(found, expected) == 0.0
+        return "" if same else where
+    if isinstance(expected, np.ndarray):
+        return "" if np.array_equal(found, expected, equal_nan=expected.dtype.kind in "fc") else where
+    parts, expected_parts = _parts_of(found), _parts_of(expected)
+    if parts is None or expected_parts is None:
+        has_identity_only = type(found) is type(expected) and type(expected).__eq__ is object.__eq__
+        return "" if has_identity_only or found == expected or (found != found and expected != expected) else where
+    if parts.keys() != expected_parts.keys():
+        return where
+    above |= {id(expected)}
+    places = ((f"{where}[{key!r}]", parts[key], part) for key, part in expected_parts.items())
+    return next((bad for place, one, other in places if (bad := first_difference(one, other, place, above))), "")
+
+
+def _parts_of(value: Any) -> Mapping[Any, Any] | None:
+    """What a value contains, by name or number. None: it has no parts."""
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    return value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
 
 
 def some_rows(num_rows: int) -> list[int]:

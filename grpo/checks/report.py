@@ -102,23 +102,23 @@ class CheckReport:
         name_width = max((len(result.name) for result in self.results), default=0)
         lines = [f"{self.subject}: {counts}"]
         if self.not_checked:
-            lines += textwrap.wrap(
-                f"NOT CHECKED: {self.not_checked}", WIDTH, initial_indent="  ", subsequent_indent="  "
-            )
+            lines += _wrapped(f"NOT CHECKED: {self.not_checked}")
         for result in self.results:
             if result.status == "absent":
                 continue
             status = result.status.upper() if result.status == "failed" else result.status
             head = f"  {status:<7}  {result.name:<{name_width}}  "
-            lines += textwrap.wrap(
-                result.message, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False
-            ) or [head.rstrip()]
+            lines += _wrapped(result.message, head) or [head.rstrip()]
         not_offered = ", ".join(result.name for result in self.results if result.status == "absent")
         if not_offered:
-            lines += textwrap.wrap(
-                f"optional, not implemented: {not_offered}", WIDTH, initial_indent="  ", subsequent_indent="  "
-            )
+            lines += _wrapped(f"optional, not implemented: {not_offered}")
         return "\n".join(lines)
+
+
+def _wrapped(text: str, head: str = "  ") -> list[str]:
+    """The lines of a text. The first one begins with `head`, and the others are indented as far."""
+    indent = " " * len(head)
+    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=indent, break_long_words=False)
 
 
 @dataclass(frozen=True, slots=True)

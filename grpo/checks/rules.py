@@ -20,10 +20,6 @@ from .steps import judge_draws
 
 def check_methods(probe: PolicyProbe) -> Verdict:
     """The policy is an instance with all six required methods, and no method is one letter off an optional one."""
-    if isinstance(probe.policy, type):
-        return failed(
-            f"policy must be an instance; got the class {probe.policy.__name__}. Pass {probe.policy.__name__}(...)."
-        )
     require_methods(probe.policy, POLICY_METHODS, "policy", "PolicyModel")
     refuse_near_misses(probe.policy, "policy", CAPABILITIES)
     return passed(f"{probe.name} has {', '.join(POLICY_METHODS)}.")

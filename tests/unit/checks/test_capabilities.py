@@ -1,13 +1,14 @@
-"""The place that the conformance kit names when a policy's state differs after a checkpoint."""
+"""The place where two values differ: a policy's state and its checkpoint, or what a reward has changed."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from grpo.checks.capabilities import _different
+from grpo.checks.probe import first_difference
 
 ONES = torch.ones(2)
 
@@ -32,6 +33,10 @@ PLACES: list[tuple[Any, Any, str]] = [
     (math.nan, 1.0, "state"),
     (1.0, math.nan, "state"),
     ("a", "b", "state"),
+    (SimpleNamespace(a=[1]), SimpleNamespace(a=[1]), ""),
+    (SimpleNamespace(a=[1]), SimpleNamespace(a=[2]), "state['a'][0]"),
+    (object(), object(), ""),
+    (object(), 1, "state"),
 ]
 """What a policy holds, what its checkpoint holds, and the first place where they differ."""
 
@@ -39,4 +44,4 @@ PLACES: list[tuple[Any, Any, str]] = [
 def test_the_first_place_where_two_states_differ_is_named(subtests: pytest.Subtests) -> None:
     for found, expected, place in PLACES:
         with subtests.test(found=found, expected=expected):
-            assert _different(found, expected) == place
+            assert first_difference(found, expected, "state") == place
