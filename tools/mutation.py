@@ -283,13 +283,15 @@ def outcome_of(mutant: Mutant, tree: Path) -> Outcome:
 
 
 def copy_checkout(folder: Path) -> Path:
-    """Copy every file that git tracks or would track into `folder`, and return `folder`."""
+    """Copy every file that git tracks or would track into `folder`, which becomes a repository, and return `folder`."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     for name in filter(None, names):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
+    for arguments in (["init", "--quiet"], ["add", "--all"]):  # some tests read what git tracks
+        subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True)
     return folder
 
 
