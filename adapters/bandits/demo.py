@@ -9,7 +9,6 @@ import argparse
 import copy
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,27 +31,13 @@ from grpo.surrogates import Clip
 from .baselines import EXP3S, GradientBandit, ThompsonSampling
 from .metrics import best_arm_probability, mean_by_regime, pull_fractions, structured_reward, time_to_reach
 from .play import Baseline, play
-from .plots import plot_dynamic_runs
+from .plots import Run, plot_dynamic_runs
 from .policies import SoftmaxPolicy
 from .rewards import BanditReward
 from .testbeds import dynamic_regimes, dynamic_testbed
 from .upper_confidence import UCB1, DiscountedUCB, SlidingWindowUCB
 
 NUM_ARMS, NUM_STEPS, PULLS_PER_STEP = 5, 100, 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Record of one strategy: its rewards and probabilities in each step."""
-
-    name: str
-    rewards: np.ndarray
-    """[S] mean reward of each step's 32 pulls."""
-    probabilities: np.ndarray
-    """[S + 1, K] probabilities of the arms in each step, and after the last step. Classic strategies record fractions
-    of pulls instead."""
-    losses: np.ndarray | None = None
-    """[S] loss of each step. None if the strategy is not trained by gradients."""
 
 
 class ProbabilityRecorder:

@@ -5,8 +5,9 @@ the best arm is read from the expected rewards.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -31,31 +32,22 @@ STYLE = {
 """Settings of matplotlib for all plots."""
 
 
-class PlottedRun(Protocol):
-    """The data of a run that is plotted: S steps, K arms."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Record of one strategy: its rewards and probabilities in each of S steps, with K arms."""
 
-    @property
-    def name(self) -> str:
-        """Name beside its lines."""
-        ...
-
-    @property
-    def rewards(self) -> np.ndarray:
-        """Mean reward of each step, [S]."""
-        ...
-
-    @property
-    def probabilities(self) -> np.ndarray:
-        """Arm probabilities before each step and after the last step, [S + 1, K]."""
-        ...
-
-    @property
-    def losses(self) -> np.ndarray | None:
-        """Loss of each step, [S]. None if the run has no losses."""
-        ...
+    name: str
+    """Name beside its lines."""
+    rewards: np.ndarray
+    """[S] mean reward of each step's pulls."""
+    probabilities: np.ndarray
+    """[S + 1, K] probabilities of the arms in each step, and after the last step. Classic strategies record fractions
+    of pulls instead."""
+    losses: np.ndarray | None = None
+    """[S] loss of each step. None if the strategy is not trained by gradients."""
 
 
-def plot_dynamic_runs(runs: Sequence[PlottedRun], path: str | Path | None, means: np.ndarray) -> Any:
+def plot_dynamic_runs(runs: Sequence[Run], path: str | Path | None, means: np.ndarray) -> Any:
     """Plot the arm probabilities of two runs, and below them their rewards, probabilities of the best arm, and losses.
 
     Args:
@@ -94,9 +86,7 @@ def plot_dynamic_runs(runs: Sequence[PlottedRun], path: str | Path | None, means
     return saved(figure, path)
 
 
-def plot_arm_probabilities(
-    axis: Any, probabilities: np.ndarray, means: np.ndarray, *, title: str, arm_names: Sequence[str] | None = None
-) -> None:
+def plot_arm_probabilities(axis: Any, probabilities: np.ndarray, means: np.ndarray, *, title: str) -> None:
     """Plot one line per arm: the probabilities with which the policy pulled in each step.
 
     Args:
@@ -104,9 +94,7 @@ def plot_arm_probabilities(
         probabilities: [S, K] of one run, or [R, S, K] of several: their median, with a band from 10 % to 90 %.
         means: [S, K], expected rewards.
         title: The title.
-        arm_names: K names of the arms. None: "arm 0", "arm 1", ...
     """
-    names = _names(arm_names, means)
     runs = probabilities if probabilities.ndim == 3 else probabilities[None]
     low, middle, high = np.quantile(runs, (0.1, 0.5, 0.9), axis=0)
     colours = arm_colours(runs.shape[-1])
@@ -117,8 +105,9 @@ def plot_arm_probabilities(
     axis.set_ylim(0, 1.02)
     axis.set_title(title)
     axis.set_xlabel("step")
-    label_ends(axis, dict(zip(names, zip(middle[-1], colours, strict=True), strict=True)), len(middle))
-    mark_regimes(axis, means, arm_names=arm_names)
+    ends = {f"arm {arm}": (middle[-1, arm], colour) for arm, colour in enumerate(colours)}
+    label_ends(axis, ends, len(middle))
+    mark_regimes(axis, means)
 
 
 def arm_colours(num_arms: int) -> list[Any]:
@@ -128,16 +117,15 @@ def arm_colours(num_arms: int) -> list[Any]:
     return list(pyplot().get_cmap("turbo")(np.linspace(0.05, 0.95, num_arms)))
 
 
-def mark_regimes(axis: Any, means: np.ndarray, *, named: bool = True, arm_names: Sequence[str] | None = None) -> None:
+def mark_regimes(axis: Any, means: np.ndarray, *, named: bool = True) -> None:
     """Mark the steps in which other arms become the best. Regimes in which some arms are better than others are shaded.
 
     Args:
         axis: Where to plot. Its x axis counts steps.
         means: [S, K], expected rewards.
         named: Whether to write above which arm is the best. Regimes that are too short for a name have none.
-        arm_names: K names of the arms. None: "arm 0", "arm 1", ...
     """
-    names, best = _names(arm_names, means), is_best(means)
+    best = is_best(means)
     starts = segment_starts(np.unique(best, axis=0, return_inverse=True)[1])
     for start, stop in zip(starts, [*starts[1:], len(means)], strict=True):
         if start:
@@ -146,14 +134,11 @@ def mark_regimes(axis: Any, means: np.ndarray, *, named: bool = True, arm_names:
             axis.axvspan(start, stop, color="#f1ede2", zorder=0)
         if named and stop - start >= SHORTEST_NAMED * len(means):
             middle = (start + stop) / 2
-            which = "all alike" if best[start].all() else f"{', '.join(np.array(names)[best[start]])} best"
+            arms = ", ".join(f"arm {arm}" for arm in np.flatnonzero(best[start]))
+            which = "all alike" if best[start].all() else f"{arms} best"
             height = axis.get_xaxis_transform()
             axis.text(middle, 1.02, which, transform=height, ha="center", fontsize=9, color="#555555")
     axis.set_xlim(0, len(means))
-
-
-def _names(arm_names: Sequence[str] | None, means: np.ndarray) -> Sequence[str]:
-    return arm_names or [f"arm {arm}" for arm in range(means.shape[1])]
 
 
 def _plot_lines(axis: Any, lines: Mapping[str, np.ndarray], title: str) -> None:

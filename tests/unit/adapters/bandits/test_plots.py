@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from adapters.bandits.plots import arm_colours, mark_regimes, plot_arm_probabilities, plot_dynamic_runs
+from adapters.bandits.plots import Run, arm_colours, mark_regimes, plot_arm_probabilities, plot_dynamic_runs
 from adapters.bandits.testbeds import dynamic_testbed
 from adapters.plots import pyplot
 
@@ -25,8 +25,8 @@ def texts(axis: object) -> list[str]:
 
 
 def test_regimes_are_named_by_the_arms_that_are_the_best(axis: object) -> None:
-    mark_regimes(axis, MEANS, arm_names=["red", "green", "blue"])
-    assert texts(axis) == ["red, green best", "all alike", "blue best"]
+    mark_regimes(axis, MEANS)
+    assert texts(axis) == ["arm 0, arm 1 best", "all alike", "arm 2 best"]
     assert [patch.get_x() for patch in axis.patches] == [0, 20]  # where some arms are better
     assert [line.get_xdata()[0] for line in axis.lines] == [10, 20]
 
@@ -48,13 +48,8 @@ def test_each_arm_has_its_own_colour_and_name(axis: object, num_arms: int) -> No
 
 
 def test_the_dynamic_bandit_is_shaded_where_an_arm_is_the_best(axis: object) -> None:
-    class Run:
-        name = "a"
-        rewards = np.zeros(100)
-        probabilities = np.full((101, 5), 0.2)
-        losses = None
-
-    figure = plot_dynamic_runs([Run(), Run()], None, dynamic_testbed().means[0])
+    run = Run(name="a", rewards=np.zeros(100), probabilities=np.full((101, 5), 0.2))
+    figure = plot_dynamic_runs([run, run], None, dynamic_testbed().means[0])
     first = figure.axes[0]
     assert [text for text in texts(first) if not text.startswith("arm ") or "best" in text] == [
         "all alike", "arm 3 best", "all alike", "arm 0 best", "all alike",
