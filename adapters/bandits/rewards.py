@@ -33,17 +33,11 @@ class BanditReward:
         runs = np.zeros(len(arms), dtype=np.int64) if self.testbed.num_runs == 1 else _as_array(states)
         return torch.from_numpy(self.testbed.pull(runs, arms))
 
-    def train(self) -> "BanditReward":
-        """Do nothing, because the testbed has no training mode."""
+    def train(self, *_: Any) -> "BanditReward":
+        """Do nothing. `train`, `eval` and `to` do nothing, because the testbed has no mode, and uses numpy."""
         return self
 
-    def eval(self) -> "BanditReward":
-        """Do nothing, because the testbed has no training mode."""
-        return self
-
-    def to(self, device: torch.device | str) -> "BanditReward":
-        """Do nothing, because the testbed uses numpy."""
-        return self
+    eval = to = train
 
     def state_dict(self) -> dict[str, Any]:
         """The testbed's state: the number of pulls of each run, and the random generator."""

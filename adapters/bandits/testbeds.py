@@ -97,7 +97,7 @@ class Testbed:
                 f"{means.max():g}. Choose noise='gaussian' or 'deterministic', or rescale the means."
             )
         requested = self._requested_runs
-        if requested is not None and (requested < 1 or means.shape[0] not in (1, requested)):
+        if requested is not None and means.shape[0] not in (1, requested):
             raise ConfigError(
                 f"Testbed: num_runs must be {means.shape[0]} as in means, or any number >= 1 when means is "
                 f"[1, T, K]; got {requested}."

@@ -152,14 +152,6 @@ def test_ragged_groups_are_scored_like_their_rows() -> None:
     torch.testing.assert_close(by_group.entropy, by_row.entropy)
 
 
-def test_with_exact_entropy_off_scores_have_no_entropy() -> None:
-    policy = mlp_policy(exact_entropy=False)
-    states, actions = torch.randn(2, 3), torch.tensor([[0, 1], [2, 3]])
-    assert policy.score_groups(states, actions).entropy is None
-    assert policy.score_actions(states, actions[:, 0]).entropy is None
-    assert policy.sample_actions(states, 2).scores.entropy is None
-
-
 def test_sampling_frequencies_are_the_probabilities(subtests: pytest.Subtests) -> None:
     for policy in (table_policy(1), table_policy(2), mlp_policy()):
         with subtests.test(type(policy).__name__):
