@@ -243,7 +243,7 @@ def first_difference(found: Any, expected: Any, where: str = "value", above: fro
         return "" if np.array_equal(found, expected, equal_nan=expected.dtype.kind in "fc") else where
     parts, expected_parts = _parts_of(found), _parts_of(expected)
     if parts is None or expected_parts is None:
-        has_identity_only = type(found) is type(expected) and type(expected).__eq__ is object.__eq__
+        has_identity_only = type(found) is type(expected) and type(expected).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
         return "" if has_identity_only or found == expected or (found != found and expected != expected) else where
     if parts.keys() != expected_parts.keys():
         return where
