@@ -7,12 +7,13 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
 from grpo import Samples
 
-from .tracker_sink import TrackerSink, module
+from .tracker_sink import TrackerSink
 from .values import Row, flat, table
 
 MAX_METRICS, MAX_PARAMS, MAX_NAME, MAX_VALUE = 1_000, 100, 250, 6_000
@@ -61,8 +62,8 @@ class MLflowSink(TrackerSink):
         self._experiment, self._tracking_uri, self._write_every = experiment, tracking_uri, write_every
 
     def _open(self, run: Mapping[str, Any], iteration: int) -> None:
-        self._client = module("mlflow").MlflowClient(self._tracking_uri)
-        self._entities = module("mlflow.entities")
+        self._client = import_module("mlflow").MlflowClient(self._tracking_uri)
+        self._entities = import_module("mlflow.entities")
         self._waiting: list[Any] = []
         self._tables: dict[str, list[Row]] = {}
         self._changed: set[str] = set()

@@ -1,9 +1,10 @@
 """A callback that prunes the trials of an Optuna study."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
-from .tracker_sink import module, require_installed
+from .tracker_sink import require_installed
 
 
 class OptunaPruning:
@@ -46,6 +47,5 @@ class OptunaPruning:
             return
         self.trial.report(metrics[self.metric], trainer.iteration)
         if self.trial.should_prune():
-            raise module("optuna").TrialPruned(
-                f"{self.metric} = {metrics[self.metric]:.6g} at iteration {trainer.iteration}"
-            )
+            found = f"{self.metric} = {metrics[self.metric]:.6g} at iteration {trainer.iteration}"
+            raise import_module("optuna").TrialPruned(found)

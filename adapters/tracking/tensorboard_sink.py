@@ -5,12 +5,13 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
 from grpo import Samples
 
-from .tracker_sink import TrackerSink, module
+from .tracker_sink import TrackerSink
 from .values import Histogram, flat, histograms, markdown_table, table
 
 
@@ -40,14 +41,14 @@ class TensorBoardSink(TrackerSink):
         super().__init__(folder if name is None else Path(folder) / name, name=name, log_every=log_every)
 
     def _open(self, run: Mapping[str, Any], iteration: int) -> None:
-        self._events = module("tensorboard.compat.proto.event_pb2")
-        self._summaries = module("tensorboard.compat.proto.summary_pb2")
-        self._tensors = module("tensorboard.compat.proto.tensor_pb2")
-        self._types = module("tensorboard.compat.proto.types_pb2")
+        self._events = import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries = import_module("tensorboard.compat.proto.summary_pb2")
+        self._tensors = import_module("tensorboard.compat.proto.tensor_pb2")
+        self._types = import_module("tensorboard.compat.proto.types_pb2")
         seconds, nanoseconds = divmod(time.time_ns(), 10**9)  # files are read in the order of their names
         name = f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"
         self._file = EventFile(self.folder / name)
-        self._records = module("tensorboard.summary.writer.record_writer").RecordWriter(self._file)
+        self._records = import_module("tensorboard.summary.writer.record_writer").RecordWriter(self._file)
         self._add(file_version="brain.Event:2")
         self._forget_from(iteration)
 
@@ -98,7 +99,7 @@ class TensorBoardSink(TrackerSink):
         return self._summaries.Summary.Value(tag=tag, histo=histo)
 
     def _hyperparameters(self, settings: Mapping[str, Any]) -> Any:
-        plugin = module("tensorboard.plugins.hparams.plugin_data_pb2")
+        plugin = import_module("tensorboard.plugins.hparams.plugin_data_pb2")
         info = plugin.SessionStartInfo(start_time_secs=time.time())
         for name, value in flat(settings).items():
             kind = "bool" if isinstance(value, bool) else "string" if isinstance(value, str) else "number"

@@ -1,6 +1,5 @@
 """What the sinks have in common: when a tracker's run is opened, continued and closed, and which iterations it has already."""
 
-import importlib
 import importlib.util
 import json
 from abc import ABC, abstractmethod
@@ -43,9 +42,8 @@ class TrackerSink(ABC):
         self.name = name or self.folder.resolve().name
         self.log_every = require_count("log_every", log_every)
         self._is_open = self._is_broken = False
-        self._num_repeated = self._last = (
-            0  # iterations up to these numbers were in the tracker at `start`, and are now
-        )
+        # iterations up to these numbers were in the tracker at `start`, and are now
+        self._num_repeated = self._last = 0
 
     def start(self, settings: Mapping[str, Any], iteration: int) -> None:
         """Open or continue the tracker's run, and write the settings.
@@ -90,7 +88,7 @@ class TrackerSink(ABC):
             self.close()
         if not self._is_open:
             self.folder.mkdir(parents=True, exist_ok=True)
-            run = self._read_run() if iteration > 1 else {}
+            run = json.loads(self._run_file.read_text("utf-8")) if iteration > 1 and self._run_file.exists() else {}
             self._last = run.get("iteration", 0)
             self._is_broken = False
             self._write(lambda: self._open(run, iteration))
@@ -111,10 +109,6 @@ class TrackerSink(ABC):
     @property
     def _run_file(self) -> Path:
         return self.folder / f"{self.package}.json"
-
-    def _read_run(self) -> dict[str, Any]:
-        """What `_save_run` wrote, or an empty dict."""
-        return json.loads(self._run_file.read_text("utf-8")) if self._run_file.exists() else {}
 
     def _save_run(self, **values: Any) -> None:
         """Write the id of the tracker's run, and what else a resume needs, to the folder: completely or not at all."""
@@ -148,8 +142,3 @@ def require_installed(package: str, *, by: str, install: str | None = None) -> N
     if spec is None or spec.origin is None:
         command = install_command("tracking") if install is None else f"pip install {install}"
         raise ConfigError(f"{by} needs the package {package}, which is not installed. Install it: {command}.")
-
-
-def module(name: str) -> Any:
-    """Import a module of a tracker's package."""
-    return importlib.import_module(name)

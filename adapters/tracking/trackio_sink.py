@@ -1,12 +1,13 @@
 """A sink for trackio."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
 from grpo import Samples
 
-from .tracker_sink import TrackerSink, module
+from .tracker_sink import TrackerSink
 from .values import histograms, table
 
 
@@ -53,7 +54,7 @@ class TrackioSink(TrackerSink):
         super().start(settings, iteration)
 
     def _open(self, run: Mapping[str, Any], iteration: int) -> None:
-        self._trackio = module("trackio")
+        self._trackio = import_module("trackio")
         name = run.get("name") or self._new_name()
         options = {"config": self._settings, "resume": "allow", "embed": False} | self._options
         self._run = self._trackio.init(self._project, name=name, **options)

@@ -3,13 +3,14 @@
 import math
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
 
 from grpo import Samples
 
-from .tracker_sink import TrackerSink, module
+from .tracker_sink import TrackerSink
 from .values import histograms, table
 
 FLUSH_INTERVAL = "x_transaction_log_flush_interval"
@@ -60,7 +61,7 @@ class WandbSink(TrackerSink):
         self._options = {"project": project, "mode": mode, "reinit": "create_new"} | options
 
     def _open(self, run: Mapping[str, Any], iteration: int) -> None:
-        self._wandb = module("wandb")
+        self._wandb = import_module("wandb")
         self._id = run.get("id") or uuid4().hex[:8]
         options = {"id": self._id, "name": self.name, "dir": self.folder, "resume": "allow"} | self._options
         if FLUSH_INTERVAL in self._wandb.Settings.model_fields:  # 15 seconds by default; old versions do not have it

@@ -137,28 +137,21 @@ def evaluation_lags(run: RunData) -> Finding | None:
 
 def failing_rewards(run: RunData) -> Finding | None:
     named = {
-        "rewards/failed_calls": "failed call",
-        "rewards/retries": "repeated call",
-        "rows/dropped": "dropped row",
-        "rewards/zeroed": "reward set to 0",
+        "rewards/failed_calls": ("failed call", "failed calls"),
+        "rewards/retries": ("repeated call", "repeated calls"),
+        "rows/dropped": ("dropped row", "dropped rows"),
+        "rewards/zeroed": ("reward set to 0", "rewards set to 0"),
     }
-    counts = {noun: int(np.nansum(run.of(name))) for name, noun in named.items()}
-    seen = [f"{count:,} {_plural(noun, count)}" for noun, count in counts.items() if count]
+    counts = {name: int(np.nansum(run.of(name))) for name in named}
+    seen = [f"{count:,} {named[name][count > 1]}" for name, count in counts.items() if count]
     if not seen:
         return None
-    is_bad = bool(counts["dropped row"] or counts["reward set to 0"])
+    is_bad = bool(counts["rows/dropped"] or counts["rewards/zeroed"])
     return Finding(
         kind="problem" if is_bad else "note",
         title="The reward failed now and then",
         text=f"There were {', '.join(seen)}. Rows without a reward teach nothing; retries only cost time.",
     )
-
-
-def _plural(noun: str, count: int) -> str:
-    first, *rest = noun.split(" ", 1)
-    if count == 1:
-        return noun
-    return " ".join([f"{first}s", *rest]) if first == "reward" else f"{noun}s"
 
 
 def ratio(run: RunData) -> Finding | None:

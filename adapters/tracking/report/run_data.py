@@ -120,13 +120,16 @@ def read_run(folder: str | Path, comparison: ComparisonReport | None = None) -> 
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ConfigError(f"A report needs the folder of a run; {folder} is {_what_is(folder)}. {HOW}")
+        what = "a file" if folder.exists() else "missing"
+        raise ConfigError(f"A report needs the folder of a run; {folder} is {what}. {HOW}")
     if not (folder / METRICS).is_file():
         names = sorted(path.name for path in folder.iterdir())
         content = f"has {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" if names else "is empty"
         raise ConfigError(f"A report needs {METRICS} in the folder of a run; {folder} {content}. {HOW}")
     iterations, metrics, num_bad = _read_metrics(folder / METRICS)
     index, num_bad_samples = _index_of_samples(folder / SAMPLES)
+    saved = folder / COMPARISON
+    is_older = saved.exists() and saved.stat().st_mtime < (folder / METRICS).stat().st_mtime
     return RunData(
         name=folder.resolve().name,
         iterations=iterations,
@@ -134,26 +137,17 @@ def read_run(folder: str | Path, comparison: ComparisonReport | None = None) -> 
         eval_rows={place.iteration: place.num_rows for place in index if place.kind == "eval" and place.num_rows},
         tables=_read_tables(folder / SAMPLES, index),
         starts=_read_starts(folder / SETTINGS),
-        comparison=_read_comparison(folder / COMPARISON) if comparison is None else comparison,
-        comparison_is_older=comparison is None and _is_older(folder / COMPARISON, folder / METRICS),
+        comparison=_read_comparison(saved) if comparison is None else comparison,
+        comparison_is_older=comparison is None and is_older,
         num_bad_lines=num_bad + num_bad_samples,
     )
-
-
-def _is_older(path: Path, other: Path) -> bool:
-    return path.exists() and path.stat().st_mtime < other.stat().st_mtime
-
-
-def _what_is(path: Path) -> str:
-    return "a file" if path.exists() else "missing"
 
 
 def _read_metrics(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray], int]:
     """Read one array per metric. An iteration that occurs twice counts as its last line says."""
     iterations, num_bad = array("d"), 0
     columns: dict[str, array[float]] = {}
-    for line in _lines(path):
-        values = line.values
+    for _, values in _lines(path):
         if values is None or not _is_count(values.get("iteration")):
             num_bad += 1
             continue
@@ -185,20 +179,14 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    offset: int
-    values: dict[str, Any] | None
-
-
-def _lines(path: Path) -> Iterator[_Line]:
-    """The lines of a file of JSON objects, with their places. None: the line is damaged or unfinished."""
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """The lines of a file of JSON objects, each with its offset. None: the line is damaged or unfinished."""
     if not path.is_file():
         return
     with path.open("rb") as file:
         offset = 0
         for line in file:
-            yield _Line(offset=offset, values=_object(line))
+            yield offset, _object(line)
             offset += len(line)
 
 
@@ -222,14 +210,14 @@ class _Place:
 def _index_of_samples(path: Path) -> tuple[list[_Place], int]:
     """Where the tables are in the file, so that only the shown tables are kept in memory."""
     places, num_bad = list[_Place](), 0
-    for line in _lines(path):
-        found = line.values or {}
+    for offset, values in _lines(path):
+        found = values or {}
         kind, rows = found.get("kind"), found.get("samples")
         if not _is_count(found.get("iteration")) or kind not in ("train", "eval") or not isinstance(rows, list):
             num_bad += 1
             continue
         num_rows = found["rows"] if _is_count(found.get("rows")) else 0
-        places.append(_Place(iteration=found["iteration"], kind=kind, num_rows=num_rows, offset=line.offset))
+        places.append(_Place(iteration=found["iteration"], kind=kind, num_rows=num_rows, offset=offset))
     return places, num_bad
 
 

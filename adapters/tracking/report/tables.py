@@ -31,15 +31,14 @@ def sample_tables(run: RunData) -> Html | None:
     """Sampled rows from the beginning, the middle and the end, of evaluations and of training. None: there are none."""
     if not run.tables:
         return None
+    kinds = {"eval": "Evaluation after iteration", "train": "Training, iteration"}
     shown = [
-        element("details", element("summary", _title_of(table)), _samples(table), open=is_open)
+        element(
+            "details", element("summary", f"{kinds[table.kind]} {table.iteration:,}"), _samples(table), open=is_open
+        )
         for table, is_open in zip(run.tables, _open_tables(run.tables), strict=True)
     ]
     return joined(*shown)
-
-
-def _title_of(table: SampleTable) -> str:
-    return f"{'Evaluation after iteration' if table.kind == 'eval' else 'Training, iteration'} {table.iteration:,}"
 
 
 def _open_tables(tables: Sequence[SampleTable]) -> list[bool]:
