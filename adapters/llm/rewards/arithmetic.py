@@ -88,6 +88,15 @@ def read_value(text: str) -> tuple[Fraction, str]:
     return value, text[reader.place :]
 
 
+def has_last_decimal(value: Fraction) -> bool:
+    """Whether a number can be written with finitely many decimals: 3/4 can, and 1/3 cannot."""
+    rest = value.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    return rest == 1
+
+
 class _Reader:
     """A recursive descent over sums, products, powers and numbers."""
 

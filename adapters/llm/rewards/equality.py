@@ -3,6 +3,7 @@
 from fractions import Fraction
 from typing import Any
 
+from .arithmetic import has_last_decimal
 from .formulas import Answer, Equation, Formula, Named, Number, Several, Words, expression_of
 
 ROUNDED = Fraction(1, 10**6)
@@ -66,17 +67,8 @@ def _numbers_are_equal(expected: Number, found: Number) -> bool:
 def _are_close(a: Fraction, b: Fraction, *, is_decimal: bool) -> bool:
     if a == b or not is_decimal or (a.denominator == b.denominator == 1):
         return a == b
-    tolerance = NOISE if _ends(a) and _ends(b) else ROUNDED
+    tolerance = NOISE if has_last_decimal(a) and has_last_decimal(b) else ROUNDED
     return abs(a - b) <= tolerance * max(abs(a), abs(b))
-
-
-def _ends(value: Fraction) -> bool:
-    """Whether a number has a last decimal."""
-    rest = value.denominator
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest == 1
 
 
 def _formulas_are_equal(expected: Number | Formula, found: Number | Formula) -> bool:

@@ -16,7 +16,7 @@ from grpo.arguments import describe
 from grpo.errors import ConfigError
 
 from .answer_text import boxed_answer, last_match
-from .arithmetic import MAX_CHARS, SCALES, NoValueError, plain, read_value
+from .arithmetic import MAX_CHARS, SCALES, NoValueError, has_last_decimal, plain, read_value
 
 # A sign, a currency and digits. "10-5" has no -5, and "x2" has no 2. 1{,}234 and \$ are LaTeX.
 _MINUS = r"(?<![^\W_])(?<![)\]%])[-\u2212]"
@@ -147,13 +147,8 @@ def _as_decimal(value: Fraction | None) -> Decimal | None:
     if value is None:
         return None
     with localcontext() as context:
-        digits, rest = 28, value.denominator
-        for prime in (2, 5):
-            while rest % prime == 0:
-                rest //= prime
-        if rest == 1:  # it has a last decimal
-            digits = len(str(value.numerator)) + value.denominator.bit_length()
-        context.prec = max(digits, 28)
+        all_digits = len(str(value.numerator)) + value.denominator.bit_length()
+        context.prec = max(all_digits, 28) if has_last_decimal(value) else 28
         return Decimal(value.numerator) / Decimal(value.denominator)
 
 
@@ -186,16 +181,14 @@ def load_gsm8k(
     """
     if num_samples is not None and num_samples < 1:
         raise ConfigError(f"load_gsm8k: num_samples must be >= 1 or None; got {num_samples}.")
-    rows = _lines(Path(source)) if isinstance(source, str | Path) else _numbered(source)
+    if isinstance(source, str | Path):
+        rows = _lines(Path(source))
+    else:
+        rows = ((f"row {index}", row) for index, row in enumerate(source))
     problems = [_problem(where, row) for where, row in islice(rows, num_samples)]
     if not problems:
         raise ConfigError("load_gsm8k found no problems in the source. Pass rows with 'question' and 'answer'.")
     return problems
-
-
-def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    for index, row in enumerate(rows):
-        yield f"row {index}", row
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
