@@ -16,7 +16,7 @@ class BanditReward:
     """Rewards of pulling arms. States are run numbers; a testbed with one run accepts any states.
 
     Each row is one pull, in row order, and advances the time of its run. `trainer.evaluate` also advances the time. Use
-    `testbed.expected_rewards` to read the arms' current means without a pull.
+    `testbed.means_now` to read the arms' current means without a pull.
     """
 
     def __init__(self, testbed: Testbed) -> None:

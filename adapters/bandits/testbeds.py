@@ -117,11 +117,6 @@ class Testbed:
         rows = np.arange(self.num_runs) if runs is None else self._indices("runs", runs, self.num_runs)
         return self.means[rows, self.steps_at(self.pulls[rows])]
 
-    def expected_rewards(self, runs: ArrayLike, arms: ArrayLike) -> Float64[np.ndarray, " N"]:
-        """Expected reward of each row if it were the next pull of its run. Nothing is pulled."""
-        rows, chosen = self._rows(runs, arms)
-        return self.means[rows, self.steps_at(self.pulls[rows]), chosen]
-
     def pull(self, runs: ArrayLike, arms: ArrayLike) -> Float64[np.ndarray, " N"]:
         """Pull N arms and return their rewards. Rows with the same run are successive pulls of that run, in row order.
 
@@ -131,7 +126,11 @@ class Testbed:
         Raises:
             RewardError: A run or an arm does not exist, or a pull is after the last step. In each case, no arm is pulled.
         """
-        rows, chosen = self._rows(runs, arms)
+        rows, chosen = self._indices("runs", runs, self.num_runs), self._indices("arms", arms, self.num_arms)
+        if rows.shape != chosen.shape:
+            raise RewardError(
+                f"Testbed: runs and arms must have the same length; got {len(rows)} runs and {len(chosen)} arms."
+            )
         counts = np.bincount(rows, minlength=self.num_runs)
         pulls = self.pulls[rows] + _ranks_within(rows, counts)
         after = self.pulls + counts
@@ -157,15 +156,6 @@ class Testbed:
                 return means + self._generator.standard_normal(len(means))
             case _:
                 assert_never(self.noise)
-
-    def _rows(self, runs: ArrayLike, arms: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-        rows = self._indices("runs", runs, self.num_runs)
-        chosen = self._indices("arms", arms, self.num_arms)
-        if rows.shape != chosen.shape:
-            raise RewardError(
-                f"Testbed: runs and arms must have the same length; got {len(rows)} runs and {len(chosen)} arms."
-            )
-        return rows, chosen
 
     @staticmethod
     def _indices(name: str, values: ArrayLike, limit: int) -> Int64[np.ndarray, " N"]:
