@@ -76,6 +76,7 @@ def check(args: argparse.Namespace) -> None:
         policy, reward_model, states, _ = task_of(args.policy)
     else:
         policy, states = _made(named(args.policy), args.policy), named(args.states)
+    # each state is scored one by one, and eight take seconds
     states = drawn(states)[:8]
     report = check_policy(policy, states, num_samples=args.num_samples)
     print(report)

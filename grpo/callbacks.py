@@ -225,6 +225,7 @@ class _Best:
         if math.isnan(value):
             return False
         gain = math.inf if self.best is None else value - self.best if self.mode == "max" else self.best - value
+        # a change of exactly min_delta counts, and an equal value does not
         if gain > self.min_delta or (gain == self.min_delta and self.min_delta > 0):
             self.best, self.best_iteration, self.num_since_best = value, iteration, 0
             return True

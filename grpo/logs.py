@@ -209,6 +209,7 @@ class _Rows:
             raise ContractError(
                 f"a logged decision must have a finite reward; got {wrong.reward} for {wrong.action!r:.200}."
             )
+        # the order of a log is that of time, and a fold of neighbours would be a time of its own; the seed repeats the folds
         order = torch.randperm(len(logs), generator=torch.Generator().manual_seed(0))
         self.folds = order % num_folds
         self.fitted: list[Estimate] = []

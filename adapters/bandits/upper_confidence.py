@@ -52,7 +52,7 @@ class _UpperConfidence:
 
     def select(self, rng: np.random.Generator) -> Arms:
         """Pull the arm with the largest index."""
-        counts = np.maximum(self.counts, 1e-300)
+        counts = np.maximum(self.counts, 1e-300)  # no division by 0: arms without a pull come first anyway
         log_count = log(max(self.total_count, 1.0))
         bonus = self.reward_range * self.scale * np.sqrt(self.exploration * log_count / counts)
         return random_argmax(np.where(self.counts > 0, self.sums / counts + bonus, np.inf), rng)

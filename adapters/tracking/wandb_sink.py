@@ -58,6 +58,7 @@ class WandbSink(TrackerSink):
         super().__init__(folder, name=name, log_every=log_every)
         self._tables_every = tables_every
         self._table_at: dict[str, float] = {}
+        # "create_new": another run of this process may be open, such as one per seed
         self._options = {"project": project, "mode": mode, "reinit": "create_new"} | options
 
     def _open(self, run: Mapping[str, Any], iteration: int) -> None:

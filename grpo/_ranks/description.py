@@ -24,6 +24,7 @@ MAX_DEPTH = 6
 """A value that is nested more deeply is described by its class."""
 CHUNK = 2**16
 """Number of values that are hashed at a time. Their words fit into a processor's cache."""
+# as signed numbers, the first two are those of SplitMix64 (Steele et al. 2014); any odd numbers with many bits would do
 _ODD = -7046029254386353131, -4658895280553007687, 7919
 
 

@@ -122,6 +122,7 @@ class RewardCalls:
             RewardError: The reward model raised (the error is chained), returned a wrong shape, or returned NaN or infinity,
                 and `config` does not allow it.
         """
+        # before every call: rewards of a network with dropout on are noisy, and nothing says so
         self.reward_model.eval()
         if self._call.compares_actions and group_ids is None:
             raise ConfigError(
@@ -221,6 +222,7 @@ class RewardCalls:
                 self.counts["rewards/failed_calls"] += 1
                 self.counts["rewards/timeouts"] += isinstance(error, DeadlineError)
                 self._only_mistakes &= isinstance(error, MISTAKES)
+                # waiting does not help against an error of the program, so that the breaker does not count it
                 if not self._only_mistakes:
                     self._retries.fail(error)
             raise

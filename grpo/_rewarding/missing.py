@@ -31,6 +31,7 @@ def without_missing(name: str, found: Kept, config: RewardConfig, counts: Mutabl
         RewardError: A setting is "raise" and such a row exists, or no row is left.
     """
     rewards, kept = found
+    # in this order: None is meant, and infinity is a fault, so that each has a setting of its own
     unanswered = _unanswered(rewards)
     rule = config.non_finite if config.not_applicable is None else config.not_applicable
     if rule == "raise" and config.not_applicable is not None and bool(unanswered.any()):

@@ -80,6 +80,7 @@ def _new_generators(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Random generators of a rank that the run did not have before. They depend on the run, the iteration and the rank."""
     counters = state["parts"]["counters"]
     with preserved_random_state():
+        # a prime far above the number of ranks, so that no rank of another iteration has the same seed
         seed_everything((counters["data_seed"] + 1_000_003 * (counters["iteration"] + 1) + rank) % 2**64)
         return capture_random_state()
 

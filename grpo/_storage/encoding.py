@@ -93,6 +93,7 @@ class _Encoder:
     def _value(self, value: Any, where: str, path: tuple[str, ...], depth: int) -> None:
         if isinstance(value, np.generic):
             value = value.item()
+        # before scalars: an `IntEnum` is a number, and would come back as a plain one
         if isinstance(value, enum.Enum):
             raise _unknown(value, where)
         if isinstance(value, SCALARS):

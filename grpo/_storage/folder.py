@@ -180,6 +180,7 @@ class CheckpointFolder:
             raise CheckpointError(
                 f"No checkpoint in {self.folder} has an intact manifest. Delete them, or choose another checkpoint_dir."
             )
+        # by the manifests, because the times of files change when a folder is copied
         return max(manifests, key=lambda path: manifests[path].position, default=None)
 
     def _require_at_most(self, iteration: int, update: int | None) -> None:

@@ -74,6 +74,7 @@ def write_tensors(file: HashingWriter, tensors: Mapping[str, Stored]) -> None:
         code, shape = (CODES[value.dtype], list(value.shape)) if isinstance(value, Tensor) else ("U8", [value.nbytes])
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
+    # tensors begin at a multiple of 8 bytes, as in files that the package safetensors writes
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in names:
@@ -163,6 +164,7 @@ class TensorFile:
 
     def _values(self, place: Place, start: int, shape: tuple[int, ...]) -> Tensor:
         size = math.prod(shape) * place.dtype.itemsize
+        # read and not mapped: if a mapped file is cut, the process dies by a signal
         with opened(self._folder, self._name) as file:
             data = torch.empty(size, dtype=torch.uint8)
             file.seek(start)

@@ -149,9 +149,10 @@ def _judge_entropy(owner: str, draws: Draws, entropy: Tensor) -> Verdict:
     count = len(entropy)
     surplus = row_totals((entropy + draws.scores.log_probs).cpu().double(), draws.scores.mask.cpu())
     error = float(surplus.std(correction=0)) / math.sqrt(count)
-    # entropy that actions so rare that `count` samples may miss them can contribute
+    # the entropy of actions that all samples may miss: those of probability 15 / count are missed once in exp(15) = 3e6 cases
     unseen = 15 / count * (math.log(count) + 5)
     mean = float(surplus.mean())
+    # six standard errors are 2e-9 for a normal mean; that of rare actions has longer tails
     if not abs(mean) <= 6 * error + unseen:
         exact = float(row_totals(entropy.cpu().double(), draws.scores.mask.cpu()).mean())
         return failed(

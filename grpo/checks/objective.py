@@ -254,6 +254,7 @@ def _check_kl(probe: ObjectiveProbe) -> Verdict:
 
 
 def _check_half(probe: ObjectiveProbe) -> Verdict:
+    # below 2^16, with which torch's GradScaler begins, so that float16 does not overflow
     scale, inputs = 2.0**14, probe.inputs()
     inputs = replace(inputs, weights=inputs.weights * 1e-6)  # an update of a million steps
     expected = expected_gradient(inputs) * scale

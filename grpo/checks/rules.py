@@ -233,6 +233,7 @@ def check_samples_after_update(probe: PolicyProbe) -> Verdict:
             probe.policy.sync_sampler()
         probe.policy.eval()
 
+    # so much that samples with the old weights differ, and so little that actions stay various
     with perturbed(probe.parameters.values(), relative=0.3):
         sync()
         verdict = judge(probe, f"{probe.name}, after its parameters have changed,", probe.draw())

@@ -71,6 +71,7 @@ def line_chart(chart: Chart, *, is_wide: bool = False) -> Html:
     words, per_point = [], 1
     for place, line in enumerate(chart.lines):
         band = [line.y, line.y] if line.band is None else list(line.band)
+        # the lines of a chart share its points, because each point is an element of the page
         x, (y, low, high), size = thinned(chart.x, [line.y, *band], max(MAX_POINTS // len(chart.lines), 40))
         low, high = np.where(np.isfinite(low), low, y), np.where(np.isfinite(high), high, y)
         colour, label = LIGHT[line.colour], plain(line.label)

@@ -104,6 +104,7 @@ def fell_again(run: RunData) -> Finding | None:
     means = np.convolve(rewards, np.ones(change.window) / change.window, mode="valid")
     best, noise = float(means.max()), float(np.std(np.diff(rewards))) / math.sqrt(change.window)
     gained, lost = best - change.first, best - change.last
+    # four, because the best of many means is above the others by chance
     if lost <= max(gained / 2, 4 * noise) or gained <= 4 * noise:
         return None
     place = run.iterations[np.isfinite(run.of("rewards/mean"))][int(means.argmax()) + change.window - 1]

@@ -42,6 +42,7 @@ def change_of(values: Float64[np.ndarray, " I"]) -> Change | None:
     measured = values[np.isfinite(values)]
     if len(measured) < 2:
         return None
+    # a mean of fewer than five iterations is mostly noise
     window = max(round(WINDOW * len(measured)), min(5, len(measured) // 2))
     first, last = measured[:window], measured[-window:]
     error = math.hypot(standard_error(first), standard_error(last))
@@ -51,6 +52,7 @@ def change_of(values: Float64[np.ndarray, " I"]) -> Change | None:
         first=float(first.mean()),
         last=float(last.mean()),
         window=window,
+        # where all values are equal, the error is 0, and rounding is no change
         is_clear=window > 1 and difference > max(NOISE * error, 1e-6 * scale),
     )
 
