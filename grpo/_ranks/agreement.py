@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo.errors import TrainingInterrupted
 
-from .shared_errors import is_shared, mark_as_shared
+from .shared_errors import is_shared
 
 DOING: ContextVar[str] = ContextVar("doing", default="")
 """What the trainer is doing, for messages. Ranks that do different things must not exchange values."""
@@ -33,9 +33,3 @@ def same_error(engine: Any, doing: str = "") -> Iterator[None]:
         raise
     finally:
         DOING.reset(token)
-
-
-def shared_by_all(error: BaseException) -> BaseException:
-    """Note that every rank raises this error, and return it."""
-    mark_as_shared(error)
-    return error

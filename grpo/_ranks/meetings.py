@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo.errors import RankError
 
-from .shared_errors import mark_as_shared
+from .shared_errors import shared_by_all
 from .watch import Watch
 
 INLINE_BYTES = 1024
@@ -51,6 +51,7 @@ class Meetings:
         self._longest_wait = (
             timeout - 4 * self._slice
         )  # the rest is for finding out who is missing, and telling the others
+        # a waiting rank writes a sign of life in each slice, so one that is silent for so long has ended or hangs
         self._longest_silence = min(5.0, timeout / 4)
         self._watch = Watch(store, rank, num_ranks, self._slice)
         self._meeting = 0
@@ -279,9 +280,7 @@ class Meetings:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
 
     def _rank_error(self) -> RankError:
-        error = RankError(self.broken)
-        mark_as_shared(error)
-        return error
+        return shared_by_all(RankError(self.broken))
 
 
 _RESTART = "Start all ranks again; a run with a checkpoint_dir continues from its newest checkpoint."

@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from grpo import errors
 from grpo.errors import GRPOError, RankError, TrainingInterrupted
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 _TYPES = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, GRPOError)}
 """The errors that travel under their own name. The others become a `RankError`."""
@@ -74,9 +77,10 @@ def _raised_from(error: BaseException, own: BaseException | None) -> BaseExcepti
     return error
 
 
-def mark_as_shared(error: BaseException) -> None:
-    """Note that every rank raises this error, so that nobody has to share it again."""
+def shared_by_all(error: ErrorT) -> ErrorT:
+    """Note that every rank raises this error, so that nobody has to share it again, and return it."""
     vars(error)["is_shared_by_ranks"] = True
+    return error
 
 
 def is_shared(error: BaseException) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo._ranks.processes import SeveralProcesses
-from grpo._ranks.shared_errors import error_for_all, mark_as_shared, problem_of
+from grpo._ranks.shared_errors import error_for_all, problem_of, shared_by_all
 
 SECONDS = 60
 
@@ -42,7 +42,7 @@ class ImitatedRank(SeveralProcesses):
         self._barrier.wait(SECONDS)
         shared = error_for_all(problems, error)
         if shared is not None:
-            mark_as_shared(shared)
+            shared_by_all(shared)
             raise shared
         return list(values)
 

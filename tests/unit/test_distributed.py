@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo import ConfigError, ContractError
 from grpo._ranks.equality import weights_of
 from grpo._ranks.processes import SeveralProcesses
-from grpo._ranks.shared_errors import mark_as_shared
+from grpo._ranks.shared_errors import shared_by_all
 from grpo.distributed import Replicated
 from grpo.engine import Engine, OneProcess
 from grpo.errors import RankError, TrainingInterrupted
@@ -394,7 +394,7 @@ class Counting(SeveralProcesses):
 
     def agree(self, error: BaseException | None = None) -> None:
         self.shared.append(error)
-        mark_as_shared(self.raises)
+        shared_by_all(self.raises)
         raise self.raises
 
 

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from grpo import ConfigError, ContractError, GRPOError, RewardError
-from grpo._ranks.shared_errors import Problem, error_for_all, is_shared, mark_as_shared, problem_of
+from grpo._ranks.shared_errors import Problem, error_for_all, is_shared, problem_of, shared_by_all
 from grpo.errors import NonFiniteGradientError, RankError, RewardRaisedError, TrainingInterrupted
 
 
@@ -122,5 +122,5 @@ def test_a_problem_can_be_sent() -> None:
 def test_an_error_is_shared_after_it_was_marked() -> None:
     for error in (ZeroDivisionError(), TrainingInterrupted(2), ContractError()):
         assert not is_shared(error)
-        mark_as_shared(error)
+        assert shared_by_all(error) is error
         assert is_shared(error)
