@@ -85,7 +85,7 @@ class Run:
             require_encodable(self.source.first, "states[0]")
         if self.folder is not None:
             require_encodable(callbacks.state_dict(), "callbacks")
-        self._since_saved = Stopwatch()
+        self._saved_at = time.monotonic()
         self._bar: Any = None
         self._is_stopped = False
         self._score = math.nan
@@ -104,7 +104,8 @@ class Run:
         if is_done:
             warn_user(f"{self._where}, so there is nothing left to do. Raise {budget.name} to continue.")
         unit, total = self.progress.unit, self.progress.total
-        if total is not None and (unit, total) != (budget.unit, budget.total) and self._has_schedule:
+        has_schedule = self.config.lr_schedule != "constant" or self.config.warmup_ratio > 0
+        if total is not None and (unit, total) != (budget.unit, budget.total) and has_schedule:
             now = budget.total if unit == budget.unit else f"{budget.name}={budget.total}"
             warn_user(
                 f"{unit or 'num_iterations'} was {total} and is {now}, and config.lr_schedule={self.config.lr_schedule!r} "
@@ -112,10 +113,6 @@ class Run:
                 "the whole run from the start if it should not."
             )
         self.progress.unit, self.progress.total = budget.unit, budget.total
-
-    @property
-    def _has_schedule(self) -> bool:
-        return self.config.lr_schedule != "constant" or self.config.warmup_ratio > 0
 
     @property
     def _where(self) -> str:
@@ -206,32 +203,16 @@ class Run:
         if not isinstance(self._checkpoint_every, timedelta):
             return self.budget.passes(self._checkpoint_every, metrics)
         # the clocks of ranks differ, so the first rank decides for all
-        of_ranks = self.engine.gather_objects(self._since_saved.has_reached(self._checkpoint_every))
-        return bool(of_ranks[0]) or self.budget.ends_with(metrics)
+        has_passed = time.monotonic() - self._saved_at >= self._checkpoint_every.total_seconds()
+        return bool(self.engine.gather_objects(has_passed)[0]) or self.budget.ends_with(metrics)
 
     def save(self, trainer: RunningTrainer, state: Mapping[str, Any]) -> None:
         """Write a checkpoint. Its score is the last evaluation or, without evaluations, the mean reward."""
         assert self.folder is not None
         score = self._score if self.evaluate is not None else self.history[-1].get("rewards/mean")
         path = self.folder.save(state, iteration=self.counters.iteration, score=score)
-        self._since_saved.restart()
+        self._saved_at = time.monotonic()
         self.progress.callbacks.on_checkpoint(trainer, path)
-
-
-class Stopwatch:
-    """Measures the time since it was made, or restarted."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self.restart()
-
-    def restart(self) -> None:
-        """Measure from now on."""
-        self._began = self._clock()
-
-    def has_reached(self, length: timedelta) -> bool:
-        """Whether at least this time has passed."""
-        return self._clock() - self._began >= length.total_seconds()
 
 
 def at_least_one(name: str, value: int | None, default: int) -> int:

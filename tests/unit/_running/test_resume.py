@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from grpo import CheckpointError, ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, ObjectiveConfig, RewardConfig
-from grpo._running.run import Stopwatch
 from grpo.checkpoint import open_checkpoint, read_checkpoint, write_checkpoint
 from tests.support.checkpoint_runs import built, names_in
 from tests.support.objective_inputs import as_users_run_it
@@ -188,15 +187,6 @@ def test_checkpoints_are_also_written_by_the_clock(tmp_path: Path, every: timede
         ["a", "b"], num_iterations=3, checkpoint_dir=tmp_path, checkpoint_every=every, keep_last=9, progress=False
     )
     assert names_in(tmp_path) == [f"iteration-{number:08d}" for number in expected]
-
-
-def test_a_stopwatch_measures_from_its_last_start() -> None:
-    """20 seconds pass between two looks; after the restart, the third look is again the first to see a minute."""
-    clock = iter(range(0, 200, 20))
-    watch = Stopwatch(clock=lambda: float(next(clock)))
-    assert [watch.has_reached(timedelta(minutes=1)) for _ in range(3)] == [False, False, True]
-    watch.restart()
-    assert [watch.has_reached(timedelta(minutes=1)) for _ in range(3)] == [False, False, True]
 
 
 def test_a_checkpoint_restarts_the_time_to_the_next(tmp_path: Path) -> None:
