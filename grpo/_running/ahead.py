@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +44,6 @@ from grpo.types import ExperienceBatch, Rows
 from .background import Background, Task
 from .interrupts import Interrupts
 from .pending import CollectedRewards, Pending, asked
-from .state import Snapshot
 from .waits import sleep_and_tell
 
 LOGGER = logging.getLogger("grpo")
@@ -131,7 +131,7 @@ class Ahead:
                 self._ask(self.pending[-1])
             pending = self.pending[0]
             self._wait(pending)
-            if isinstance(pending.answer.error, ForkRefusedError):
+            if isinstance(pending.answer.exception(), ForkRefusedError):
                 pending.answer = self._asked_here(pending)
             rows, answer = pending.rows.result(), pending.answer.result()
         del self.pending[0]
@@ -140,15 +140,14 @@ class Ahead:
         times = {"time/reward": answer.seconds, "time/waited": pending.waited, "time/hidden": hidden}
         return rows.with_rewards(answer.rewards, times)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
         """The iterations that are sampled now."""
         pending = [*self.pending]
-        return Snapshot(lambda: {"pending": [one.state_dict() for one in pending]})
+        return lambda: {"pending": [one.state_dict() for one in pending]}
 
     def state_dict(self) -> dict[str, Any]:
         """The iterations that are sampled already."""
-        state: dict[str, Any] = self.snapshot().state()
-        return state
+        return self.snapshot()()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -168,7 +167,7 @@ class Ahead:
 
     def _finish_sampling(self) -> None:
         """Wait until all rows are sampled, because the sampler's weights may change now."""
-        late = [pending for pending in self.pending if not pending.rows.done.is_set()]
+        late = [pending for pending in self.pending if not pending.rows.done()]
         start = time.perf_counter()
         self._sampling.wait()
         for pending in late:
@@ -181,7 +180,7 @@ class Ahead:
 
     def _ask(self, pending: Pending) -> None:
         """Ask for the rewards of an iteration: beside the next updates, if this cannot change a number."""
-        if pending.answer.done.is_set():
+        if pending.answer.done():
             return
         start = time.perf_counter()
         if self._asks_in_order is None:
@@ -199,7 +198,7 @@ class Ahead:
         num_started, has_state = Process.num_started, _has_entries(kept_state(reward_model))
         answer.run()
         has_state = has_state or _has_entries(kept_state(reward_model))
-        if not answer.is_well or answer.result().counts["rewards/timeouts"]:
+        if answer.exception() is not None or answer.result().counts["rewards/timeouts"]:
             restore_random_state(before)  # a call that was ended leaves the generators anywhere: the next call tells
             answer.result()
             return
@@ -233,12 +232,12 @@ class Ahead:
 
     def _wait(self, pending: Pending) -> None:
         """Wait for the rewards of an iteration. The other ranks learn from this thread why the second thread takes long."""
-        start, done = time.perf_counter(), pending.answer.done
-        while not done.wait(WAIT_SECONDS):
+        start = time.perf_counter()
+        while not wait([pending.answer], WAIT_SECONDS).done:
             busy = self._busy
             if busy is not None and (seconds := busy[0] - time.monotonic()) > 0:
                 with self._engine.waiting(seconds, busy[1]):
-                    done.wait(seconds)
+                    wait([pending.answer], seconds)
         pending.waited += time.perf_counter() - start
 
     @contextmanager

@@ -4,61 +4,41 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
 
-class Task(Generic[Result]):
-    """One piece of work, done once, in any thread."""
+class Task(Future[Result]):
+    """One piece of work, done once, in any thread: a future that knows its work."""
 
     def __init__(self, work: Callable[[], Result]) -> None:
-        self.done = threading.Event()
-        """Set when the work has ended, with or without an error."""
+        super().__init__()
         self.seconds = 0.0
         """How long the work took."""
-        self.error: BaseException | None = None
-        """What the work raised. None: nothing."""
         self._work: Callable[[], Result] | None = work
-        self._result: list[Result] = []
 
     @classmethod
     def of(cls, result: Result) -> "Task[Result]":
         """A task that is done already."""
         task = cls(lambda: result)
-        task._work = None
-        task._result.append(result)
-        task.done.set()
+        task.set_result(result)
         return task
 
     def run(self) -> None:
         """Do the work, and keep its result or its error. An interrupt of this thread is raised at once."""
+        work, self._work = self._work, None  # it may hold rows
+        assert work is not None
         start = time.perf_counter()
-        assert self._work is not None
         try:
-            self._result.append(self._work())
+            result = work()
         except Exception as error:
-            self.fail(error)
-        self.seconds = time.perf_counter() - start
-        self._work = None
-        self.done.set()
-
-    def fail(self, error: BaseException) -> None:
-        """End with an error."""
-        self.error = error
-        self.done.set()
-
-    @property
-    def is_well(self) -> bool:
-        """Whether the work is done, without an error."""
-        return self.done.is_set() and self.error is None
-
-    def result(self) -> Result:
-        """The result. Wait for it, and raise what the work raised."""
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
-        return self._result[0]
+            self.seconds = time.perf_counter() - start  # first, because whoever waits for the task reads it
+            self.set_exception(error)
+        else:
+            self.seconds = time.perf_counter() - start
+            self.set_result(result)
 
 
 class Background:
@@ -90,7 +70,7 @@ class Background:
     def wait(self) -> None:
         """Wait until every task is done."""
         if self._last is not None:
-            self._last.done.wait()
+            wait([self._last])
 
     def close(self, *, drops: bool, waits: bool) -> None:
         """End the thread after the tasks that were submitted.
@@ -109,4 +89,4 @@ class Background:
             try:
                 task.run()
             except BaseException as error:  # the thread that waits for the task raises it
-                task.fail(error)
+                task.set_exception(error)

@@ -1,14 +1,12 @@
 """The iteration whose updates are being made."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo._updating.update_context import UpdateContext
 from grpo._updating.update_rows import UpdateRows
 from grpo.errors import warn_user
 from grpo.metrics import Meter
-
-from .state import Snapshot
 
 
 class IterationInProgress:
@@ -33,17 +31,16 @@ class IterationInProgress:
             )
         self.rows = None
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
         """The rows, which never change, and a copy of the metrics. The device is not synchronised."""
         if self.rows is None:
-            return Snapshot(lambda: {"rows": None})
+            return lambda: {"rows": None}
         rows, meter = self.rows.state_dict(), self._meter.copy()
-        return Snapshot(lambda: {"rows": rows, "meter": meter.state_dict()})
+        return lambda: {"rows": rows, "meter": meter.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
         """The rows and the metrics."""
-        state: dict[str, Any] = self.snapshot().state()
-        return state
+        return self.snapshot()()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""

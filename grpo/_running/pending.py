@@ -54,12 +54,12 @@ class Pending:
 
     def state_dict(self) -> dict[str, Any]:
         """The rows, and their rewards if they are there. Waits while the rows are being sampled."""
-        self.rows.done.wait()
-        if self.rows.error is not None:
+        if (error := self.rows.exception()) is not None:
             raise CheckpointError(
                 "An iteration that a checkpoint must hold could not be sampled. Continue from an earlier checkpoint."
-            ) from self.rows.error
-        answer = self.answer.result().state_dict() if self.answer.is_well else None
+            ) from error
+        is_answered = self.answer.done() and self.answer.exception() is None
+        answer = self.answer.result().state_dict() if is_answered else None
         return {"rows": self.rows.result().state_dict(), "answer": answer}
 
     @classmethod

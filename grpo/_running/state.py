@@ -12,6 +12,7 @@ from grpo._common.global_state import capture_random_state, restore_random_state
 from grpo._common.settings_by_name import flattened
 from grpo._storage.kinds import unlike
 from grpo._updating.parts import Parts
+from grpo.checkpoint import SavedTensor
 from grpo.config import GRPOConfig
 from grpo.engine import Engine
 from grpo.errors import CheckpointError, warn_user
@@ -26,31 +27,11 @@ WITHOUT_EFFECT = ("seed", "device")
 
 
 @runtime_checkable
-class TensorLike(Protocol):
-    """A tensor, or a placeholder for a tensor on the disk."""
-
-    dtype: torch.dtype
-    shape: Any
-
-
-class Snapshot:
-    """The state of a part at one moment, whatever changes later.
-
-    Args:
-        make: Returns the state.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.state = make
-        """Returns the state. This may copy tensors from the device."""
-
-
-@runtime_checkable
 class HasSnapshot(Protocol):
     """A part that knows what of its state has to be copied."""
 
     def snapshot(self) -> Any:
-        """The state as it is now, whatever changes later, as a value or a `Snapshot`."""
+        """The state as it is now, whatever changes later, or a function that returns it and may copy from the device."""
 
 
 class RunState:
@@ -69,7 +50,7 @@ class RunState:
             passing: What `passing_state` returned earlier, after the last change of a weight. None: now.
         """
         passing = passing or self.passing_state()
-        parts = {name: _settled(state) for name, state in passing["parts"].items()}
+        parts = {name: state() if callable(state) else state for name, state in passing["parts"].items()}
         lasting = {
             name: self._parts.by_name[name].state_dict() for name in self._parts.by_name if name in self._parts.lasting
         }
@@ -143,7 +124,7 @@ class RunState:
 
     def put_back(self, passing: Mapping[str, Any]) -> None:
         """Restore what `passing_state` returned: everything that an optimizer step does not change."""
-        states = {name: _settled(state) for name, state in passing["parts"].items()}
+        states = {name: state() if callable(state) else state for name, state in passing["parts"].items()}
         self._put({**passing, "parts": states}, lambda part: part, states)
 
     def _put(self, state: Mapping[str, Any], load: Load, names: Container[str]) -> None:
@@ -210,11 +191,6 @@ class RunState:
         _require_same_tensors(f"reference {owner}", present["reference"], state["reference"])
 
 
-def _settled(state: Any) -> Any:
-    """The state of a snapshot."""
-    return state.state() if isinstance(state, Snapshot) else state
-
-
 def _copied(value: Any, is_weight: Callable[[Tensor], bool]) -> Any:
     """Copy nested state. Weights are not copied, and neither are objects of other types."""
     if isinstance(value, Tensor):
@@ -245,8 +221,7 @@ def _require_same_tensors(owner: str, present: Mapping[str, Tensor], saved: Mapp
     _require_same_names(f"{owner}'s parameters in the checkpoint", present, saved)
     for name, value in present.items():
         found = saved[name]
-        is_tensor = isinstance(found, TensorLike) and isinstance(found.dtype, torch.dtype)
-        if not is_tensor or not torch.can_cast(found.dtype, value.dtype):
+        if not isinstance(found, Tensor | SavedTensor) or not torch.can_cast(found.dtype, value.dtype):
             raise CheckpointError(
                 f"{owner}: {name} is a tensor of {value.dtype}, but {getattr(found, 'dtype', type(found).__name__)} in the "
                 "checkpoint. Build the policy as it was when it was saved."

@@ -111,7 +111,7 @@ def test_a_signal_during_a_hanging_reward_stops_at_once_and_finished_rewards_are
 
 def test_finished_rewards_of_later_iterations_are_not_asked_for_again(tmp_path: Path) -> None:
     def stop(trainer: Any, metrics: Any) -> None:
-        while not all(pending.answer.done.is_set() for pending in trainer.ahead.pending):
+        while not all(pending.answer.done() for pending in trainer.ahead.pending):
             time.sleep(0.002)
         if trainer.iteration == 3:
             os.kill(os.getpid(), signal.SIGTERM)

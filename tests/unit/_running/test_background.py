@@ -10,15 +10,13 @@ from grpo._running.background import Background, Task
 
 def test_a_task_has_a_result_an_error_and_a_time() -> None:
     task = Task(lambda: time.sleep(0.02) or 5)
-    assert not task.done.is_set()
-    assert not task.is_well
+    assert not task.done()
     task.run()
-    assert (task.result(), task.is_well, task.error) == (5, True, None)
+    assert (task.result(), task.done(), task.exception()) == (5, True, None)
     assert 0.02 <= task.seconds < 5.0
     failing = Task(lambda: 1 // 0)
     failing.run()
-    assert failing.done.is_set()
-    assert not failing.is_well
+    assert failing.done()
     with pytest.raises(ZeroDivisionError):
         failing.result()
     assert Task.of("there").result() == "there"
@@ -31,7 +29,7 @@ def test_an_interrupt_of_this_thread_is_raised_at_once_and_the_task_is_not_done(
     task = Task(interrupted)
     with pytest.raises(KeyboardInterrupt):
         task.run()
-    assert not task.done.is_set()
+    assert not task.done()
 
 
 @pytest.mark.parametrize("in_order", [False, True])
@@ -41,9 +39,9 @@ def test_tasks_are_done_in_order_and_in_one_thread(in_order: bool) -> None:
     tasks = [Task(lambda n=n: seen.append((n, threading.current_thread().name))) for n in range(3)]
     for task in tasks:
         background.submit(task)
-        assert task.done.is_set() or not in_order
+        assert task.done() or not in_order
     background.wait()
-    assert all(task.done.is_set() for task in tasks)
+    assert all(task.done() for task in tasks)
     name = threading.current_thread().name if in_order else "test of tasks"
     assert seen == [(n, name) for n in range(3)]
     background.close(drops=False, waits=True)
@@ -65,11 +63,11 @@ def test_closing_ends_the_thread_after_the_current_task_or_after_all(drops: bool
     background.submit(second)
     begun.wait(5.0)
     background.close(drops=drops, waits=False)
-    assert not first.done.is_set()
+    assert not first.done()
     go.set()
     background.close(drops=drops, waits=True)
     assert first.result() == 1
-    assert second.done.is_set() is not drops
+    assert second.done() is not drops
 
 
 def test_a_task_that_tries_to_exit_fails_and_the_next_is_done() -> None:
