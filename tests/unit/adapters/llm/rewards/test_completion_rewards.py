@@ -6,7 +6,6 @@ import functools
 import inspect
 import math
 import os
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -341,13 +340,6 @@ def test_async_calls_run_together_up_to_the_limit(subtests: pytest.Subtests) -> 
             assert len(judge.loops) == 1  # one loop for all calls, so open clients stay usable
 
 
-def test_async_functions_work_inside_a_running_loop() -> None:
-    async def notebook() -> list[float]:
-        return rewards_of(functools.partial(later, note=1)).nan_to_num().tolist()
-
-    assert asyncio.run(notebook()) == [0.0, 0.5, 0.5]
-
-
 def within(functions: Any, timeout: float | None = 60.0, **settings: Any) -> RewardCalls:
     config = RewardConfig(timeout=timeout, **settings)
     return RewardCalls(CompletionRewards(functions), config, in_process=call_in_process)
@@ -358,11 +350,9 @@ def test_a_slow_awaited_call_times_out_and_names_its_row() -> None:
         await asyncio.sleep(60.0 if completion == "bb" else 0.0)
         return 1.0
 
-    begin = time.perf_counter()
     message = r"exceeded reward\.timeout=0\.05: slow at row 1 did not answer within 0\.05 s for rows 0 to 2, in 1 call"
     with pytest.raises(RewardTimeoutError, match=message):
         within(slow, 0.05)(ROWS, [A, B, C])
-    assert time.perf_counter() - begin < 5
     dropped = within(slow, 0.05, on_failure="drop")(ROWS, [A, B, C])
     assert dropped.values.tolist() == [1.0, 1.0]
 
@@ -382,10 +372,8 @@ def test_a_slow_plain_call_times_out_and_names_its_row() -> None:
         time.sleep(60.0 if completion == "bb" else 0.0)
         return 1.0
 
-    begin = time.perf_counter()
     with pytest.raises(RewardTimeoutError, match=r"slow at row 1 did not answer within 0\.5 s for rows 0 to 2"):
         within({"slow": slow, "right": right}, 0.5)(ROWS, [A, B, C])
-    assert time.perf_counter() - begin < 5
     assert children() == set()
 
 
@@ -416,35 +404,6 @@ def test_an_exception_in_another_process_names_the_function_its_row_and_its_caus
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert isinstance(caught.value.__cause__.__cause__, KeyError)
     assert "in picky" in caught.value.__cause__.__notes__[0]
-
-
-def test_a_timeout_error_of_the_function_keeps_its_message() -> None:
-    async def client(prompt: str) -> float:
-        raise TimeoutError("server busy")
-
-    with pytest.raises(
-        RewardError, match="raised RuntimeError: client raised TimeoutError: server busy at row 0"
-    ) as caught:
-        within(client)(ROWS, [A, B, C])
-    assert not isinstance(caught.value, RewardTimeoutError)
-
-
-def test_one_failure_cancels_the_other_calls() -> None:
-    ended = threading.Event()
-
-    async def reward(completion: str) -> float:
-        if completion == "bb":
-            raise ValueError("no")
-        try:
-            await asyncio.sleep(60.0)
-        except asyncio.CancelledError:
-            ended.set()
-            raise
-        return 0.0
-
-    with pytest.raises(RuntimeError, match="reward raised ValueError: no at row 1"):
-        rewards_of(reward)
-    assert ended.wait(5)
 
 
 # --- training

@@ -2,7 +2,6 @@
 
 import doctest
 import json
-import time
 from decimal import Decimal
 from pathlib import Path
 
@@ -210,24 +209,13 @@ LONG_TEXTS = {
 }
 
 
-def seconds_to_reward(text: str) -> float:
-    """Processor time of both rewards."""
-    action = Completion(token_ids=(), text=text, finish_reason="length")
-    begin = time.process_time()
-    for rewards in (correctness_first(), hybrid_reward()):
-        rewards.compute_rewards([{"prompt": "", "answer": "1"}], [action])
-    return time.process_time() - begin
-
-
-def test_time_grows_linearly_with_the_length_of_a_text(subtests: pytest.Subtests) -> None:
-    """A text 8 times as long takes 8 times as long, or 64 times if the time is quadratic. 24 is between the two.
-
-    One of three measurements must be below, because other processes may disturb a measurement.
-    """
+def test_a_long_text_of_any_kind_is_rewarded(subtests: pytest.Subtests) -> None:
+    """In quadratic time, 400,000 characters take longer than a test may take."""
     for kind, text in LONG_TEXTS.items():
         with subtests.test(kind=kind):
-            ratios = (seconds_to_reward(text(16_000)) / seconds_to_reward(text(2_000)) for _ in range(3))
-            assert any(ratio < 24 for ratio in ratios)
+            action = Completion(token_ids=(), text=text(400_000), finish_reason="length")
+            for rewards in (correctness_first(), hybrid_reward()):
+                rewards.compute_rewards([{"prompt": "", "answer": "1"}], [action])
 
 
 # --- rows

@@ -66,11 +66,9 @@ def test_it_works_outside_the_main_thread_where_signals_do_not() -> None:
 
 @pytest.mark.slow
 def test_an_answer_that_takes_for_ever_gets_0_and_the_others_their_reward() -> None:
-    start = time.monotonic()
     texts = ["2", "$9^{9^{9^{9}}}$", "2"]
     found = MathMatch(timeout=1)(actions=list(map(said, texts)), states=[{"answer": "2"}] * 3)
     assert found == [1.0, 0.0, 1.0]
-    assert time.monotonic() - start < 10.0
 
 
 def test_a_call_that_hangs_beyond_the_limit_or_ends_its_process_gets_0_and_the_others_their_reward() -> None:

@@ -1,7 +1,6 @@
 """`VLLMServerSampler` with one server, over HTTP, with a small server that imitates vLLM and records the requests."""
 
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,7 +156,6 @@ def test_a_lost_connection_is_retried_with_a_warning(stand: Stand) -> None:
 @pytest.mark.filterwarnings("ignore:VLLMServerSampler. the connection to the vLLM server")
 def test_a_missing_server_is_awaited_and_the_error_says_how_to_start_it() -> None:
     """The waits are 1, 2, 4 and 8 hundredths of a second."""
-    begun = time.monotonic()
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound, but not listening
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
@@ -165,7 +163,6 @@ def test_a_missing_server_is_awaited_and_the_error_says_how_to_start_it() -> Non
             SamplerError, match=rf"no vLLM server answers at {url} .*after 5 attempts. Start one: VLLM_SER"
         ):
             VLLMWorker(url, timeout=10).get("/health")
-    assert time.monotonic() - begun >= 0.15
 
 
 def test_a_request_that_times_out_is_not_repeated(stand: Stand) -> None:

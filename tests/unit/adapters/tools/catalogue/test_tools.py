@@ -4,7 +4,6 @@ import copy
 import enum
 import math
 import pickle
-import time
 from typing import Any
 
 import pytest
@@ -209,12 +208,10 @@ def test_each_value_is_found_at_its_own_index() -> None:
     assert [choice.index({"x": value}) for value in (1.0, [1.0], (True,), {1}, math.nan)] == [0, 2, 1, None, None]
 
 
-def test_reading_an_enumeration_takes_linear_time() -> None:
-    """Comparing each of 16,000 values with every other takes minutes; hashing them takes less than a second."""
-    start = time.process_time()
-    texts, numbers = [f"value {i}" for i in range(8_000)], list(range(8_000))
-    assert len(values_of({"oneOf": [{"enum": texts}, {"enum": numbers}]})) == 16_000
-    assert time.process_time() - start < 20
+def test_a_long_enumeration_is_read() -> None:
+    """Comparing each of 60,000 values with every other takes longer than a test may take."""
+    texts, numbers = [f"value {i}" for i in range(30_000)], list(range(30_000))
+    assert len(values_of({"oneOf": [{"enum": texts}, {"enum": numbers}]})) == 60_000
 
 
 def test_properties_with_the_schema_true_are_free_and_with_false_are_removed() -> None:
