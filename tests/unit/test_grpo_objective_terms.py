@@ -175,16 +175,6 @@ def test_keep_excludes_steps_from_the_surrogate_and_no_other_term(subtests):
                 assert getattr(inputs, name).grad.tolist() == [pytest.approx(expected, rel=1e-14)], name
 
 
-def test_the_kept_fraction_is_of_valid_steps(subtests):
-    for keep, kept in [([[True, True, True]], 2), ([[True, True, False]], 1), ([[False, True, False]], 0)]:
-        with subtests.test(keep=keep, kept=kept):
-            assert grpo_objective(everything(keep=torch.tensor(keep)), ALL_TERMS).metrics["kept_fraction"].tolist() == [
-                2,
-                kept,
-                kept,
-            ]
-
-
 def far_off(**changes) -> ObjectiveInputs:
     """A row with a negative advantage. Each of its steps is e^.5 less likely than when it was sampled."""
     return replace(everything(old_log_probs=double([[-0.5, NAN, -1.5]])), advantages=double([-2.0]), **changes)
