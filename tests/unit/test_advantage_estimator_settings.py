@@ -105,11 +105,17 @@ def test_gae_places_the_reward_of_a_row_on_its_last_step():
     assert estimate.returns.tolist() == [[2.5, 9.0, 0.0]]
 
 
-def test_the_critics_precision_is_kept():
-    batch = batch_of(torch.tensor([5.0]), [0], values=torch.tensor([[2.0]]))
-    estimate = AdvantageEstimator(AdvantageConfig(credit="gae")).estimate(batch)
-    assert estimate.advantages.dtype == estimate.returns.dtype == torch.float32
-    assert (estimate.advantages.item(), estimate.returns.item()) == (3.0, 5.0)
+def test_the_critics_precision_is_kept_and_half_precision_becomes_float32(subtests):
+    for dtype, found in [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+    ]:
+        with subtests.test(dtype=dtype):
+            batch = batch_of(double([5]), [0], values=torch.tensor([[2.0]], dtype=dtype))
+            estimate = AdvantageEstimator(AdvantageConfig(credit="gae")).estimate(batch)
+            assert estimate.advantages.dtype == estimate.returns.dtype == found
+            assert (estimate.advantages.item(), estimate.returns.item()) == (3.0, 5.0)
 
 
 def test_gigpo_with_rewards_per_row_equals_hand_worked_values():

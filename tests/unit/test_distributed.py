@@ -349,16 +349,6 @@ def test_the_error_of_a_rank_is_raised_on_every_rank_whatever_it_does(subtests: 
 
 
 @pytest.mark.usefixtures("groups")
-def test_ranks_can_go_on_together_after_a_shared_error() -> None:
-    def body(engine: Replicated) -> list[int]:
-        with pytest.raises(ContractError):
-            engine.agree(ContractError("x") if engine.rank == 0 else None)
-        return engine.gather_objects(engine.rank)
-
-    assert on_ranks(2, body) == [[0, 1], [0, 1]]
-
-
-@pytest.mark.usefixtures("groups")
 def test_a_rank_that_goes_on_alone_is_never_paired_with_another_operation(subtests: pytest.Subtests) -> None:
     """Both ranks gather objects, but rank 1 has caught an error and is in its next iteration."""
 

@@ -33,53 +33,14 @@ class Outer(Settings):
     inner: Inner = Inner()
 
 
-def test_allowed_values_are_kept(subtests):
-    cases = [
-        ("count", 1),
-        ("count", 9),
-        ("rate", 1e-9),
-        ("rate", 0.999),
-        ("limit", None),
-        ("limit", 0.0),
-        ("limit", 7),
-        ("mode", "fast"),
-        ("choice", None),
-        ("choice", "b"),
-        ("name", "anything"),
-        ("inner", Inner(depth=4)),
-        ("words", ()),
-        ("words", ("a", "b")),
-    ]
-    for field, value in cases:
-        with subtests.test(field=field, value=value):
-            assert getattr(Outer(**{field: value}), field) == value
-
-
 def test_invalid_values_are_refused_by_field(subtests):
-    cases = [
-        ("count", 0, ">= 1"),
+    cases = [  # numbers, choices and parts: test_config.py, for each field
         ("count", 10, "<= 9"),
-        ("count", 3.0, "int"),
-        ("count", "3", "int"),
-        ("count", True, "int"),
-        ("count", None, "int"),
-        ("rate", 0.0, "> 0"),
         ("rate", 1.0, "< 1"),
-        ("rate", "0.5", "finite number"),
-        ("rate", True, "finite number"),
-        ("rate", None, "finite number"),
-        ("rate", math.nan, "finite number"),
-        ("rate", math.inf, "finite number"),
-        ("limit", -0.1, ">= 0"),
         ("limit", -math.inf, "None"),
-        ("limit", False, "None"),
-        ("mode", "FAST", "'slow', 'fast'"),
-        ("mode", None, "'slow', 'fast'"),
         ("mode", 0, "'slow', 'fast'"),
         ("choice", "c", "'a', 'b' or None"),
         ("name", 5, "str or None"),
-        ("inner", {"depth": 2}, "Inner"),
-        ("inner", None, "Inner"),
         ("words", "ab", "a tuple of str"),
         ("words", ["a"], "a tuple of str"),
         ("words", ("a", 1), "a tuple of str"),
@@ -102,13 +63,6 @@ def test_the_message_names_owner_requirement_and_value():
     with pytest.raises(ConfigError) as caught:
         Outer(mode="quick")
     assert str(caught.value) == "Outer.mode must be one of 'slow', 'fast'; got 'quick'."
-
-
-def test_settings_are_frozen_and_take_keywords_only():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Outer().count = 5
-    with pytest.raises(TypeError):
-        Outer(5)
 
 
 def test_to_dict_returns_plain_values_at_every_level():

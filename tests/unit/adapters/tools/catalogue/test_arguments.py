@@ -122,11 +122,6 @@ def test_arguments_the_schema_lacks_are_refused_unless_it_allows_them() -> None:
         assert ArgumentChecker(tool_functions.add, opened, "/usr")({"a": 1, "c": 2}) == {"a": 1, "c": 2}
 
 
-def test_a_remote_schema_reference_is_not_fetched() -> None:
-    with pytest.raises(RefusedArgumentsError, match=r"the tool's schema cannot be applied: .*Unresolvable"):
-        checker(a={"$ref": "http://127.0.0.1:1/schema"})({"a": 1})
-
-
 def test_messages_are_of_bounded_length() -> None:
     with pytest.raises(RefusedArgumentsError) as caught:
         checker(a={"type": "integer"})({"a": "x" * 50_000})

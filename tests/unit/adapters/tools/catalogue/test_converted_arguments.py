@@ -158,16 +158,3 @@ def test_only_texts_that_the_schema_marks_become_paths() -> None:
         assert ArgumentChecker(read, {"type": "object", "additionalProperties": schema}, "/")({"paths": "a"}) == {
             "paths": expected
         }
-
-
-def test_paths_in_a_dict_are_confined(tmp_path: Path) -> None:
-    def read(files: dict[str, Path]) -> str:
-        """Read files."""
-        return "".join(path.read_text() for path in files.values())
-
-    check = ArgumentChecker(read, Tool.from_function(read).parameters, str(tmp_path))
-    assert check({"files": {"a": "b.txt"}}) == {"files": {"a": tmp_path.resolve() / "b.txt"}}
-    with pytest.raises(RefusedArgumentsError, match="must lie in the tools' folder"):
-        check({"files": {"a": "b.txt", "c": "../../etc/passwd"}})
-    with pytest.raises(RefusedArgumentsError, match="is not of type 'string'"):
-        check({"files": {"a": 1}})
