@@ -202,6 +202,26 @@ def _language_model(objective: ObjectiveConfig, **settings: Any) -> GRPOConfig:
     return GRPOConfig(objective=objective, **{**common, **settings})
 
 
+# Distillation
+
+
+def on_policy_distillation() -> GRPOConfig:
+    """The policy acts, and the KL to its teacher is the loss. Pass the teacher as `reference_policy`; it needs no reward.
+
+    Each step is pulled towards the teacher with the gradient of KL(policy || teacher) (`k2`). Give it a reward beside the
+    teacher, and both count. Without a reward, nothing is compared within a group: `group_size` is the number of actions per
+    state.
+
+    The learning rate is that of language models, and the papers' batches depend on the task.
+
+    Source:
+        Agarwal et al. 2024 (GKD), arXiv:2306.13649, algorithm 1 with lambda = 1 and the reverse KL; Gu et al. 2024 (MiniLLM),
+        arXiv:2306.08543.
+    """
+    objective = ObjectiveConfig(kl_coef=1.0, kl_estimator="k2", aggregation="step_mean")
+    return GRPOConfig(group_size=4, learning_rate=1e-6, objective=objective)
+
+
 # Choosing tools
 
 

@@ -29,6 +29,11 @@ class HFOptions(Settings):
     router_aux_loss_coef: float = setting(0.0, at_least=0)
     """Coefficient of a mixture of experts' load-balancing loss, over the tokens of each row that count. A larger value keeps
     the experts more equally busy, and moves the policy more. 0: there is no such loss. TRL's default is the model's."""
+    exact_kl_top: int | None = setting(None, at_least=1)
+    """For `objective.kl_estimator="exact"`: number k of tokens over which the KL to `reference_model` is computed at each step,
+    those that are likeliest under it. All other tokens count as one, so that the KL is a little too small. A larger number is
+    nearer to the exact KL and takes more memory. Each update makes a forward pass of the reference, and computes the logits
+    once more. None: scores have no KL."""
     mask_truncated: bool = False
     """Whether completions that reached `max_new_tokens` are excluded from the loss (DAPO, arXiv:2503.14476)."""
     keep_special_tokens: bool = False

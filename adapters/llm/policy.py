@@ -135,6 +135,11 @@ class HFPolicy:
             require_same_vocabulary(self._lm, self._reference)
         if options.reference == "base" and self._reference is not None:
             raise ConfigError("HFPolicy: options.reference='base' and reference_model are two references. Keep one.")
+        if options.exact_kl_top is not None and self._reference is None:
+            raise ConfigError(
+                "HFPolicy: options.exact_kl_top is for the KL to a second model. Pass reference_model=..., or estimate the KL: "
+                "objective.kl_estimator='k2' or 'k3'."
+            )
         is_own = self._reference is None and (is_adapted(model) or options.reference == "base")
         self._own_reference = OwnReference(self._lm, options.reference) if is_own else None
         self.reference_is_start = self._reference is None and options.reference == "start"
@@ -649,9 +654,14 @@ class HFPolicy:
             "balance": self._balance if torch.is_grad_enabled() and not log_probs_only else None,
             "is_cut": torch.tensor([action.is_truncated for action in actions], dtype=torch.bool),
         }
+        teacher = None
+        if self.options.exact_kl_top is not None and torch.is_grad_enabled() and not log_probs_only:
+            teacher = self._reference
+            options |= {"teacher": teacher, "top": self.options.exact_kl_top}
         shares_prompts = self._shares_prompts if lm is self._lm else lm.shares_prompts
         forks = [action.forks for action in actions]
-        if shares_prompts and lm.shares_forks and any(forks) and width > 0:
+        shares_forks = lm.shares_forks and (teacher is None or teacher.shares_forks)
+        if shares_prompts and shares_forks and any(forks) and width > 0:
             return score_forked_rows(lm, prompts, prompt_of_row, scored, mask, forks, **options)
         padding = [[*tokens, *[0] * (width - len(tokens))] for tokens in scored]
         return score_tokens(

@@ -15,6 +15,7 @@ from .model.causal_lm import CausalLM
 from .model.packed_groups import hidden_of_packs
 from .model.router_balance import RouterBalance
 from .model.shared_prompts import hidden_of_whole_rows, hidden_with_shared_prompts
+from .model.teacher_kl import kl_to_teacher
 from .model.token_log_probs import token_log_probs
 from .model.token_trees import Edges, hidden_of_trees
 from .model.value_head import ValueHead
@@ -41,6 +42,8 @@ def score_tokens(
     shares_prompts: bool,
     edges: Edges | None = None,
     balance: RouterBalance | None = None,
+    teacher: CausalLM | None = None,
+    top: int | None = None,
 ) -> ActionScores:
     """Log-probs, and entropies and values on request, where the mask is True, and 0 elsewhere.
 
@@ -58,6 +61,8 @@ def score_tokens(
         shares_prompts: Whether to compute each prompt once for all its rows. With gradient checkpointing, once per pack.
         edges: The edges that the rows are, if they are edges of trees. Each is computed once for all that continue it.
         balance: Computes the auxiliary loss of a mixture of experts. None: there is none.
+        teacher: The model to which the KL is computed. None: there is none.
+        top: Number of the teacher's likeliest tokens over which the KL is computed, see `kl_to_teacher`.
     """
     ends = mask.flip(1).cumsum(1).gt(0).sum(1)
     if is_cut is None or value_head is None or not value_head.bootstrap_truncated:
@@ -65,15 +70,18 @@ def score_tokens(
     cut = (is_cut & (ends > 0)).nonzero().squeeze(1)
     if len(cut):
         tokens = nn.functional.pad(tokens, (0, 1))  # a place for the state after the last token
-    with nullcontext() if balance is None else balance.recording():
+
+    def hidden_by(lm: CausalLM, shares_prompts: bool) -> Float[Tensor, "N T H"]:
         if edges is not None:
-            hidden = hidden_of_trees(lm, prompts, prompt_of_row, edges.parent, tokens, edges.lengths)
-        elif shares_prompts and lm.checkpoints_gradients:
-            hidden = hidden_of_packs(lm, prompts, prompt_of_row, tokens)
-        elif shares_prompts:
-            hidden = hidden_with_shared_prompts(lm, prompts, prompt_of_row, tokens)
-        else:
-            hidden = hidden_of_whole_rows(lm, prompts, prompt_of_row, tokens, ends)
+            return hidden_of_trees(lm, prompts, prompt_of_row, edges.parent, tokens, edges.lengths)
+        if shares_prompts and lm.checkpoints_gradients:
+            return hidden_of_packs(lm, prompts, prompt_of_row, tokens)
+        if shares_prompts:
+            return hidden_with_shared_prompts(lm, prompts, prompt_of_row, tokens)
+        return hidden_of_whole_rows(lm, prompts, prompt_of_row, tokens, ends)
+
+    with nullcontext() if balance is None else balance.recording():
+        hidden = hidden_by(lm, shares_prompts)
     auxiliary_loss = None
     if balance is not None:
         hidden, auxiliary_loss = balance.split(hidden, nn.functional.pad(mask, (0, hidden.shape[1] - mask.shape[1])))
@@ -81,10 +89,10 @@ def score_tokens(
     rows, columns = mask.nonzero(as_tuple=True)
     positions = (rows * mask.shape[1] + columns).to(hidden.device)
 
-    def hidden_at(rows: Tensor, columns: Tensor) -> Tensor:
+    def at(hidden: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         return hidden.flatten(0, 1).index_select(0, (rows * hidden.shape[1] + columns).to(hidden.device))
 
-    counted = hidden_at(rows, columns)  # the heads are applied at these positions only
+    counted = at(hidden, rows, columns)  # the heads are applied at these positions only
     log_probs, entropy = token_log_probs(
         counted, lm.head, tokens[rows, columns].to(hidden.device), temperature=temperature, with_entropy=with_entropy
     )
@@ -92,10 +100,14 @@ def score_tokens(
     def on_steps(values: Tensor) -> Tensor:
         return values.new_zeros(mask.numel()).index_copy(0, positions, values).view(mask.shape)
 
-    values = final_values = None
+    kl = values = final_values = None
+    if teacher is not None and top is not None:
+        with torch.no_grad():
+            its = at(hidden_by(teacher, teacher.shares_prompts), rows, columns)
+        kl = on_steps(kl_to_teacher(counted, lm.head, its, teacher.head, top=top, temperature=temperature))
     if value_head is not None:
         values = on_steps(value_head(counted).to(hidden.device))
-        after = value_head(hidden_at(cut, ends[cut])).detach().to(hidden.device)
+        after = value_head(at(hidden, cut, ends[cut])).detach().to(hidden.device)
         final_values = values.new_zeros(len(mask)).index_copy(0, cut.to(hidden.device), after)
     return ActionScores(
         log_probs=on_steps(log_probs),
@@ -103,6 +115,7 @@ def score_tokens(
         entropy=None if entropy is None else on_steps(entropy),
         values=values,
         final_values=final_values,
+        kl=kl,
         auxiliary_loss=auxiliary_loss,
     )
 
@@ -162,6 +175,7 @@ def score_forked_rows(
         entropy=of_rows(scores.entropy),
         values=of_rows(scores.values),
         final_values=final_values,
+        kl=of_rows(scores.kl),
     )
 
 

@@ -55,7 +55,7 @@ class Course:
         kind = SURROGATES.get(str(surrogate.get("kind"))) if isinstance(surrogate, Mapping) else None
         self.has_bounds = kind is not None and hasattr(kind, "stopped")
         """Whether the surrogate is known to have bounds that stop a gradient."""
-        self.has_clipped = self.is_supervised = False
+        self.has_clipped = self.is_supervised = self._was_pulled = self._had_advantage = False
         self.highest, self.lowest = -math.inf, math.inf
         self._rewards: deque[float] = deque(maxlen=LONGEST)
         self._first_entropies: list[float] = []
@@ -68,6 +68,8 @@ class Course:
         # Rows that nobody sampled in this iteration are a log or demonstrations. Equal advantages above 0 imitate the rows.
         imitates = self("train/advantages_std") == 0 < self("train/advantages_mean")
         self.is_supervised |= imitates or self("time/sample") == 0
+        self._was_pulled |= self.is_pulled
+        self._had_advantage |= not self.is_without_advantage
         self.lowest, self.highest = min(self.lowest, self("rewards/min")), max(self.highest, self("rewards/max"))
         if math.isfinite(self("rewards/mean")):
             self._rewards.append(self("rewards/mean"))
@@ -113,9 +115,18 @@ class Course:
 
     @property
     def learns_from_rewards_only(self) -> bool:
-        """Whether nothing but an advantage could change the policy: no KL to a reference (distillation), no other loss."""
-        is_pulled = self("train/kl_coef") > 0 and abs(self("train/kl_mean")) > TINY
-        return not is_pulled and not (self.is_without_advantage and self("train/grad_norm") > TINY)
+        """Whether nothing but an advantage could change the policy: no KL to a reference (distillation), no other loss.
+
+        A policy that has only ever learned from its KL may have become equal to its teacher.
+        """
+        is_distilled = self._was_pulled and not self._had_advantage
+        has_other_loss = self.is_without_advantage and self("train/grad_norm") > TINY
+        return not (self.is_pulled or is_distilled or has_other_loss)
+
+    @property
+    def is_pulled(self) -> bool:
+        """Whether a KL penalty pulls the policy to a reference that differs from it."""
+        return self("train/kl_coef") > 0 and abs(self("train/kl_mean")) > TINY
 
     @property
     def is_solved(self) -> bool:

@@ -167,6 +167,12 @@ SAID: dict[str, dict[str, Any]] = {
         "advantage": {"scale": "beta"},
         "objective": {"surrogate": {"high": 0.28, "dual": 10.0}, "kl_coef": 0.0, "aggregation": "row_sum"},
     },
+    # algorithm 1 with lambda = 1: all outputs are the student's; k2 has the gradient of the reverse KL, beta = 1
+    "on_policy_distillation": {
+        "group_size": 4,
+        "learning_rate": 1e-6,
+        "objective": {"kl_coef": 1.0, "kl_estimator": "k2", "aggregation": "step_mean"},
+    },
     "tool_default": TOOLS,
     "tool_use": merged(
         TOOLS,

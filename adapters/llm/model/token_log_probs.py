@@ -4,7 +4,7 @@ No [N, T, V] tensor ever exists. For each block of positions, only the tokens' l
 kept. The backward pass computes the logits of the block again, except for the first blocks on a CPU.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -165,15 +165,28 @@ def _checkpointed(
     """Log-probs and entropies of any other head, such as a quantised head or a head with LoRA, with gradient checkpointing."""
 
     def of_block(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        all_log_probs = (head(hidden).to(torch.promote_types(hidden.dtype, torch.float32)) / temperature).log_softmax(1)
+        all_log_probs = all_log_probs_of(head, hidden, temperature)
         log_probs = all_log_probs.gather(1, tokens[:, None]).squeeze(1)
         return (log_probs, -(all_log_probs.exp() * all_log_probs).sum(1)) if with_entropy else (log_probs,)
 
-    vocabulary_size = getattr(head, "out_features", None) or head(hidden[:1].detach()).shape[-1]
+    log_probs, *entropy = in_blocks(of_block, head, hidden, tokens)
+    return log_probs, entropy[0] if entropy else None
+
+
+def all_log_probs_of(head: nn.Module, hidden: Float[Tensor, "M H"], temperature: float) -> Float[Tensor, "M V"]:
+    """Log-probs of all tokens at M positions, in float32 or better."""
+    return (head(hidden).to(torch.promote_types(hidden.dtype, torch.float32)) / temperature).log_softmax(1)
+
+
+def in_blocks(
+    of_block: Callable[..., tuple[Tensor, ...]], head: nn.Module, hidden: Float[Tensor, "M H"], *others: Tensor
+) -> tuple[Tensor, ...]:
+    """Call `of_block(hidden, *others)` on blocks of the M positions, with gradient checkpointing, and join what it returns."""
+    vocabulary_size = num_logits(head, hidden)
     has_dropout = head.training and any(getattr(part, "p", 0) for part in head.modules())
     parts = []
-    for block in blocks(len(tokens), vocabulary_size, hidden.device):
-        arguments = hidden[block], tokens[block]
+    for block in blocks(len(hidden), vocabulary_size, hidden.device):
+        arguments = hidden[block], *(values[block] for values in others)
         if torch.is_grad_enabled():
             parts.append(
                 torch.utils.checkpoint.checkpoint(
@@ -182,5 +195,10 @@ def _checkpointed(
             )
         else:
             parts.append(of_block(*arguments))
-    log_probs, *entropy = (torch.cat(values) for values in zip(*parts, strict=True))
-    return log_probs, entropy[0] if entropy else None
+    return tuple(torch.cat(values) for values in zip(*parts, strict=True))
+
+
+def num_logits(head: nn.Module, hidden: Float[Tensor, "M H"]) -> int:
+    """Number of logits of an output head per position."""
+    size: int = getattr(head, "out_features", None) or head(hidden[:1].detach()).shape[-1]
+    return size

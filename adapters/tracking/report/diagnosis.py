@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from grpo.evaluation.advice import PATIENCE, advice_on
+from grpo.evaluation.advice import PATIENCE, TINY, advice_on
 
 from .run_data import RunData, phase_times
 from .series import Change, change_of, longest_streak, share_of
@@ -73,9 +73,34 @@ def reward_change(run: RunData) -> Change | None:
     return change_of(run.of("rewards/mean"))
 
 
+def is_distilled(run: RunData) -> bool:
+    """Whether no row ever had an advantage, and a KL pulled the policy to another policy: it learned from a teacher alone."""
+    advantages = np.abs(run.of("train/advantages_mean")) + run.of("train/advantages_std")
+    is_pulled = (run.of("train/kl_coef") > 0) & (run.of("train/kl_mean") > TINY)
+    measured = advantages[np.isfinite(advantages)]
+    return bool(len(measured) and not measured.any() and is_pulled.any())
+
+
+def teacher_trend(run: RunData) -> Finding | None:
+    change = change_of(run.of("train/kl_mean"))
+    if not is_distilled(run) or change is None or change.window == 1:
+        return None
+    numbers = f"from {number(change.first)} to {number(change.last)} nats per step"
+    why = "All rewards of each group are equal, so the policy learns from its reference alone, its teacher."
+    if change.is_clear and change.difference < 0:
+        text = f"The KL to it went {numbers}. {why}"
+        return Finding(kind="good", title="The policy came closer to its teacher", text=text)
+    return Finding(
+        kind="note",
+        title="The policy did not come clearly closer to its teacher",
+        text=f"The KL to it went {numbers}. {why} Train longer, use a larger learning rate, or look at the gradient norm. The "
+        "estimator k1 has an expected gradient of 0.",
+    )
+
+
 def reward_trend(run: RunData) -> Finding | None:
     change = reward_change(run)
-    if change is None or change.window == 1:
+    if change is None or change.window == 1 or is_distilled(run):
         return None
     numbers = f"from {number(change.first)} to {number(change.last)} (means of {change.window} iterations)"
     if not change.is_clear:
@@ -235,6 +260,7 @@ def stopped_early(run: RunData) -> Finding | None:
 
 RULES: tuple[Callable[[RunData], Finding | None], ...] = (
     reward_trend,
+    teacher_trend,
     fell_again,
     evaluation_lags,
     failing_rewards,

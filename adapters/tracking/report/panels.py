@@ -52,7 +52,7 @@ SINGLE: dict[str, tuple[str, str, str, str]] = {
         "Dead groups",
         "dead groups",
         "fraction of groups",
-        "Groups in which all rewards are equal, so that nothing is learned from them.",
+        "Groups in which all rewards are equal, so that their rewards teach nothing.",
     ),
     "train/grad_norm": ("Gradient norm", "norm", "norm", "Before clipping. 0: the iteration changed nothing."),
     "train/sampler_divergence": (

@@ -387,6 +387,12 @@ FIRES: list[tuple[str, list[dict[str, float]], dict[str, Any]]] = [
     ),
     # the policy is still its reference, so the KL teaches it nothing either
     ("nearly all groups are dead", course(10, {**DEAD, **BY_KL}), {}),
+    # rewards taught it before, so an equal reference is no teacher that it has become
+    (
+        "nearly all groups are dead",
+        [*course(3, LIVE, train__kl_coef=0.04, train__kl_mean=0.2), *course(10, {**DEAD, **BY_KL})],
+        {},
+    ),
     ("all advantages are 0", course(1, DEAD, group_stats__zero_variance_fraction=0.5), {}),
     ("batch_size is larger than an iteration", course(1, LIVE, train__num_updates=1.0), {"batch_size": 17}),
     ("the loss is 0", course(1, LIVE, train__num_updates=1.0, train__total_loss=0.0), {}),
@@ -416,6 +422,12 @@ FALSE_ALARMS: list[tuple[str, str, list[dict[str, float]], dict[str, Any]]] = [
         "nearly all groups are dead",
         "a KL to a reference teaches: distillation",
         course(20, {**DEAD, **BY_KL}, train__kl_mean=0.2, train__grad_norm=0.5),
+        {},
+    ),
+    (
+        "nearly all groups are dead",
+        "a KL to a reference has taught, and the policy has become its teacher: distillation",
+        [*course(3, {**DEAD, **BY_KL}, train__kl_mean=0.2, train__grad_norm=0.5), *course(20, {**DEAD, **BY_KL})],
         {},
     ),
     (

@@ -43,6 +43,13 @@ EVALUATED_3_TIMES = np.where(np.isin(np.arange(100), [9, 49, 99]), 0.3, NAN)
 LATE_RISE = np.concatenate([ramp(0.2, 0.2, 92), ramp(0.2, 0.8, 8)])
 FLAT = ramp(0.5, 0.5)
 
+
+def distilled(**changed: Any) -> RunData:
+    """A run whose rewards are all 0, and whose KL to a teacher falls."""
+    metrics = {"rewards__mean": 0.0, "train__advantages_mean": 0.0, "train__advantages_std": 0.0}
+    return healthy(**{**metrics, "train__kl_mean": ramp(1.0, 0.1), "train__kl_coef": 1.0, **changed})
+
+
 Case = tuple[str, str, RunData, RunData]
 
 CASES: list[Case] = [
@@ -50,6 +57,19 @@ CASES: list[Case] = [
     ("reward_trend", "The reward rose", healthy(), healthy(rewards__mean=FLAT)),
     ("reward_trend", "The reward fell", healthy(rewards__mean=ramp(0.8, 0.2)), healthy()),
     ("reward_trend", "The reward did not change clearly", healthy(rewards__mean=FLAT), healthy()),
+    ("reward_trend", "The reward did not change clearly", healthy(rewards__mean=FLAT), distilled()),
+    (
+        "teacher_trend",
+        "The policy came closer to its teacher",
+        distilled(),
+        distilled(train__advantages_std=burst(0.1, 1)),  # a reward taught it, too
+    ),
+    (
+        "teacher_trend",
+        "The policy did not come clearly closer to its teacher",
+        distilled(train__kl_mean=ramp(1.0, 1.0)),
+        distilled(train__kl_mean=0.0),  # it equals its reference, which teaches nothing
+    ),
     (
         "fell_again",
         "The reward fell after a good start",
@@ -191,6 +211,7 @@ def test_findings_tell_the_numbers_behind_them(subtests: pytest.Subtests) -> Non
     rules: dict[str, Any] = {rule.__name__: rule for rule in RULES}
     cases: list[tuple[str, RunData, str]] = [
         ("reward_trend", healthy(), "from 0.227 to 0.773 (means of 10 iterations)"),
+        ("teacher_trend", distilled(), "from 0.959 to 0.141 nats per step"),
         ("fell_again", healthy(rewards__mean=RISE_AND_FALL), "near iteration 5"),
         (
             "failing_rewards",

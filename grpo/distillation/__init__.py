@@ -1,0 +1,13 @@
+"""Distillation: the policy acts, and a teacher says how likely it would have done the same.
+
+config = dataclasses.replace(presets.on_policy_distillation(), learning_rate=1e-3)
+trainer = GRPOTrainer(config=config, policy=student, reference_policy=teacher, reward_model=no_reward)
+
+A teacher is any policy with `get_log_probabilities`. It is passed as the reference, and the KL to it is the whole loss.
+`docs/distillation.md` is the guide.
+"""
+
+from .exact import exact_kl
+from .teachers import Hinted, Teachers, no_reward
+
+__all__ = ["Hinted", "Teachers", "exact_kl", "no_reward"]
