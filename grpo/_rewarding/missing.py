@@ -1,7 +1,7 @@
 """Rows without a finite reward: training stops, or they leave the batch, or their reward is 0, as `RewardConfig` says."""
 
 from collections.abc import Callable, MutableMapping
-from typing import Any, Literal, assert_never
+from typing import Any, Literal, NoReturn, assert_never
 
 import torch
 from jaxtyping import Bool
@@ -38,7 +38,7 @@ def without_missing(name: str, found: Kept, config: RewardConfig, counts: Mutabl
         _raise_for_unanswered(name, rewards, kept, unanswered)
     if bool(unanswered.any()) and rule != "raise":
         found = _without(name, found, unanswered, rule, counts)
-    missing = _not_finite(found[0].values)
+    missing = _any_step(~found[0].values.isfinite())
     if not bool(missing.any()):
         return found
     if config.non_finite == "raise":
@@ -56,10 +56,6 @@ def with_each(rewards: Rewards, change: Callable[[Tensor], Tensor]) -> Rewards:
     """The same rewards, after a change of the values and of each part. What was lost and measured is left out."""
     parts = {name: change(part) for name, part in rewards.components.items()}
     return Rewards(values=change(rewards.values), components=parts, weights=rewards.weights)
-
-
-def _not_finite(total: Tensor) -> Bool[Tensor, " K"]:
-    return ~total.isfinite() if total.dim() == 1 else ~total.isfinite().all(1)
 
 
 def _unanswered(rewards: Rewards) -> Bool[Tensor, " K"]:
@@ -80,14 +76,12 @@ def _without(
     name: str,
     found: Kept,
     rows: Bool[Tensor, " K"],
-    rule: Literal["raise", "drop", "zero"],
+    rule: Literal["drop", "zero"],
     counts: MutableMapping[str, float],
 ) -> Kept:
     """Leave out these rows, or set what is not finite in them to 0."""
     rewards, kept = found
     match rule:
-        case "raise":
-            raise AssertionError  # the caller raised an error that says what is missing
         case "drop":
             if bool(rows.all()):
                 raise RewardError(
@@ -104,7 +98,7 @@ def _without(
             assert_never(rule)
 
 
-def _raise_for_missing(name: str, found: Kept, missing: Bool[Tensor, " K"], *, is_unanswered: bool) -> None:
+def _raise_for_missing(name: str, found: Kept, missing: Bool[Tensor, " K"], *, is_unanswered: bool) -> NoReturn:
     rewards, kept = found
     shown = rewards.values[missing][:4].tolist()
     parts = [key for key, part in rewards.components.items() if not bool(part[missing].isfinite().all())]
@@ -118,7 +112,7 @@ def _raise_for_missing(name: str, found: Kept, missing: Bool[Tensor, " K"], *, i
 
 def _raise_for_unanswered(
     name: str, rewards: Rewards, kept: Bool[Tensor, " N"], unanswered: Bool[Tensor, " K"]
-) -> None:
+) -> NoReturn:
     raise RewardError(
         f"{name} must give each row a reward; no part applies to {_rows(kept, unanswered)}, because "
         f"{', '.join(rewards.components)} returned None or NaN there. "

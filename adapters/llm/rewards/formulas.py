@@ -80,6 +80,7 @@ _AND = re.compile(
 _COMMA = re.compile(r"(?<!\\),(?!\})")
 _RELATION = re.compile(r"\\(?:leq?|geq?|neq?|lt|gt|in|approx|equiv)(?![A-Za-z])|<=|>=|[=<>\u2248]")
 _NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\s?\(\s?[A-Za-z](?:,\s?[A-Za-z])*\s?\))?")
+_CONSTANTS = ("e", "i", r"\pi", r"\infty", r"\emptyset")
 _DEGREES = re.compile(r"\^\s?\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])")
 _TIDY = (
     (re.compile(r"\\(?:mathrm|text|rm|operatorname)\s*\{\s*([eidx])\s*\}"), r"\1"),
@@ -157,7 +158,7 @@ def _set(*items: Answer) -> Answer:
 def _related(parts: list[str], signs: list[str], text: str) -> Answer:
     """Read a chain of relations: x = 5, 1 < x <= 2, 2x + y = 3."""
     kinds = {_kind(sign) for sign in signs}
-    names = [_NAME.fullmatch(part.strip()) is not None and not _is_constant(part.strip()) for part in parts]
+    names = [_NAME.fullmatch(part.strip()) is not None and part.strip() not in _CONSTANTS for part in parts]
     if kinds == {"in"} and len(parts) == 2:
         return Named(_name(parts[0]), read(parts[1]))
     if kinds == {"="}:
@@ -206,10 +207,6 @@ def _kind(sign: str) -> str:
 
 def _name(text: str) -> str:
     return re.sub(r"[\s{}]", "", text)
-
-
-def _is_constant(text: str) -> bool:
-    return text in ("e", "i", r"\pi", r"\infty", r"\emptyset")
 
 
 def _value(text: str) -> Answer:
