@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from adapters.plots import pyplot, saved
+from adapters.plots import label_ends, pyplot, saved
 from grpo.errors import ConfigError
 
 TRAINING, EVALUATION = "#1f6fb4", "#d1495b"
@@ -62,10 +62,18 @@ def plot_history(history: Sequence[Mapping[str, float]], path: str | Path | None
     for axis, (title, lines) in zip(axes.flat, shown.items(), strict=False):
         if title == "Reward":
             _fill_quartiles(axis, iterations, history)
-        ends = {name: values[np.isfinite(values)][-1] for name, values in lines.items() if np.isfinite(values).any()}
-        upward = sorted(ends, key=lambda name: ends[name])
-        for name in upward:
-            _plot_line(axis, name, iterations, lines[name], is_higher=name == upward[-1] if len(upward) > 1 else None)
+        ends: dict[str, tuple[float, str]] = {}
+        for name, values in lines.items():
+            known = np.flatnonzero(np.isfinite(values))
+            if not len(known):
+                continue
+            is_evaluation = name.startswith("eval/")
+            colour = EVALUATION if is_evaluation else TRAINING
+            marker = "o" if is_evaluation or len(known) == 1 else None  # a line through one point is not seen
+            axis.plot(iterations[known], values[known], color=colour, linewidth=1.6, marker=marker, markersize=3)
+            kind = "" if len(lines) == 1 else "evaluation " if is_evaluation else "training "
+            ends[f"{kind}{values[known[-1]]:.3g}"] = (float(values[known[-1]]), colour)
+        label_ends(axis, ends, iterations[-1])
         axis.set_title(title, loc="left", fontsize=11)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_xlabel("iteration", fontsize=9)
@@ -87,24 +95,6 @@ def _known(metrics: Mapping[str, float], name: str) -> float:
 def _changes(values: np.ndarray) -> bool:
     known = values[np.isfinite(values)]
     return bool((known != known[:1]).any())
-
-
-def _plot_line(axis: Any, name: str, iterations: np.ndarray, values: np.ndarray, *, is_higher: bool | None) -> None:
-    """Plot one metric, with its last value at the line's end. Evaluations, and a single value, are dots."""
-    is_evaluation = name.startswith("eval/")
-    colour = EVALUATION if is_evaluation else TRAINING
-    known = np.flatnonzero(np.isfinite(values))
-    marker = "o" if is_evaluation or len(known) == 1 else None
-    axis.plot(iterations[known], values[known], color=colour, linewidth=1.6, marker=marker, markersize=3)
-    kind = "" if is_higher is None else "evaluation " if is_evaluation else "training "
-    axis.annotate(
-        f" {kind}{values[known[-1]]:.3g}",
-        (iterations[known[-1]], values[known[-1]]),
-        color=colour,
-        va="center" if is_higher is None else "bottom" if is_higher else "top",
-        fontsize=9,
-        annotation_clip=False,
-    )
 
 
 def _fill_quartiles(axis: Any, iterations: np.ndarray, history: Sequence[Mapping[str, float]]) -> None:
