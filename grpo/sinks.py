@@ -88,7 +88,9 @@ def as_text(value: Any) -> str:
     """A state or an action as text: `str`, tensors as lists, floats with three digits. Long texts are cut in the middle."""
     text = str(_shortened(value))
     half = LONGEST_TEXT // 2
-    return text if len(text) <= LONGEST_TEXT else f"{text[:half]} [... {len(text) - 2 * half} more ...] {text[-half:]}"
+    return (
+        text if len(text) <= LONGEST_TEXT else f"{text[:half]} [... {len(text) - 2 * half:,} more ...] {text[-half:]}"
+    )
 
 
 def _shortened(value: Any) -> Any:

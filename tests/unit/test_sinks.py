@@ -258,7 +258,7 @@ def test_a_long_text_is_cut_in_the_middle() -> None:
     text = as_text("a" * LONGEST_TEXT + "middle" + "z" * LONGEST_TEXT)
     assert text.startswith("a" * (LONGEST_TEXT // 2) + " [... ")
     assert text.endswith(" more ...] " + "z" * (LONGEST_TEXT // 2))
-    assert str(LONGEST_TEXT + 6) in text
+    assert "2,006" in text
     assert as_text("a" * LONGEST_TEXT) == "a" * LONGEST_TEXT
 
 

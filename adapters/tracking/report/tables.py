@@ -6,10 +6,11 @@ from typing import Any
 
 from grpo import GRPOConfig
 from grpo.arguments import flattened
+from grpo.sinks import as_text
 
 from .markup import Html, element, joined
 from .run_data import RunData, SampleTable, Start
-from .words import counted, number, shortened
+from .words import counted, number
 
 FIRST_COLUMNS = ("state", "action", "reward")
 """Columns of a sample table that come first. Parts of the reward, the advantage and the number of steps follow."""
@@ -64,7 +65,7 @@ def _cell(value: Any) -> str:
 
 def long_text(text: str) -> Html:
     """Text as it is, line breaks included, in a box that scrolls if the text is long."""
-    return element("div", shortened(text) or "(empty)", class_="answer")
+    return element("div", as_text(text) or "(empty)", class_="answer")
 
 
 def settings_section(starts: Sequence[Start]) -> Html:
@@ -77,6 +78,7 @@ def settings_section(starts: Sequence[Start]) -> Html:
     changed = {name: value for name, value in config.items() if name not in defaults or value != defaults[name]}
     rows = [row_of([name, _plain(value), _plain(defaults.get(name, "-"))]) for name, value in changed.items()]
     others = [row_of([name, _plain(value)]) for name, value in config.items() if name not in changed]
+    # the config has tables of its own
     rest = [
         row_of([name, _plain(value)]) for name, value in flattened({**last, "config": None}).items() if name != "config"
     ]
@@ -108,4 +110,4 @@ def _changes(starts: Sequence[Start]) -> Html:
 def _plain(value: Any) -> str:
     if isinstance(value, float):
         return number(value)
-    return shortened(value if isinstance(value, str) else repr(value))
+    return as_text(value if isinstance(value, str) else repr(value))

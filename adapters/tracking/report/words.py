@@ -2,9 +2,6 @@
 
 import math
 
-LONGEST_TEXT = 2_000
-"""Characters of one text in the page. Longer texts are cut in the middle."""
-
 
 def number(value: float | None, *, signed: bool = False) -> str:
     """A number with about three digits: 0.124, 12.3, 123.5, 1,235 or 1.2e-07. "-" if there is none."""
@@ -42,11 +39,3 @@ def duration(seconds: float) -> str:
 def counted(count: int, noun: str) -> str:
     """A count and its noun: 1 iteration, 1,200 iterations."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def shortened(text: str) -> str:
-    """A text of at most about 2,000 characters. A longer one is cut in the middle, where least is lost."""
-    half = LONGEST_TEXT // 2
-    return (
-        text if len(text) <= LONGEST_TEXT else f"{text[:half]} [... {len(text) - 2 * half:,} more ...] {text[-half:]}"
-    )

@@ -107,7 +107,7 @@ def test_the_answer_is_the_first_action_that_has_a_reward() -> None:
 def test_answers_are_text_for_people(subtests: pytest.Subtests) -> None:
     cases: list[tuple[Any, str]] = [
         ("x" * 2_000, "x" * 2_000),
-        ("x" * 1_500 + "y" * 1_500, "x" * 1_000 + " [... 1000 more ...] " + "y" * 1_000),
+        ("x" * 1_500 + "y" * 1_500, "x" * 1_000 + " [... 1,000 more ...] " + "y" * 1_000),
         (torch.tensor([0.5, 1.0]), "[0.5, 1.0]"),
     ]
     for action, text in cases:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from adapters.tracking.report.words import counted, duration, number, percent, shortened
+from adapters.tracking.report.words import counted, duration, number, percent
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,3 @@ def test_a_time_has_at_most_two_units(seconds: float, text: str) -> None:
 
 def test_counts_agree_with_their_nouns() -> None:
     assert [counted(count, "row") for count in (0, 1, 1200)] == ["0 rows", "1 row", "1,200 rows"]
-
-
-def test_a_long_text_is_cut_in_the_middle() -> None:
-    assert shortened("x" * 2000) == "x" * 2000
-    assert shortened("a" * 1500 + "b" * 1500) == "a" * 1000 + " [... 1,000 more ...] " + "b" * 1000
