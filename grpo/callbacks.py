@@ -345,7 +345,7 @@ class KeepBestPolicy(_Best):
 
 
 def _copy(value: Tensor) -> Tensor:
-    """A copy on the CPU, or of this rank's rows where they are."""
+    """A copy on the CPU, where a second copy of the weights fits, or of this rank's rows where they are."""
     return value.detach().clone() if is_sharded(value) else value.detach().to("cpu", copy=True)
 
 

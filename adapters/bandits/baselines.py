@@ -147,7 +147,7 @@ class EXP3S:
         chosen = self.probabilities()[self.runs, arms]
         weights = self.weights.copy()
         weights[self.runs, arms] *= np.exp(self.exploration / self.num_arms * scaled / chosen)
-        weights += e * self.sharing / self.num_arms
+        weights += e * self.sharing / self.num_arms  # times the sum of the old weights, which is 1
         self.weights = weights / weights.sum(axis=1, keepdims=True)
 
 

@@ -110,6 +110,7 @@ class MLflowSink(TrackerSink):
         with tempfile.TemporaryDirectory() as folder:
             saved = json.loads(Path(self._client.download_artifacts(self._id, file, folder)).read_text("utf-8"))
         rows = [dict(zip(saved["columns"], row, strict=True)) for row in saved["data"]]
+        # the others are sampled again
         return [row for row in rows if row["iteration"] <= self._num_repeated]
 
     def _show_table(self, file: str) -> None:
@@ -127,6 +128,7 @@ class MLflowSink(TrackerSink):
             columns = list(dict.fromkeys(name for row in self._tables[file] for name in row))
             data = [[row.get(name) for name in columns] for row in self._tables[file]]
             self._client.log_text(self._id, json.dumps({"columns": columns, "data": data}), file)
+        # after the rest: a process that is killed in between writes iterations twice, and loses none
         self._save_run(id=self._id, iteration=iteration)
         self._written_at = time.monotonic()
 

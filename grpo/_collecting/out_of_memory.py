@@ -137,6 +137,7 @@ def release_cached_memory() -> None:
 
 def _generators_of_torch() -> Callable[[], None]:
     """Return a function that puts torch's global generators (CPU and CUDA) back to where they are now."""
+    # not those of Python and numpy: reading them takes 30 microseconds, in each update, and a forward pass draws from torch
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 

@@ -154,6 +154,7 @@ def as_reward_values(required: str, value: Any) -> Float[Tensor, "..."]:
         raise RewardError(f"{required}; got {describe(value)}. Return real numbers.")
     if not rewards.is_floating_point():
         return rewards.cpu().double()
+    # a reward model may return a buffer that its next call fills
     return as_float32(rewards).to("cpu", copy=True)
 
 

@@ -27,6 +27,7 @@ def with_settings(settings: SettingsT, changes: Mapping[str, Any]) -> SettingsT:
         (0.28, 0.2)
     """
     base = _replaced(settings, {name: _merged(settings, name, changes[name]) for name in changes if "." not in name})
+    # whole parts came first, so that a dotted name changes the new part
     parts: dict[str, dict[str, Any]] = {}
     for name in changes:
         if "." in name:

@@ -86,6 +86,7 @@ class SeveralProcesses(OneProcess):
         whole = []
         for tensor, *has_gradient in zip(tensors, *(reached for _, reached in of_ranks), strict=True):
             if not is_sharded(tensor):
+                # without a gradient from any rank, it stays None, and the optimizer leaves the tensor alone
                 whole += [tensor] if any(has_gradient) else []
             elif not any(has_gradient):
                 tensor.grad = None

@@ -48,6 +48,7 @@ class Budget:
     @property
     def position(self) -> int:
         """Number of iterations that are finished and recorded."""
+        # an iteration counts in `iteration` after its updates, and is evaluated and recorded later
         return self._counters.iteration - (self._progress.unrecorded is not None)
 
     @property
@@ -58,6 +59,7 @@ class Budget:
     @property
     def is_over(self) -> bool:
         """Whether no iteration is left to make."""
+        # what was sampled already counts in a metric, so it is used up
         has_begun = self._ahead.pending or self._in_progress.rows or self._progress.unrecorded
         return self.done >= self.total and (self.unit is None or not has_begun)
 
@@ -66,6 +68,7 @@ class Budget:
         """Number of iterations, the next one included, that may be sampled now."""
         if self.unit is None:
             return self.total - self.position
+        # how far an iteration goes is known only when its rows are there
         return self._ahead.num_ahead + 1 if self.done < self.total else 0
 
     def size_of(self, metrics: Mapping[str, float]) -> float:

@@ -95,7 +95,7 @@ class RunState:
         self._require_fit(present, state)
         saved = load({name: state[name] for name in ("parameters", "reference")})
         weights = {kind: dict(tensors) for kind, tensors in saved.items()}
-        del saved
+        del saved  # `_exchange` frees each tensor that it has copied, unless somebody else holds it
         self._exchange(weights)
         try:
             self._put(state, load_part or load, self._parts.by_name)
@@ -135,7 +135,7 @@ class RunState:
                     part.load_state_dict(load(state["parts"][name]))
                 except Exception as error:
                     raise CheckpointError(f"{name}: {error}") from error
-        restore_random_state(load(state["random"]))
+        restore_random_state(load(state["random"]))  # last, because a part may draw while it is restored
 
     def _exchange(self, weights: dict[str, dict[str, Tensor]]) -> None:
         """Put the weights into the policy and the reference, and their present weights into `weights`, tensor by tensor."""

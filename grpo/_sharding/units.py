@@ -32,6 +32,7 @@ def units_of(policy: Any) -> tuple[list[nn.Module], list[nn.Module]]:
             "returns its modules, or use Replicated."
         )
     contained = {id(part) for unit in units for part in unit.modules() if part is not unit}
+    # inside out, because `fully_shard` gives a module the weights that no module inside has taken
     inner = sorted((unit for unit in units if id(unit) in contained), key=lambda unit: len(list(unit.modules())))
     outer = [unit for unit in units if id(unit) not in contained]
     _require_divisible(name, inner, outer)

@@ -101,6 +101,7 @@ class _Decoder:
             case {"$tuple": list(entries), **rest} if not rest:
                 return tuple(inner(entry) for entry in entries)
             case dict():
+                # a mark of a newer version must not become a plain dict
                 unknown = [key for key in value if key.startswith("$")]
                 if unknown:
                     raise ValueError(f"{unknown[0]!r} is not a marker of this version, or lacks its values")

@@ -138,6 +138,7 @@ class PolicyProbe:
 
     def only(self, *methods: str) -> Any:
         """Return an object with the policy's six required methods and `methods`, to test one optional method at a time."""
+        # a class, because messages name a policy by its class; staticmethod, because the methods are bound already
         kept = {name: staticmethod(getattr(self.policy, name)) for name in (*POLICY_METHODS, *methods)}
         return type(self.name, (), kept)()
 
@@ -290,6 +291,7 @@ def left_as_found(policy: Any) -> Iterator[None]:
     """
     saved = {name: (value.device, value.detach().clone()) for name, value in _tensors(policy).items()}
     state: Any = None
+    # the state of a plain module is its parameters and buffers, which are put back below without a second copy
     if isinstance(policy, HasState) and type(policy).state_dict is not nn.Module.state_dict:
         with suppress(Exception):
             state = copy.deepcopy(policy.state_dict())
