@@ -61,7 +61,7 @@ class CheckpointFolder:
         self.folder = as_path(folder)
         self.keep_last = keep_last
         self._asynchronous = asynchronous
-        self._lock: FolderLock | None = None
+        self._held = ExitStack()
         self._is_entered = False
         self._pending: Future[None] | None = None
         self._has_warned = False
@@ -71,8 +71,7 @@ class CheckpointFolder:
         with self._engine.together(), typed_errors(self.folder):
             if self._engine.rank == 0:
                 make_folder(self.folder)
-                lock = FolderLock(self.folder / ".lock", self.folder)
-                self._lock = lock.__enter__()
+                self._held.enter_context(FolderLock(self.folder / ".lock", self.folder))
         self._engine.gather_objects(None)  # no rank goes on before the folder is locked
         self._is_entered = True
         return self
@@ -89,9 +88,7 @@ class CheckpointFolder:
             error.add_note(str(failure))
         finally:
             self._is_entered = False
-            lock, self._lock = self._lock, None
-            if lock is not None:
-                lock.__exit__(None, None, None)
+            self._held.close()
 
     def save(self, state: Mapping[str, Any], *, iteration: int, update: int | None = None, score: float | None) -> Path:
         """Write one checkpoint. Once it is written, delete the checkpoints that are neither among the newest nor the best.
