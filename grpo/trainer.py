@@ -22,7 +22,7 @@ from ._running.run import Run, at_least_one, opened_folder
 from ._running.safe_points import SafePoints
 from ._running.samples import samples_of
 from ._running.schedule import set_learning_rate
-from ._running.state import HasSnapshot, RunState
+from ._running.state import RunState
 from ._running.state_source import StateSource
 from ._running.waits import sleep_and_tell
 from ._updating.requirements import settings_of_a_run
@@ -58,10 +58,10 @@ class GRPOTrainer(Learner):
         self.in_progress = IterationInProgress(self.updates.context, self.meter)
         self.ahead = Ahead(self.config, self.collector, self.sampler, self.engine, self.interrupts, self.counters)
         self.parts.add(progress=self.progress, in_progress=self.in_progress, ahead=self.ahead)
-        snapshots: dict[str, HasSnapshot] = {
-            "replay": self.updates.replay,
-            "in_progress": self.in_progress,
-            "ahead": self.ahead,
+        snapshots: dict[str, Callable[[], Any]] = {
+            "replay": self.updates.replay.snapshot,
+            "in_progress": self.in_progress.snapshot,
+            "ahead": self.ahead.snapshot,
         }
         self.run_state = RunState(self.parts, self.config, self.engine, snapshots)
         self.safe_points = SafePoints(

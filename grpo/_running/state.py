@@ -1,7 +1,7 @@
 """The state of a trainer: captured between two changes of the weights, and restored completely or not at all."""
 
 from collections.abc import Callable, Container, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,22 +26,21 @@ WITHOUT_EFFECT = ("seed", "device")
 """Settings that may differ when a run is resumed: the checkpoint holds the random generators, and any device will do."""
 
 
-@runtime_checkable
-class HasSnapshot(Protocol):
-    """A part that knows what of its state has to be copied."""
-
-    def snapshot(self) -> Any:
-        """The state as it is now, whatever changes later, or a function that returns it and may copy from the device."""
-
-
 class RunState:
-    """The state of a trainer, which is captured between two changes of the weights, and restored completely or not at all."""
+    """The state of a trainer, which is captured between two changes of the weights, and restored completely or not at all.
+
+    Args:
+        parts: The parts of the trainer.
+        config: Its settings.
+        engine: Joins the ranks.
+        snapshots: For parts that know what of their state has to be copied: a function that returns the state as it is now,
+            whatever changes later, or a further function that returns it and may copy from the device.
+    """
 
     def __init__(
-        self, parts: Parts, config: GRPOConfig, engine: Engine, snapshots: Mapping[str, HasSnapshot] | None = None
+        self, parts: Parts, config: GRPOConfig, engine: Engine, snapshots: Mapping[str, Callable[[], Any]]
     ) -> None:
-        self._parts, self._config, self._engine = parts, config, engine
-        self._snapshots = snapshots or {}
+        self._parts, self._config, self._engine, self._snapshots = parts, config, engine, snapshots
 
     def state_dict(self, passing: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Everything that an exact resume needs. Tensors are not copied.
@@ -73,7 +72,7 @@ class RunState:
             return is_dense(value) and self._address_of(value) in weights
 
         states = {
-            name: self._snapshots[name].snapshot() if name in self._snapshots else _copied(part.state_dict(), is_weight)
+            name: self._snapshots[name]() if name in self._snapshots else _copied(part.state_dict(), is_weight)
             for name, part in self._parts.by_name.items()
             if name not in self._parts.lasting
         }
