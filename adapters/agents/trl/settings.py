@@ -113,7 +113,7 @@ SETTINGS = {
     "policy.options.prompt_column": Setting(trl="train_dataset"),
     "policy.options.end_token_ids": Setting(note="those of the tokenizer and of the model's generation config"),
     "policy.options.exact_entropy": Setting(note="TRL always computes it"),
-    "policy.options.exact_kl_top": Setting(only=(None,), note="TRL estimates the KL"),
+    "policy.options.exact_kl_top": Setting(note="TRL estimates the KL"),
     "policy.options.router_aux_loss_coef": Setting(note="TRL takes the model's, over all tokens of a forward pass"),
     "policy.options.mask_truncated": Setting(trl="mask_truncated_completions"),
     "policy.options.max_tokens_per_forward": Setting(note="TRL counts rows, not tokens: use `micro_batch_size`"),
