@@ -1,4 +1,4 @@
-"""Every preset learns: its advantage, objective and KL control, at the sizes and the learning rate of two small tasks.
+"""Every preset that learns from rewards does so: its advantage, objective and KL control, at the sizes and the learning rate of two small tasks.
 
 The bandit moves, so that what was learned has to be unlearned; the sequences have ragged steps. In both, an iteration makes
 up to four updates, so that ratios leave 1 and clips act. Two seeds are slow tests, three more are among the longest.
@@ -65,6 +65,11 @@ REQUIRED = {
     "balanced": Required(0.60, 0.35),
     "aggressive": Required(0.60, 0.35),
 }
+
+
+def test_every_preset_is_here_but_the_one_that_learns_from_a_teacher() -> None:
+    """It has tests of its own in `tests/unit/distillation`."""
+    assert set(PRESETS) - set(REQUIRED) == {"on_policy_distillation"}
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +169,7 @@ def assert_learns_to_write(name: str, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", REQUIRED)
 def test_every_preset_learns_both_tasks(name: str, seed: int, subtests: pytest.Subtests) -> None:
     with subtests.test(task="bandit"):
         assert_follows_the_bandit(name, seed)
@@ -194,7 +199,7 @@ def test_the_conversation_presets_learn_more_without_the_kl(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["dapo", *(pytest.param(name, marks=pytest.mark.faults) for name in PRESETS if name != "dapo")]
+    "name", ["dapo", *(pytest.param(name, marks=pytest.mark.faults) for name in REQUIRED if name != "dapo")]
 )
 def test_broken_advantages_reach_less_than_half_of_what_is_required(name: str, subtests: pytest.Subtests) -> None:
     config, required = PRESETS[name](), REQUIRED[name]
