@@ -87,8 +87,10 @@ def _loaded() -> tuple[dict[str, Tool], tuple[Question, ...]]:
     all_tools: dict[str, Tool] = {}
     found = []
     for file in SINGLE_CALL:
-        answers = {answer["id"]: answer["ground_truth"][0] for answer in _lines(f"possible_answer/BFCL_v4_{file}.json")}
-        for entry in _lines(f"BFCL_v4_{file}.json"):
+        answers = {
+            answer["id"]: answer["ground_truth"][0] for answer in read_lines(f"possible_answer/BFCL_v4_{file}.json")
+        }
+        for entry in read_lines(f"BFCL_v4_{file}.json"):
             functions = {function["name"]: json.dumps(function) for function in entry["function"]}
             for name in [name for name in functions if name not in all_tools]:
                 all_tools[name] = _tool(functions[name])
@@ -115,7 +117,7 @@ def questions(names: Iterable[str] | None = None) -> list[Question]:
 
 def irrelevant() -> dict[str, list[str]]:
     """The 1,124 requests for which no offered function is right, by file."""
-    return {file: [_text(entry) for entry in _lines(f"BFCL_v4_{file}.json")] for file in IRRELEVANT}
+    return {file: [_text(entry) for entry in read_lines(f"BFCL_v4_{file}.json")] for file in IRRELEVANT}
 
 
 def catalogue_of(min_questions: int) -> ToolCatalogue:
@@ -240,8 +242,11 @@ def _first(allowed: Sequence[Any]) -> Any:
 
 @functools.cache
 def _tool(definition: str) -> Tool:
-    """A function of BFCL, as JSON, as a tool that is never called."""
-    function = json.loads(definition)
+    return tool_of(json.loads(definition))
+
+
+def tool_of(function: Mapping[str, Any]) -> Tool:
+    """A function of BFCL as a tool that is never called."""
     parameters = {"required": []} | _schema(function["parameters"])
     return Tool(
         name=function["name"], description=function["description"], function=_never_called, parameters=parameters
@@ -276,9 +281,18 @@ def _key(question: Question) -> str:
     return " ".join(question.text.split()).casefold()
 
 
-def _lines(name: str) -> list[dict[str, Any]]:
-    path = _folder("bfcl_eval", "bfcl-eval") / "data" / name
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+def read_folder(name: str) -> list[str]:
+    """The files in a folder of BFCL's data, for `read_lines`."""
+    return [f"{name}/{path.name}" for path in (_data() / name).iterdir()]
+
+
+def read_lines(name: str) -> list[dict[str, Any]]:
+    """The entries of a file of BFCL."""
+    return [json.loads(line) for line in (_data() / name).read_text(encoding="utf-8").split("\n") if line.strip()]
+
+
+def _data() -> Path:
+    return _folder("bfcl_eval", "bfcl-eval") / "data"
 
 
 def _folder(module: str, package: str) -> Path:

