@@ -1,7 +1,8 @@
-"""What a few requests per tool teach: held-out accuracy by the number of requests per tool, on two catalogues.
+"""What a few requests per tool teach: held-out accuracy by the number of requests per tool, on three catalogues.
 
-The catalogues are 30 functions of NumPy with their own docstrings (`_numpy_tools`), and 74 functions of BFCL (`_bfcl`). Many
-functions of BFCL have fewer requests than a row says. Each split has its own training requests and held-out requests.
+The catalogues are 30 functions of NumPy with their own docstrings (`_numpy_tools`), 37 functions of BFCL's conversations
+(`_conversations`), and the 74 functions of BFCL's single calls that have at least four requests (`_bfcl`). Many functions of
+BFCL have fewer requests than a row says. Each split has its own training requests and held-out requests.
 
     python -m benchmarks.tools_few                               # about half an hour
     python -m benchmarks.tools_few --catalogues NumPy --encoders WordLlama --seeds 2 --numbers 2
@@ -32,24 +33,27 @@ from adapters.tools import (
 from adapters.tools.policy.fitting import has_right_tool
 from adapters.tools.policy.threshold import best_threshold
 from adapters.tools.text.encoders import CachedEncoder, Encoder
-from benchmarks import _bfcl, _numpy_tools
+from benchmarks import _bfcl, _conversations, _numpy_tools
 from benchmarks.tools_bfcl import REGULARISATION, no_values
 from grpo import GRPOConfig, GRPOTrainer, GRPOWarning, ObjectiveConfig
 
-CONFIG = GRPOConfig(group_size=8, objective=ObjectiveConfig(aggregation="row_sum", entropy_coef=0.03))
-"""Settings of GRPO, beside the learning rate: those of the guide."""
-
-RATES = (0.05, 0.01)
-"""Learning rates of GRPO."""
+CONFIG = GRPOConfig(
+    group_size=8, learning_rate=0.01, objective=ObjectiveConfig(aggregation="row_sum", entropy_coef=0.03)
+)
+"""Settings of GRPO: those of the guide."""
 
 NUM_ITERATIONS = 30
 """Iterations of GRPO, each with all training requests."""
 
-NUMBERS = {"NumPy": (2, 3, 4), "BFCL": (2, 5, 10, 20)}
+NUMBERS = {"NumPy": (2, 3, 4), "conversations": (2, 5, 10, 20), "BFCL": (2, 5, 10, 20)}
 """Numbers of training requests per tool."""
 
+HEAD = f"""
+| per tool | encoder | untrained | all | fit | share | fit - untrained | least | fit - all | least |
+|{"---|" * 10}"""
+"""Head of the tables of `fit` and of GRPO."""
+
 ENCODERS = ("hashing", "WordLlama", "WordLlama + fitted")
-PARTS = ("fit", "grpo", "threshold")
 
 Split = tuple[ToolCatalogue, list[ToolTask], list[ToolTask]]
 
@@ -64,6 +68,8 @@ def split(catalogue: str, num_per_tool: int, seed: int) -> Split:
     """The tools, the training tasks and the held-out tasks of a split."""
     if catalogue == "NumPy":
         return _numpy_tools.catalogue(), *_numpy_tools.split(num_per_tool, seed)
+    if catalogue == "conversations":
+        return _conversations.catalogue(), *_conversations.split(num_per_tool, seed)
     tools = _bfcl.catalogue_of(4)
     training, validation, held_out = _bfcl.split(_bfcl.questions(tools), seed)
     of_tool: dict[str, list[_bfcl.Question]] = {}
@@ -93,34 +99,32 @@ def accuracy(policy: ToolSelectionPolicy, tasks: Sequence[ToolTask]) -> float:
     return float(has_right_tool(policy, tasks).mean())
 
 
-def fitted(data: Split, encoder: str) -> dict[str, float]:
+def fitted(data: Split, encoder: str, seed: int) -> dict[str, float]:  # noqa: ARG001  # as `rewarded` is called
     """Accuracies before and after `fit`, and after keeping everything that is learned."""
     policy, all_the_way = new_policy(data, encoder), new_policy(data, encoder)
     found = {"untrained": accuracy(policy, data[2])}
     all_the_way.fit(data[1], num_folds=1)
-    found["num_folds=1"] = accuracy(all_the_way, data[2])
+    found["all"] = accuracy(all_the_way, data[2])
     report = policy.fit(data[1])
     return {**found, "fit": accuracy(policy, data[2]), "share": report.share}
 
 
 def rewarded(data: Split, encoder: str, seed: int) -> dict[str, float]:
-    """Accuracies before and after GRPO, with weights that are free and with weights that are held."""
+    """The same with GRPO, which sees the rewards of its own calls only."""
     tool_of = {task.text: task.tool for task in data[1]}
+    policy = new_policy(data, encoder)
+    found = {"untrained": accuracy(policy, data[2])}
 
     def right(states: Sequence[ToolTask], calls: Sequence[ToolCall]) -> list[float]:
         return [float(call.tool == tool_of[state.text]) for state, call in zip(states, calls, strict=True)]
 
-    found = {"untrained": accuracy(new_policy(data, encoder), data[2])}
-    for rate, (name, strength) in itertools.product(RATES, (("free", 0.0), ("held", 0.05))):
-        torch.manual_seed(seed)
-        policy = new_policy(data, encoder)
-        policy.hold_weights(num_requests=len(data[1]), strength=strength)
-        trainer = GRPOTrainer(config=replace(CONFIG, learning_rate=rate), policy=policy, reward_model=right)
-        for _ in range(NUM_ITERATIONS):
-            trainer.step(data[1])
-        found[f"{name}, rate {rate}"] = accuracy(policy, data[2])
-        found[f"{name}, rate {rate}, training"] = accuracy(policy, data[1])
-    return found
+    def train(tasks: Sequence[ToolTask]) -> None:
+        trainer = GRPOTrainer(config=replace(CONFIG, seed=seed), policy=policy, reward_model=right)
+        trainer.train(tasks, num_iterations=NUM_ITERATIONS, progress=False)
+        found["all"] = accuracy(policy, data[2])  # at last that of the training with all tasks
+
+    report = policy.fit_to_rewards(data[1], train, right)
+    return {**found, "fit": accuracy(policy, data[2]), "share": report.share}
 
 
 def others(data: Split) -> dict[str, float]:
@@ -174,7 +178,52 @@ def confidences(policy: ToolSelectionPolicy, tasks: Sequence[ToolTask]) -> list[
     return [best.confidence for [best] in policy.predict_top(tasks, 1)]
 
 
-def row(title: str, runs: Sequence[dict[str, float]]) -> None:
+def compared(runs: Sequence[dict[str, float]], after: str, before: str) -> str:
+    """A paired difference over the splits as two cells: its mean with its standard error, and the least."""
+    found = [run[after] - run[before] for run in runs]
+    error = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
+    return f"{statistics.fmean(found):+.3f} ± {error:.3f} | {min(found):+.3f}"
+
+
+def print_kept(
+    measure: Callable[[Split, str, int], dict[str, float]],
+    catalogue: str,
+    numbers: Sequence[int],
+    encoders: Sequence[str],
+    seeds: Sequence[int],
+) -> None:
+    """Print the table of `fit` or of GRPO, and the accuracies of other methods."""
+    print(HEAD, flush=True)
+    by_others = {}
+    for num in numbers:
+        of_seed = {seed: split(catalogue, num, seed) for seed in seeds}
+        of_encoder = {encoder: [measure(data, encoder, seed) for seed, data in of_seed.items()] for encoder in encoders}
+        of_encoder["all encoders"] = [run for runs in of_encoder.values() for run in runs]
+        for encoder, runs in of_encoder.items():
+            means = {name: statistics.fmean(run[name] for run in runs) for name in runs[0]}
+            shown = " | ".join(f"{means[name]:.3f}" for name in ("untrained", "all", "fit"))
+            differences = f"{compared(runs, 'fit', 'untrained')} | {compared(runs, 'fit', 'all')}"
+            print(f"| {num} | {encoder} | {shown} | {means['share']:.2f} | {differences} |", flush=True)
+        by_others[num] = [others(data) for data in of_seed.values()]
+    for num, runs in by_others.items():
+        print_means(f"\n{num} per tool, TF-IDF", runs)
+
+
+def print_threshold(catalogue: str, numbers: Sequence[int], encoders: Sequence[str], seeds: Sequence[int]) -> None:
+    """Print the shares of right answers with thresholds from `numbers` requests of each kind."""
+    for num, encoder in itertools.product(numbers, encoders):
+        runs = [threshold(split(catalogue, 0, seed), encoder, num, seed) for seed in seeds]
+        print_means(f"{num} of each kind, {encoder}", runs)
+
+
+PARTS = {
+    "fit": functools.partial(print_kept, fitted),
+    "grpo": functools.partial(print_kept, rewarded),
+    "threshold": print_threshold,
+}
+
+
+def print_means(title: str, runs: Sequence[dict[str, float]]) -> None:
     """Print the means over the splits, each with its name."""
     shown = "; ".join(f"{name} {statistics.fmean(run[name] for run in runs):.3f}" for name in runs[0])
     print(f"{title}: {shown}", flush=True)
@@ -192,29 +241,9 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", GRPOWarning)  # the tables show what the warnings say
     seeds = range(options.seeds)
-    for part in options.parts:
-        for catalogue in options.catalogues:
-            print(f"\n{part}, {catalogue}, seeds 0 to {seeds[-1]}\n", flush=True)
-            for num in options.numbers or NUMBERS[catalogue]:
-                of_seed = [split(catalogue, 0 if part == "threshold" else num, seed) for seed in seeds]
-                if part == "fit":
-                    row(f"{num}, TF-IDF", [others(data) for data in of_seed])
-                for encoder in options.encoders:
-                    match part:
-                        case "fit":
-                            runs = [fitted(data, encoder) for data in of_seed]
-                            least = min(run["fit"] - run["untrained"] for run in runs)
-                            title = f"{num}, {encoder}, least {least:+.3f}"
-                        case "grpo":
-                            runs = [rewarded(data, encoder, seed) for data, seed in zip(of_seed, seeds, strict=True)]
-                            least = min(run["held, rate 0.01"] - run["untrained"] for run in runs)
-                            title = f"{num}, {encoder}, least {least:+.3f}"
-                        case "threshold":
-                            runs = [
-                                threshold(data, encoder, num, seed) for data, seed in zip(of_seed, seeds, strict=True)
-                            ]
-                            title = f"{num}, {encoder}"
-                    row(title, runs)
+    for part, catalogue in itertools.product(options.parts, options.catalogues):
+        print(f"\n{part}, {catalogue}, seeds 0 to {seeds[-1]}\n", flush=True)
+        PARTS[part](catalogue, options.numbers or NUMBERS[catalogue], options.encoders, seeds)
 
 
 if __name__ == "__main__":

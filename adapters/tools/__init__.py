@@ -59,7 +59,7 @@ from .execution.options import ExecutorOptions
 from .execution.workers import WorkerLimits
 from .learning.buffers import ExperienceBuffer, GroupBuffer, mini_batches
 from .learning.evaluation import Abstention, Accuracy, ToolReport, classify_error, evaluate_tools
-from .learning.held_out import HeldOut, estimate_training
+from .learning.held_out import HeldOut
 from .learning.records import SampleError, ToolGroup, ToolSample
 from .learning.reward_regression import RewardRegression
 from .learning.rewards import (
@@ -90,7 +90,7 @@ __all__ = [
     "ServerLostError", "TaskError", "Tool", "ToolCall", "ToolCatalogue", "ToolError", "ToolExecutor", "ToolGroup",
     "ToolNotAllowedError", "ToolRaisedError", "ToolReport", "ToolResult", "ToolRewards", "ToolSample",
     "ToolSelectionPolicy", "ToolTask", "ToolTimeoutError", "UnknownToolError", "WorkerDiedError", "WorkerLimits",
-    "WorkerLostError", "batch_from_groups", "call_cost", "classify_error", "estimate_training", "evaluate_tools", "executed",
+    "WorkerLostError", "batch_from_groups", "call_cost", "classify_error", "evaluate_tools", "executed",
     "fill_from_request", "groups_from_batch", "latency_cost", "load_tasks", "mini_batches", "right_parameters",
     "right_tool", "save_tasks", "split_tasks", "standard_rewards",
 ]  # fmt: skip

@@ -1,19 +1,13 @@
 """What training changes on requests that it did not learn from, and how many requests would show it."""
 
-import copy
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import fmean, stdev
-from typing import Any, TypeVar
 
-from grpo.arguments import require_integers, require_rows
+from grpo.arguments import require_integers
 from grpo.errors import ConfigError
-
-from .tasks import ToolTask
-
-PolicyT = TypeVar("PolicyT")
 
 VISIBLE = 0.05
 """A difference that an estimate should show: five points of accuracy."""
@@ -69,45 +63,6 @@ class HeldOut:
         if self.is_clear or self.requests_needed <= self.num_requests:
             return found
         return f"{found}; a difference of {VISIBLE} shows from about {self.requests_needed} requests on"
-
-
-def estimate_training(
-    policy: PolicyT,
-    states: Sequence[Any],
-    train: Callable[[PolicyT, Sequence[Any]], Any],
-    score: Callable[[PolicyT, Sequence[Any]], Sequence[float]],
-    *,
-    num_folds: int = 5,
-    seed: int = 0,
-) -> HeldOut:
-    """Estimate by cross-validation what a training changes on requests that it did not learn from. The policy stays as it is.
-
-    Copies of the policy are trained on all folds but one, and scored on that one. Equal texts are in the same fold.
-
-    Args:
-        policy: The policy before training.
-        states: The requests that it is going to learn from: texts, tasks, or any other states.
-        train: Trains a policy in place: `(policy, states) -> anything`.
-        score: Returns one score per state, from 0 to 1: `(policy, states) -> N numbers`.
-        num_folds: Number of trainings. Larger: each copy learns from more requests, and the estimate takes longer.
-        seed: Seed of the division into folds.
-
-    Raises:
-        ConfigError: There are fewer than two different requests, or `num_folds` is below 2.
-    """
-    require_rows("estimate_training: states", states)
-    texts = [state.text if isinstance(state, ToolTask) else state for state in states]
-    keys = [text if isinstance(text, str) else place for place, text in enumerate(texts)]
-    parts = folds(keys, num_folds, seed, owner="estimate_training")
-    before = [float(value) for value in score(policy, states)]
-    after = [0.0] * len(states)
-    for held_out in parts:
-        trained, left_out = copy.deepcopy(policy), set(held_out)
-        train(trained, [state for place, state in enumerate(states) if place not in left_out])
-        found = score(trained, [states[place] for place in held_out])
-        for place, value in zip(held_out, found, strict=True):
-            after[place] = float(value)
-    return HeldOut.of(before, after)
 
 
 def folds(keys: Sequence[Hashable], num_folds: int, seed: int, *, owner: str) -> list[list[int]]:

@@ -1,59 +1,42 @@
-"""How far training may take the weights from their start: a ridge for GRPO, and a share of the way for `fit`."""
+"""How much of what it learns a policy keeps: a share of the way to the trained weights, which held-out requests choose.
 
-from collections.abc import Iterator, Mapping, Sequence
+Axes: N requests, G calls of each, M shares.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float64
 from torch import Tensor
 
 from adapters.tools.catalogue.tools import ToolCatalogue
 from adapters.tools.learning.held_out import HeldOut, folds
 from adapters.tools.learning.tasks import ToolTask
-from grpo.errors import warn_user
+from grpo.errors import ConfigError, warn_user
+from grpo.evaluation import measure_policy
 
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """The shares m among which held-out requests choose."""
 
 AT_ONCE = 512
-"""Held-out tasks that are scored in one forward pass."""
-
-
-class Ridge:
-    """A prior around a start: coef / 2 |w - start|^2.
-
-    Args:
-        parameters: The weights by name, as they are now: the start.
-        coef: Larger keeps the weights closer to the start.
-
-    Source:
-        Hoerl and Kennard 1970, Ridge Regression, Technometrics 12, 55-67, around a start instead of 0.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor], coef: float) -> None:
-        self.coef = coef
-        self.start = {name: value.detach().clone() for name, value in parameters.items()}
-
-    def __call__(self, parameters: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """The penalty of these weights."""
-        squares = [(value - self.start[name].to(value)).square().sum() for name, value in parameters.items()]
-        return self.coef / 2 * torch.stack(squares).sum()
+"""Held-out requests that are measured at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitReport:
-    """Result of `ToolSelectionPolicy.fit`. `print(report)` shows it in one to three lines."""
+    """Result of `ToolSelectionPolicy.fit` and `fit_to_rewards`. `print(report)` shows it in one to three lines."""
 
-    losses: tuple[float, ...]
-    """Mean loss of each epoch on all tasks, in nats."""
     share: float
     """m in start + m (trained - start). 1: the trained weights. 0: the policy is as it was."""
     held_out: HeldOut | None
-    """Share of the requests with a right tool, with the weights before and with the share m. It is slightly too good, because
-    the same requests choose m. None: `num_folds=1`."""
+    """Share of the requests with a right tool, or mean reward, with the weights before and with the share m. It is slightly
+    too good, because the same requests choose m. None: `num_folds=1`."""
     fully_trained: HeldOut | None
     """The same for m = 1, to compare with."""
+    losses: tuple[float, ...] = ()
+    """Mean loss of each epoch of `fit` on all tasks, in nats. Empty after `fit_to_rewards`."""
 
     def __str__(self) -> str:
         """The share and the estimates."""
@@ -112,60 +95,150 @@ class Descent:
 
 def fit(policy: Fits, tasks: Sequence[ToolTask], descent: Descent, num_folds: int) -> FitReport:
     """Carry out `ToolSelectionPolicy.fit` on tasks with a tool."""
+    owner = "ToolSelectionPolicy.fit"
     _total_loss(policy, tasks)  # a task that cannot be learned is refused before any weight changes
+    if num_folds == 1:
+        return FitReport(losses=descent(policy, tasks), share=1.0, held_out=None, fully_trained=None)
+
+    def measure(places: Sequence[int]) -> tuple[float, Tensor]:
+        some = [tasks[place] for place in places]
+        return _total_loss(policy, some), has_right_tool(policy, some)
+
+    trials = _cross_validated(
+        policy,
+        folds([task.text for task in tasks], num_folds, descent.seed, owner=owner),
+        train=lambda places: descent(policy, [tasks[place] for place in places]),
+        measure=measure,
+    )
+    # The loss of large weights is high where they are wrong, so it prefers smaller weights to those that choose best.
+    clear = trials.of(1.0).is_clear and trials.of(1.0).gain > 0
     start = _weights(policy)
-    found = None if num_folds == 1 else _cross_validated(policy, tasks, start, descent, num_folds)
     losses = descent(policy, tasks)
-    if found is None:
-        return FitReport(losses=losses, share=1.0, held_out=None, fully_trained=None)
-    share, held_out, fully_trained = found
-    _set(policy, start, _weights(policy), share)
-    report = FitReport(losses=losses, share=share, held_out=held_out, fully_trained=fully_trained)
-    if share == 0 or held_out.gain < 0:
-        what = (
-            "the weights stay as they were, because what other requests teach does not help on a held-out request"
-            if share == 0
-            else "fewer held-out requests get a right tool than before, although the right tools become likelier"
-        )
-        shown = "; ".join(str(report).splitlines())
-        warn_user(
-            f"ToolSelectionPolicy.fit: {what}. {shown}. Pass more requests per tool, or num_folds=1 to keep everything that "
-            "is learned."
-        )
+    report = _kept(policy, start, trials, 1.0 if clear else trials.best, losses)
+    falls = "fewer held-out requests get a right tool than before, although the right tools become likelier"
+    _warn(owner, report, falls, "num_folds=1 to keep everything that is learned")
     return report
 
 
-def _cross_validated(
-    policy: Fits, tasks: Sequence[ToolTask], start: Sequence[Tensor], descent: Descent, num_folds: int
-) -> tuple[float, HeldOut, HeldOut]:
-    """The share that is kept, its estimate, and the estimate of the trained weights.
+def fit_to_rewards(
+    policy: Any,
+    requests: Sequence[Any],
+    train: Callable[[Sequence[Any]], Any],
+    reward_model: Any,
+    *,
+    num_folds: int,
+    num_calls: int,
+    seed: int,
+) -> FitReport:
+    """Carry out `ToolSelectionPolicy.fit_to_rewards`.
 
-    It is the share with the lowest loss on held-out tasks. That of large weights is high where they are wrong, so it prefers
-    smaller ones to those that choose best. Therefore the share is 1 if the trained weights have clearly more right tools.
+    The loss of a request is -log((sum of the rewards of its G calls + 1/2) / (G + 1)): -log of the mean reward, where 1/2 keeps
+    it finite. If the right call has reward 1 and others 0, this estimates -log pi(right call), the loss of `fit`.
     """
+    owner = "ToolSelectionPolicy.fit_to_rewards"
+
+    def measure(places: Sequence[int]) -> tuple[float, Tensor]:
+        some = [requests[place] for place in places]
+        rewards = measure_policy(
+            policy, some, reward_model, num_actions_per_state=num_calls, batch_size=AT_ONCE, seed=seed, progress=False
+        ).rewards
+        if not bool(((rewards >= 0) & (rewards <= 1) | rewards.isnan()).all()):
+            raise ConfigError(
+                f"{owner}: rewards must be from 0 to 1; got from {rewards.min():.3g} to {rewards.max():.3g}. Scale them."
+            )
+        means = rewards.nanmean(1)
+        return -float(((means * num_calls + 0.5) / (num_calls + 1)).log().sum()), means
+
+    texts = [request.text if isinstance(request, ToolTask) else request for request in requests]
+    keys: list[Hashable] = [text if isinstance(text, str) else place for place, text in enumerate(texts)]
+    parts = folds(keys, num_folds, seed, owner=owner)
+    trials = _cross_validated(
+        policy, parts, train=lambda places: train([requests[place] for place in places]), measure=measure
+    )
+    start = _weights(policy)
+    train(requests)
+    report = _kept(policy, start, trials, trials.best)
+    falls = "the mean reward of held-out requests falls, although fewer of them earn nothing"
+    _warn(owner, report, falls, "train without fit_to_rewards to keep everything that is learned")
+    return report
+
+
+class _Weights(Protocol):
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Trials:
+    """What cross-validation found for each of `SHARES`."""
+
+    losses: Float64[Tensor, " M"]
+    scores: Float64[Tensor, "M N"]
+
+    @property
+    def best(self) -> float:
+        """The share with the lowest loss."""
+        return SHARES[int(self.losses.argmin())]
+
+    def of(self, share: float) -> HeldOut:
+        """The estimate for a share."""
+        return HeldOut.of(self.scores[0].tolist(), self.scores[SHARES.index(share)].tolist())
+
+
+def _cross_validated(
+    policy: _Weights,
+    parts: Sequence[Sequence[int]],
+    *,
+    train: Callable[[Sequence[int]], Any],
+    measure: Callable[[Sequence[int]], tuple[float, Tensor]],
+) -> _Trials:
+    """Train without each part in turn, and measure each share on that part. The weights are then as they were.
+
+    Args:
+        policy: The policy.
+        parts: The places of the requests of each part.
+        train: Trains the policy in place on the requests at some places.
+        measure: The sum of the losses of the requests at some places, and a score of each.
+    """
+    start = _weights(policy)
+    num_requests = sum(map(len, parts))
     losses = torch.zeros(len(SHARES), dtype=torch.float64)
-    right = torch.zeros(len(SHARES), len(tasks))
+    scores = losses.new_zeros(len(SHARES), num_requests)
     try:
-        for places in folds([task.text for task in tasks], num_folds, descent.seed, owner="ToolSelectionPolicy.fit"):
-            left_out, held = set(places), [tasks[place] for place in places]
-            _set(policy, start, start, 0.0)
-            descent(policy, [task for place, task in enumerate(tasks) if place not in left_out])
+        for places in parts:
+            left_out = set(places)
+            train([place for place in range(num_requests) if place not in left_out])
             trained = _weights(policy)
             for row, share in enumerate(SHARES):
                 _set(policy, start, trained, share)
-                losses[row] += _total_loss(policy, held)
-                right[row, places] = has_right_tool(policy, held)
+                loss, scores[row, places] = measure(places)
+                losses[row] += loss
+            _set(policy, start, start, 0.0)
     finally:
         _set(policy, start, start, 0.0)
-    best = int(losses.argmin())
-    held_out, fully_trained = (HeldOut.of(right[0].tolist(), right[row].tolist()) for row in (best, -1))
-    if fully_trained.is_clear and fully_trained.gain > 0:
-        return 1.0, fully_trained, fully_trained
-    return SHARES[best], held_out, fully_trained
+    return _Trials(losses, scores)
+
+
+def _kept(
+    policy: _Weights, start: Sequence[Tensor], trials: _Trials, share: float, losses: tuple[float, ...] = ()
+) -> FitReport:
+    """Go back to a share of the way to the policy's weights."""
+    _set(policy, start, _weights(policy), share)
+    return FitReport(share=share, held_out=trials.of(share), fully_trained=trials.of(1.0), losses=losses)
+
+
+def _warn(owner: str, report: FitReport, falls: str, otherwise: str) -> None:
+    """Warn if the policy stays as it was, or if its estimate falls."""
+    if report.held_out is None or (report.share > 0 and report.held_out.gain >= 0):
+        return
+    stays = "the weights stay as they were, because what other requests teach does not help on a held-out request"
+    shown = "; ".join(str(report).splitlines())
+    warn_user(
+        f"{owner}: {stays if report.share == 0 else falls}. {shown}. Pass more requests per tool, or {otherwise}."
+    )
 
 
 @torch.no_grad()
-def has_right_tool(policy: Fits, tasks: Sequence[ToolTask]) -> Float[Tensor, " N"]:
+def has_right_tool(policy: Fits, tasks: Sequence[ToolTask]) -> Float64[Tensor, " N"]:
     """1 for each task whose most likely tool is that of a right call, otherwise 0."""
     names = list(policy.catalogue)
     chosen = [tool for part in _parts(tasks) for tool in policy.tool_probabilities(part).argmax(1).tolist()]
@@ -173,7 +246,7 @@ def has_right_tool(policy: Fits, tasks: Sequence[ToolTask]) -> Float[Tensor, " N
         any(call is not None and call.tool == names[tool] for call in task.right_calls)
         for tool, task in zip(chosen, tasks, strict=True)
     ]
-    return torch.tensor(right, dtype=torch.float32)
+    return torch.tensor(right, dtype=torch.float64)
 
 
 @torch.no_grad()
@@ -186,12 +259,12 @@ def _parts(tasks: Sequence[ToolTask]) -> Iterator[Sequence[ToolTask]]:
     return (tasks[i : i + AT_ONCE] for i in range(0, len(tasks), AT_ONCE))
 
 
-def _weights(policy: Fits) -> list[Tensor]:
+def _weights(policy: _Weights) -> list[Tensor]:
     return [value.detach().clone() for value in policy.parameters()]
 
 
 @torch.no_grad()
-def _set(policy: Fits, start: Sequence[Tensor], trained: Sequence[Tensor], share: float) -> None:
+def _set(policy: _Weights, start: Sequence[Tensor], trained: Sequence[Tensor], share: float) -> None:
     """Set the weights to start + share (trained - start)."""
     for value, first, last in zip(policy.parameters(), start, trained, strict=True):
         value.copy_(last if share == 1 else first + share * (last - first))

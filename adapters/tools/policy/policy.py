@@ -28,7 +28,7 @@ from grpo.errors import ConfigError, ContractError, warn_user
 from grpo.types import ActionScores, SampledActions
 
 from .distribution import CallDistribution, Prediction, ToolNetwork, offset_of_added
-from .fitting import Descent, FitReport, Ridge, fit
+from .fitting import Descent, FitReport, fit, fit_to_rewards
 from .menu import Fill, Menu
 from .saved import SavedPolicy, save_policy
 from .threshold import confirmed_threshold
@@ -74,8 +74,6 @@ class ToolSelectionPolicy(nn.Module):
     threshold: float = 0.0
     """`predict` calls no tool if the confidence is lower. From 0 to 1; `calibrate_threshold` sets it. Set it last: training and
     other tools change confidences."""
-    penalty: Callable[[], Tensor] | None = None
-    """The ridge that `hold_weights` switches on, which GRPO adds to the loss of each update (`grpo.HasPenalty`)."""
 
     def __init__(
         self,
@@ -102,7 +100,6 @@ class ToolSelectionPolicy(nn.Module):
         self.describe, self.fill, self.available = describe, fill, available
         self.menu = Menu(catalogue, self.encoder)
         self.network = ToolNetwork(num_features, self.menu.tool_vectors.shape[1], hidden)
-        self._ridge: Ridge | None = None
 
     @property
     def catalogue(self) -> ToolCatalogue:
@@ -216,30 +213,43 @@ class ToolSelectionPolicy(nn.Module):
         descent = Descent(num_epochs=num_epochs, learning_rate=learning_rate, batch_size=batch_size, seed=seed)
         return fit(self, with_tool, descent, num_folds)
 
-    def hold_weights(self, *, num_requests: int, strength: float = 0.05) -> None:
-        """Hold the weights near what they are now, in GRPO training: `penalty()` = strength / (2 num_requests) |w - now|^2.
+    def fit_to_rewards(
+        self,
+        requests: Sequence[Any],
+        train: Callable[[Sequence[Any]], Any],
+        reward_model: Any,
+        *,
+        num_folds: int = 5,
+        num_calls: int = 8,
+        seed: int = 0,
+    ) -> FitReport:
+        """Train from rewards, and keep a share of the way to the trained weights, as `fit` does.
 
-        Call it before the trainer is made. Without it, a policy that earns every reward of a few training requests can be worse
-        on other requests than an untrained one. `estimate_training` estimates what a training changes.
+        GRPO by itself can earn every reward of a few training requests, and be worse on other requests than before. Here the
+        policy is trained without each fold in turn. The share m has the lowest mean of -log(mean reward) on the folds that were
+        left out, where the mean reward is that of calls drawn from the policy. Then the policy is trained on all requests, and
+        its weights become start + m (trained - start). m = 0 is a candidate. A warning says so if the policy stays as it is, or
+        if the estimate of its mean reward falls.
 
         Args:
-            num_requests: Number of different requests that the policy is going to learn from.
-            strength: Larger keeps the weights closer. 0 switches the penalty off.
+            requests: Texts, tasks or other states, with at least two different texts. A few per tool.
+            train: Trains this policy on some of the requests: `requests -> anything`. It makes a new trainer each time.
+            reward_model: The trainer's: a `RewardModel`, or a plain `(requests, calls) -> rewards`, with rewards from 0 to 1.
+            num_folds: Number of folds, from 2 on. More: better estimates, and one more training each.
+            num_calls: Calls of each held-out request that are rewarded, for each of 12 shares. More: better estimates.
+            seed: Seed of the folds, and of the calls that are rewarded.
+
+        Returns:
+            m, and the estimated mean reward on held-out requests before and after. `print` shows them.
 
         Raises:
-            ConfigError: A number is out of range.
+            ConfigError: There are fewer than two different requests, a number is out of range, or a reward is not from 0 to 1.
         """
-        owner = "ToolSelectionPolicy.hold_weights"
-        require_integers(owner, 1, num_requests=num_requests)
-        require_numbers(owner, strength=strength)
-        if strength < 0:
-            raise ConfigError(f"{owner}: strength must be at least 0; got {strength}. 0 switches the penalty off.")
-        self._ridge = Ridge(self.get_parameters(), strength / num_requests) if strength else None
-        self.penalty = self._penalty if strength else None  # a learner does not ask a policy whose method is None
-
-    def _penalty(self) -> Tensor:
-        assert self._ridge is not None
-        return self._ridge(self.get_parameters())
+        owner = "ToolSelectionPolicy.fit_to_rewards"
+        require_rows(f"{owner}: requests", requests)
+        require_integers(owner, 1, num_calls=num_calls)
+        self._warn_of_threshold("fit_to_rewards")
+        return fit_to_rewards(self, requests, train, reward_model, num_folds=num_folds, num_calls=num_calls, seed=seed)
 
     def loss(self, tasks: Sequence[ToolTask]) -> Float[Tensor, ""]:
         """Mean over tasks with a tool of -log(sum over the right calls of pi(call | request)), in nats."""
@@ -348,15 +358,12 @@ class ToolSelectionPolicy(nn.Module):
         return policy
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The calibration, which is part of `state_dict`, and the weights at which `hold_weights` holds the policy."""
-        held = {} if self._ridge is None else {"start": self._ridge.start}
-        return {"threshold": self.threshold, "offsets": self.menu.offset_of, **held}
+        """The calibration, which is part of `state_dict`."""
+        return {"threshold": self.threshold, "offsets": self.menu.offset_of}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore what `get_extra_state` returned. Offsets of tools that the catalogue lacks are ignored."""
         self.threshold = state["threshold"]
-        if self._ridge is not None and "start" in state:
-            self._ridge.start = dict(state["start"])
         self.menu.set_offsets(state["offsets"])
 
     def distribution(self, states: Any) -> CallDistribution:

@@ -35,7 +35,7 @@ def save_policy(
         encoder: The policy's encoder.
     """
     tensors = dict(state)
-    calibration = {name: value for name, value in tensors.pop("_extra_state").items() if name != "start"}
+    calibration = tensors.pop("_extra_state")
     description: dict[str, Any] = {
         "sizes": dict(sizes),
         "calibration": calibration,
