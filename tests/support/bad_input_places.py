@@ -319,6 +319,11 @@ def trained(**arguments: Any) -> Any:
         return after(trainer, trainer.train(given.pop("states"), **given))
 
 
+def giving(value: Any) -> Callable[[], Any]:
+    """A `like` that gives this value."""
+    return lambda: value
+
+
 def places() -> list[Place]:
     """Every place where a value enters."""
     return [
@@ -344,7 +349,7 @@ def of_the_trainer() -> Iterator[Place]:
         *("config", "policy", "reward_model", "reference_policy", "optimizer", "lr_scheduler"),
         *("objective", "advantages", "engine"),
     ):
-        yield Place(entry="GRPOTrainer", name=name, call=partial(built, name))
+        yield Place("GRPOTrainer", name, partial(built, name))
 
     def with_function(name: str, value: Any) -> Any:
         policy = Plain()
@@ -353,10 +358,8 @@ def of_the_trainer() -> Iterator[Place]:
         )
         return stepped(trainer)
 
-    yield Place(
-        entry="GRPOTrainer", name="advantages() returns", call=partial(with_function, "advantages"), like=REWARDS.clone
-    )
-    yield Place(entry="GRPOTrainer", name="objective() returns", call=partial(with_function, "objective"))
+    yield Place("GRPOTrainer", "advantages() returns", partial(with_function, "advantages"), REWARDS.clone)
+    yield Place("GRPOTrainer", "objective() returns", partial(with_function, "objective"))
 
 
 def of_policies() -> Iterator[Place]:
@@ -365,10 +368,10 @@ def of_policies() -> Iterator[Place]:
             policy = kind(only_in_updates=only_in_updates, **{method: value})
             return stepped(trainer_of(policy, **settings))
 
-        yield Place(entry="what policies return", name=f"{kind.__name__}.{method}", call=called, like=like)
+        yield Place("what policies return", f"{kind.__name__}.{method}", called, like)
         if method not in ("get_parameters", "generate_actions", "sample_actions") and "sampled" not in method:
             name = f"{kind.__name__}.{method} in updates"
-            yield Place(entry="what policies return", name=name, call=partial(called, only_in_updates=True), like=like)
+            yield Place("what policies return", name, partial(called, only_in_updates=True), like)
 
     def per_row() -> Tensor:
         return torch.full((NUM_ROWS,), -0.7)
@@ -395,7 +398,7 @@ def of_policies() -> Iterator[Place]:
     yield from place(Scoring, "kl", per_step, **exact_kl)
     yield from place(Sampling, "sample_actions", lambda: SampledActions(actions=[[0] * GROUP] * 2, mask=MASK))
     for name, value in {"actions": [[0] * GROUP] * 2, "mask": MASK, "behaviour_log_probs": per_step()}.items():
-        yield from place(Sampling, f"sampled {name}", lambda value=value: value)  # type: ignore[misc]
+        yield from place(Sampling, f"sampled {name}", giving(value))
     yield from place(Sampling, "sampled scores", lambda: ActionScores(log_probs=per_step(), mask=MASK))
     yield from place(Sampling, "sampled metrics", lambda: {"tokens": 1.0})
     with_kl = {"objective": ObjectiveConfig(kl_coef=0.1)}
@@ -417,7 +420,7 @@ def of_policies() -> Iterator[Place]:
         return stepped(trainer)
 
     parameters = partial(dict, logits=torch.zeros(2))
-    yield Place(entry="what policies return", name="reference get_parameters", call=reference, like=parameters)
+    yield Place("what policies return", "reference get_parameters", reference, parameters)
 
 
 def of_rewards() -> Iterator[Place]:
@@ -425,7 +428,7 @@ def of_rewards() -> Iterator[Place]:
         def call(value: Any) -> Any:
             return stepped(trainer_of(Scoring(), make(value), **settings))
 
-        return Place(entry="what rewards return", name=name, call=call, like=REWARDS.clone)
+        return Place("what rewards return", name, call, REWARDS.clone)
 
     yield place("a function", lambda value: lambda states, actions: value)
     yield place("a function, dropped", lambda value: lambda *_: value, reward=RewardConfig(non_finite="drop"))
@@ -442,37 +445,33 @@ def of_rewards() -> Iterator[Place]:
     gdpo = {"advantage": AdvantageConfig(several_rewards="normalize_each")}
     yield place("a component in GDPO", lambda value: Parts(component=value), **gdpo)
     gae = {"advantage": AdvantageConfig(credit="gae")}
-    yield dataclasses.replace(
-        place("per step", lambda value: lambda *_: value, **gae), like=lambda: STEP_REWARDS.clone()
-    )
+    yield dataclasses.replace(place("per step", lambda value: lambda *_: value, **gae), like=STEP_REWARDS.clone)
 
 
 def of_iterations() -> Iterator[Place]:
     def states_like() -> Any:
         return ["a", "b"]
 
+    yield Place("collect", "states", lambda value: trainer_of().collect(value).rewards, states_like)
+    yield Place("step", "states", lambda value: stepped(trainer_of(), value), states_like)
     yield Place(
-        entry="collect", name="states", call=lambda value: trainer_of().collect(value).rewards, like=states_like
-    )
-    yield Place(entry="step", name="states", call=lambda value: stepped(trainer_of(), value), like=states_like)
-    yield Place(
-        entry="step",
-        name="states of a policy with score_groups",
-        call=lambda value: stepped(trainer_of(Grouping(), micro_batch_size=3, num_epochs_per_update=2), value),
-        like=lambda: torch.zeros(2, 3),
+        "step",
+        "states of a policy with score_groups",
+        lambda value: stepped(trainer_of(Grouping(), micro_batch_size=3, num_epochs_per_update=2), value),
+        lambda: torch.zeros(2, 3),
     )
 
     def with_more(value: Any, **settings: Any) -> Any:
         trainer = trainer_of(reward_model=lambda s, a: [0.0] * len(a), dynamic_sampling_rounds=1)
         return after(trainer, trainer.step(STATES, more_states=value))
 
-    yield Place(entry="step", name="more_states", call=with_more)
-    yield Place(entry="step", name="more_states()", call=lambda value: with_more(lambda: value), like=states_like)
-    yield Place(entry="evaluate", name="states", call=lambda value: trainer_of().evaluate(value), like=states_like)
+    yield Place("step", "more_states", with_more)
+    yield Place("step", "more_states()", lambda value: with_more(lambda: value), states_like)
+    yield Place("evaluate", "states", lambda value: trainer_of().evaluate(value), states_like)
     yield Place(
-        entry="evaluate",
-        name="num_actions_per_state",
-        call=lambda value: trainer_of().evaluate(STATES, num_actions_per_state=value),
+        "evaluate",
+        "num_actions_per_state",
+        lambda value: trainer_of().evaluate(STATES, num_actions_per_state=value),
         without=LARGE,
     )
 
@@ -481,7 +480,7 @@ def of_iterations() -> Iterator[Place]:
         trainer.step(STATES)
         return after(trainer, trainer.update(value))
 
-    yield Place(entry="update", name="batch", call=updated_after_step)
+    yield Place("update", "batch", updated_after_step)
     for name in (
         *(
             "states",
@@ -499,16 +498,14 @@ def of_iterations() -> Iterator[Place]:
         like = states_like if "states" in name else (lambda: None)
         if name == "progress":
             continue  # anything is true or false
-        yield Place(
-            entry="train", name=name, call=lambda value, name=name: trained(**{name: value}), like=like, without=without
-        )
+        yield Place("train", name, lambda value, name=name: trained(**{name: value}), like, without=without)
 
     def drawn(value: Any) -> Any:
         trainer = trainer_of(num_states_per_iteration=2)
         return after(trainer, trainer.train(value, num_iterations=2, progress=False))
 
-    yield Place(entry="train", name="states, 2 per iteration", call=drawn, like=states_like)
-    yield Place(entry="train", name="iteration -> states", call=lambda value: drawn(lambda n: value), like=states_like)
+    yield Place("train", "states, 2 per iteration", drawn, states_like)
+    yield Place("train", "iteration -> states", lambda value: drawn(lambda n: value), states_like)
 
 
 def of_rows() -> Iterator[Place]:
@@ -523,8 +520,8 @@ def of_rows() -> Iterator[Place]:
             few = {"states": [0] * 4, "actions": [0] * 4, "rewards": [0.0, 1.0, 0.0, 2.0], "group_ids": [0, 0, 1, 1]}
             return updated(ExperienceBatch.from_rows(**{**few, name: value}), Plain())
 
-        yield Place(entry="from_rows", name=name, call=rows, like=lambda good=good: good)  # type: ignore[misc]
-        yield Place(entry="from_rows", name=f"{name} of lists", call=few_rows, like=lambda: [0, 1, 0, 2])
+        yield Place("from_rows", name, rows, giving(good))
+        yield Place("from_rows", f"{name} of lists", few_rows, lambda: [0, 1, 0, 2])
 
 
 def of_settings() -> Iterator[Place]:
@@ -533,36 +530,30 @@ def of_settings() -> Iterator[Place]:
     for kind in kinds:
         for one in dataclasses.fields(kind):
             yield Place(
-                entry="settings",
-                name=f"{kind.__name__}.{one.name}",
-                call=lambda value, kind=kind, name=one.name: kind(**{name: value}).to_dict() and None,
+                "settings",
+                f"{kind.__name__}.{one.name}",
+                lambda value, kind=kind, name=one.name: kind(**{name: value}).to_dict() and None,
             )
     for kind in (GRPOConfig, ObjectiveConfig, RewardConfig):
-        yield Place(
-            entry="settings",
-            name=f"{kind.__name__}.from_dict",
-            call=lambda v, k=kind: k.from_dict(v).to_dict() and None,
-        )
+        yield Place("settings", f"{kind.__name__}.from_dict", lambda v, k=kind: k.from_dict(v).to_dict() and None)
 
     def from_dict(name: str, value: Any) -> None:
         GRPOConfig.from_dict({name: value})
 
     for name in ("group_size", "objective", "advantage", "reward", "kl_control", "seed"):
-        yield Place(entry="settings", name=f"from_dict({name}=...)", call=partial(from_dict, name))
+        yield Place("settings", f"from_dict({name}=...)", partial(from_dict, name))
     surrogate = lambda value: GRPOConfig.from_dict({"objective": {"surrogate": value}})  # noqa: E731
-    yield Place(entry="settings", name="from_dict(surrogate)", call=lambda v: surrogate(v) and None)
+    yield Place("settings", "from_dict(surrogate)", lambda v: surrogate(v) and None)
     kind_of = lambda value: surrogate({"kind": value})  # noqa: E731
-    yield Place(entry="settings", name="from_dict(surrogate kind)", call=lambda v: kind_of(v) and None)
-    yield Place(entry="settings", name="presets.dr_grpo", call=lambda v: presets.dr_grpo(v) and None)
+    yield Place("settings", "from_dict(surrogate kind)", lambda v: kind_of(v) and None)
+    yield Place("settings", "presets.dr_grpo", lambda v: presets.dr_grpo(v) and None)
     for name in ("surrogate", "sampler_correction"):
 
         def used(value: Any, name: str = name) -> Any:
             batch = ExperienceBatch.from_rows(**good_rows())
             return updated(batch, objective=ObjectiveConfig(**{name: lambda *_: value}), num_epochs_per_update=2)
 
-        yield Place(
-            entry="settings", name=f"{name} returns", call=used, like=lambda: torch.full((NUM_ROWS, WIDTH), 0.5)
-        )
+        yield Place("settings", f"{name} returns", used, lambda: torch.full((NUM_ROWS, WIDTH), 0.5))
 
 
 def of_checkpoints() -> Iterator[Place]:
@@ -583,39 +574,31 @@ def of_checkpoints() -> Iterator[Place]:
         assert name in parts
         altered("parts", {**parts, name: value})
 
-    yield Place(entry="checkpoints", name="save_checkpoint", call=save)
-    yield Place(entry="checkpoints", name="load_checkpoint", call=load)
-    yield Place(entry="checkpoints", name="load_weights(path)", call=lambda value: load_weights(value, Plain()))
-    yield Place(entry="checkpoints", name="load_weights(policy)", call=lambda value: load_weights(saved(), value))
-    yield Place(entry="checkpoints", name="read_checkpoint", call=lambda value: read_checkpoint(value) and None)
-    yield Place(entry="checkpoints", name="best_checkpoint", call=lambda value: best_checkpoint(value) and None)
+    yield Place("checkpoints", "save_checkpoint", save)
+    yield Place("checkpoints", "load_checkpoint", load)
+    yield Place("checkpoints", "load_weights(path)", lambda value: load_weights(value, Plain()))
+    yield Place("checkpoints", "load_weights(policy)", lambda value: load_weights(saved(), value))
+    yield Place("checkpoints", "read_checkpoint", lambda value: read_checkpoint(value) and None)
+    yield Place("checkpoints", "best_checkpoint", lambda value: best_checkpoint(value) and None)
     for part in ("parameters", "reference", "config", "kinds", "parts", "random"):
-        yield Place(entry="checkpoints", name=f"a state's {part}", call=partial(altered, part))
+        yield Place("checkpoints", f"a state's {part}", partial(altered, part))
     learner = ("policy", "counters", "collector", "updates", "optimizer_step", "optimizer")
     for part in (*learner, "progress", "in_progress", "ahead"):
-        yield Place(entry="checkpoints", name=f"a state of {part}", call=partial(altered_part, part))
+        yield Place("checkpoints", f"a state of {part}", partial(altered_part, part))
     yield Place(
-        entry="checkpoints",
-        name="a saved parameter",
-        call=lambda v: altered("parameters", {"logits": v}),
-        like=lambda: torch.zeros(2),
+        "checkpoints", "a saved parameter", lambda v: altered("parameters", {"logits": v}), lambda: torch.zeros(2)
     )
 
     def saved_state(value: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
             trainer_of(Remembering(state_dict=value)).save_checkpoint(Path(folder) / "checkpoint")
 
-    yield Place(entry="checkpoints", name="a policy's state_dict", call=saved_state)
+    yield Place("checkpoints", "a policy's state_dict", saved_state)
 
     def loaded_weights(value: Any) -> None:
         load_weights(saved(), Plain(get_parameters=value))
 
-    yield Place(
-        entry="checkpoints",
-        name="load_weights into get_parameters",
-        call=loaded_weights,
-        like=lambda: {"logits": torch.zeros(2)},
-    )
+    yield Place("checkpoints", "load_weights into get_parameters", loaded_weights, lambda: {"logits": torch.zeros(2)})
 
 
 def of_data() -> Iterator[Place]:
@@ -641,7 +624,7 @@ def of_data() -> Iterator[Place]:
     for kind, good in goods.items():
         for name, like in good.items():
             call = partial(built, kind, good, name)
-            yield Place(entry="data classes", name=f"{kind.__name__}.{name}", call=call, like=lambda like=like: like)  # type: ignore[misc]
+            yield Place("data classes", f"{kind.__name__}.{name}", call, giving(like))
 
     for name, like in good_batch().items():
 
@@ -650,7 +633,7 @@ def of_data() -> Iterator[Place]:
             settings = {"advantage": AdvantageConfig(credit=credit)}  # type: ignore[arg-type]
             return updated(ExperienceBatch(**good_batch(**{name: value})), **settings)
 
-        yield Place(entry="data classes", name=f"ExperienceBatch.{name}, used", call=used, like=lambda like=like: like)  # type: ignore[misc]
+        yield Place("data classes", f"ExperienceBatch.{name}, used", used, giving(like))
 
 
 def of_functions() -> Iterator[Place]:
@@ -697,35 +680,31 @@ def of_functions() -> Iterator[Place]:
                 if others and function is not group_relative_advantages:
                     continue
                 yield Place(
-                    entry=f"{function.__name__}",
-                    name=" ".join([name, *map(str, others.values())]),
-                    call=lambda value, f=function, g=good, n=name, o=others: f(**{**g, **o, n: value}),
-                    like=lambda like=like: like,  # type: ignore[misc]
+                    f"{function.__name__}",
+                    " ".join([name, *map(str, others.values())]),
+                    lambda value, f=function, g=good, n=name, o=others: f(**{**g, **o, n: value}),
+                    giving(like),
                     is_free=True,
                     without=OVERFLOWS if isinstance(like, float) else frozenset(),
                 )
     for name, like in good_inputs().items():
         yield Place(
-            entry="grpo_objective",
-            name=name,
-            call=partial(loss_of, name),
-            like=lambda like=like: like,
+            "grpo_objective",
+            name,
+            partial(loss_of, name),
+            giving(like),
             is_free=True,
             without=OVERFLOWS if isinstance(like, float) else frozenset(),
-        )  # type: ignore[misc]
+        )
 
     def estimated(value: Any) -> Any:
         return AdvantageEstimator(AdvantageConfig(scale="group"))(ExperienceBatch(**good_batch(rewards=value)))
 
-    yield Place(entry="AdvantageEstimator", name="rewards", call=estimated, like=REWARDS.clone, is_free=True)
+    yield Place("AdvantageEstimator", "rewards", estimated, REWARDS.clone, is_free=True)
     ratio = torch.ones(NUM_ROWS, WIDTH)
     for kl, others in ((kl_k2, ()), (kl_k3, ()), (kl_k3_weighted, (ratio,)), (score_function_entropy, (ratio,))):
         yield Place(
-            entry="divergences",
-            name=kl.__name__,
-            call=lambda v, f=kl, o=others: f(v, *o) is None,
-            like=per_step.clone,
-            is_free=True,
+            "divergences", kl.__name__, lambda v, f=kl, o=others: f(v, *o) is None, per_step.clone, is_free=True
         )
     for correction in (Truncate(), Mask(level="row")):
         for place in range(3):
@@ -736,9 +715,9 @@ def of_functions() -> Iterator[Place]:
                 return correction(*arguments)
 
             yield Place(
-                entry="sampler corrections",
-                name=f"{type(correction).__name__} {place}",
-                call=corrected,
-                like=(MASK if place == 2 else per_step).clone,
+                "sampler corrections",
+                f"{type(correction).__name__} {place}",
+                corrected,
+                (MASK if place == 2 else per_step).clone,
                 is_free=True,
             )

@@ -19,7 +19,7 @@ import warnings
 from collections import Counter, UserList
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -294,7 +294,7 @@ KINDS: dict[str, Make] = {
 """Kinds of bad input by name. Some of them are good in some places."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Place:
     """Where a value enters."""
 
@@ -306,6 +306,7 @@ class Place:
     """Passes the value. Returns what must be finite."""
     like: Callable[[], Any] = lambda: None
     """Makes a good value."""
+    _: KW_ONLY
     is_free: bool = False
     """Whether this is a free mathematical function, or a data class of one."""
     without: frozenset[str] = frozenset()

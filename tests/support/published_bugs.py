@@ -13,6 +13,9 @@ from torch import nn
 from grpo.arguments import pad_steps
 from grpo.types import ActionScores, ObjectiveInputs, ObjectiveOutput
 
+ITEMS = ["a user", "another user"]
+PROMPTS = [(1, 2), (3,), (2, 4, 1)]
+
 
 def draw(logits):
     return int(torch.multinomial(logits.softmax(-1), 1))
@@ -21,7 +24,7 @@ def draw(logits):
 class Slates(nn.Module):
     """Slates of 4 different items of 40. Almost no slate repeats."""
 
-    items, size = 40, 4
+    states, items, size = ITEMS, 40, 4
     sampling_temperature, masked_when_scored = 1.0, True
 
     def __init__(self):
@@ -81,11 +84,12 @@ class UnmaskedWholeSlates(WholeSlates):
 
 
 EOS, SEPARATOR, LONGEST = 0, 5, 4
-PROMPTS = [(1, 2), (3,), (2, 4, 1)]
 
 
 class Tokens(nn.Module):
     """Completions of one to four of five tokens, ended by token 0. Prompts of several lengths; a separator follows them."""
+
+    states = PROMPTS
 
     def __init__(self):
         super().__init__()
@@ -241,6 +245,8 @@ class StaleSampler(SeparateSampler):
 class Squashed(nn.Module):
     """A two-dimensional action, tanh of a normal variable."""
 
+    states = ITEMS
+
     def __init__(self):
         super().__init__()
         self.mean = nn.Parameter(torch.tensor([0.2, -0.4]))
@@ -368,132 +374,93 @@ class Bug:
     """Where this kind of bug is described."""
     wrong: Any
     """Makes the policy, or is the loss."""
-    right: Any
-    """Its correct twin."""
-    rule: str
+    rule: str = "generated samples"
     """The rule that should find it."""
-    states: Any = None
-    """States for a policy. None: a loss."""
+
+    @property
+    def right(self) -> Any:
+        """Its correct twin: the class that a policy with a bug derives from, or the loss with no part replaced."""
+        return self.wrong.__base__ if isinstance(self.wrong, type) else loss
+
+    @property
+    def states(self) -> Any:
+        """States for a policy. None: a loss."""
+        return getattr(self.right, "states", None)
 
 
 DETAILS = "Huang et al. 2024, arXiv:2403.17031"
-ITEMS = ["a user", "another user"]
+MASKING = "Huang and Ontanon 2020, arXiv:2006.14171, section 'naive invalid action masking'"
+OFF_POLICY = "Yao et al. 2025, 'Your efficient RL framework secretly brings you off-policy RL training'"
 
 BUGS = [
-    Bug("temperature in sampling only", DETAILS, HotSlates, Slates, "generated samples", ITEMS),
-    Bug(
-        "actions masked in sampling only",
-        "Huang and Ontanon 2020, arXiv:2006.14171, section 'naive invalid action masking'",
-        *(UnmaskedSlates, Slates, "generated samples", ITEMS),
-    ),
-    Bug(
-        "labels shifted by one",
-        "Transformers documentation, causal language models",
-        ShiftedLabels,
-        Tokens,
-        "generated samples",
-        PROMPTS,
-    ),
-    Bug("padding counted as steps", DETAILS, CountedPadding, Tokens, "generated samples", PROMPTS),
-    Bug(
-        "dropped separator",
-        "vLLM blog 2025, 'No more retokenization drift'",
-        DroppedSeparator,
-        Tokens,
-        "generated samples",
-        PROMPTS,
-    ),
+    Bug("temperature in sampling only", DETAILS, HotSlates),
+    Bug("actions masked in sampling only", MASKING, UnmaskedSlates),
+    Bug("labels shifted by one", "Transformers documentation, causal language models", ShiftedLabels),
+    Bug("padding counted as steps", DETAILS, CountedPadding),
+    Bug("dropped separator", "vLLM blog 2025, 'No more retokenization drift'", DroppedSeparator),
     Bug(
         "density of the wrong variable after tanh",
         "Haarnoja et al. 2018, arXiv:1812.05905, appendix C",
-        *(DensityOfTheInnerVariable, Squashed, "generated samples", ITEMS),
+        DensityOfTheInnerVariable,
     ),
     Bug(
         "noise shared within a group",
         "Paernamaa 2021, 'Using PyTorch + NumPy? You're making a mistake'",
         SharedNoise,
-        Tokens,
-        "generated samples",
-        PROMPTS,
     ),
-    Bug(
-        "stale sampler weights",
-        "Yao et al. 2025, 'Your efficient RL framework secretly brings you off-policy RL training'",
-        *(StaleSampler, SeparateSampler, "samples after an update", PROMPTS),
-    ),
-    Bug(
-        "truncation in sampling only",
-        "DeepSeek-AI 2025, arXiv:2512.02556, 'keep sampling mask'",
-        NucleusSlates,
-        Slates,
-        "generated samples",
-        ITEMS,
-    ),
-    Bug("end of sequence not scored", DETAILS, UnscoredEnd, Tokens, "generated samples", PROMPTS),
-    Bug("places counted with left padding", DETAILS, PlacesOfPaddedPrompts, Tokens, "independent rows", PROMPTS),
-    Bug("dropout in sampling", DETAILS, DropoutWhenSampling, Tokens, "generated samples", PROMPTS),
-    Bug(
-        "entropy over a padded vocabulary",
-        "Shoeybi et al. 2019, arXiv:1909.08053",
-        PaddedVocabulary,
-        Tokens,
-        "entropy",
-        PROMPTS,
-    ),
-    Bug(
-        "mean of log-probs for their sum",
-        "Liu et al. 2025, arXiv:2503.20783",
-        MeanLogProbs,
-        Tokens,
-        "generated samples",
-        PROMPTS,
-    ),
+    Bug("stale sampler weights", OFF_POLICY, StaleSampler, "samples after an update"),
+    Bug("truncation in sampling only", "DeepSeek-AI 2025, arXiv:2512.02556, 'keep sampling mask'", NucleusSlates),
+    Bug("end of sequence not scored", DETAILS, UnscoredEnd),
+    Bug("places counted with left padding", DETAILS, PlacesOfPaddedPrompts, "independent rows"),
+    Bug("dropout in sampling", DETAILS, DropoutWhenSampling),
+    Bug("entropy over a padded vocabulary", "Shoeybi et al. 2019, arXiv:1909.08053", PaddedVocabulary, "entropy"),
+    Bug("mean of log-probs for their sum", "Liu et al. 2025, arXiv:2503.20783", MeanLogProbs),
     Bug(
         "the loss normalised twice",
         "Unsloth and Hugging Face 2024, 'Fixing gradient accumulation'",
         loss_with(weights=lambda inputs: inputs.weights / inputs.mask.sum()),
-        *(loss, "policy gradient"),
+        "policy gradient",
     ),
     Bug(
         "advantages normalised over the micro-batch",
         "Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (over the group)",
         loss_with(advantages=lambda a: ((a - a.mean()) / (a.std(correction=0) + 1e-6)).unsqueeze(1)),
-        *(loss, "micro-batches"),
+        "micro-batches",
     ),
     Bug(
         "ratio of the new log-probs to themselves",
         "TRL's GRPOTrainer, which detaches them",
         loss_with(log_ratio=lambda now, old: now - now),
-        *(loss, "policy gradient"),
+        "policy gradient",
     ),
     Bug(
         "KL with the wrong sign",
         "Schulman 2020, 'Approximating KL divergence'",
         loss_with(kl=lambda now, ref: -((ref - now).exp() - 1 - (ref - now))),
-        *(loss, "kl"),
+        "kl",
     ),
     Bug(
         "the log-ratio differentiated as a KL",
         "Tang and Munos 2025, arXiv:2506.09477",
         loss_with(kl=lambda now, ref: now - ref),
-        *(loss, "kl"),
+        "kl",
     ),
     Bug(
         "clipping on the wrong side",
         "Schulman et al. 2017, arXiv:1707.06347, eq. 7",
         loss_with(surrogate=torch.maximum),
-        *(loss, "bounds"),
+        "bounds",
     ),
     Bug(
         "float16 log-probs that lose the gradient",
         "Micikevicius et al. 2018, arXiv:1710.03740, section 3.2",
         loss_with(log_probs=lambda values: values),
-        *(loss, "half precision"),
+        "half precision",
     ),
     Bug(
         "masked steps multiplied by 0",
         "PyTorch documentation, MaskedTensor: NaN gradients of masked values",
         loss_with(valid=lambda values, mask: values * mask),
-        *(loss, "mask"),
+        "mask",
     ),
 ]
