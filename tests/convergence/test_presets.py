@@ -1,4 +1,4 @@
-"""Every preset that learns from rewards does so: its advantage, objective and KL control, at the sizes and the learning rate of two small tasks.
+"""Every preset that learns from rewards does so, at the sizes and the learning rate of two small tasks.
 
 The bandit moves, so that what was learned has to be unlearned; the sequences have ragged steps. In both, an iteration makes
 up to four updates, so that ratios leave 1 and clips act. Two seeds are slow tests, three more are among the longest.
