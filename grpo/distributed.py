@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._ranks.agreement import DOING
 from ._ranks.description import digest_of
 from ._ranks.meetings import Meetings
 from ._ranks.messages import PrintedOnce
 from ._ranks.processes import SeveralProcesses
-from ._ranks.shared_errors import error_for_all, problem_of, shared_by_all
+from ._ranks.shared_errors import DOING, error_for_all, problem_of, shared_by_all
 from ._sharding.model import Plan, ShardedModel
 from ._sharding.tensors import copy_into, in_parts, is_sharded, local, sharded_like
 from .errors import ConfigError, RankError

@@ -15,16 +15,14 @@ from ._running.budget import Budget, total_of
 from ._running.first_iteration import check_first_iteration
 from ._running.in_progress import IterationInProgress
 from ._running.interrupts import Interrupts
+from ._running.pending import sleep_and_tell
 from ._running.progress import History, RunProgress, summary_of
 from ._running.ranks import run_on_all_ranks
 from ._running.restoring import load_into
-from ._running.run import Run, at_least_one, opened_folder
+from ._running.run import Run, at_least_one, opened_folder, samples_of, set_learning_rate
 from ._running.safe_points import SafePoints
-from ._running.samples import samples_of
-from ._running.schedule import set_learning_rate
 from ._running.state import RunState
 from ._running.state_source import StateSource
-from ._running.waits import sleep_and_tell
 from ._updating.requirements import settings_of_a_run
 from ._updating.update_rows import UpdateRows
 from .checkpoint import CheckpointFolder, require_encodable, write_checkpoint

@@ -11,9 +11,8 @@ from grpo._sharding.tensors import is_sharded
 from grpo.engine import OneProcess, SharesStatistics
 from grpo.errors import ConfigError, RankError
 
-from .agreement import same_error
 from .equality import comparable_settings, differing_values, differing_weights, printed, weights_of
-from .shared_errors import shared_by_all
+from .shared_errors import same_error, shared_by_all
 
 
 class SeveralProcesses(OneProcess):

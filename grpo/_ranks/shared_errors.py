@@ -1,13 +1,18 @@
 """Errors as ranks tell one another, and the one error that all ranks raise."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from grpo import errors
 from grpo.errors import GRPOError, RankError, TrainingInterrupted
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+DOING: ContextVar[str] = ContextVar("doing", default="")
+"""What the trainer is doing, for messages. Ranks that do different things must not exchange values."""
 
 _TYPES = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, GRPOError)}
 """The errors that travel under their own name. The others become a `RankError`."""
@@ -86,3 +91,25 @@ def shared_by_all(error: ErrorT) -> ErrorT:
 def is_shared(error: BaseException) -> bool:
     """Whether every rank raises this error already."""
     return "is_shared_by_ranks" in vars(error)
+
+
+@contextmanager
+def same_error(engine: Any, doing: str = "") -> Iterator[None]:
+    """If an `Exception` or a `TrainingInterrupted` leaves the block on one rank, every rank raises the same error.
+
+    The other ranks raise it in their next operation of the engine. A block that ends well exchanges nothing. Blocks can be
+    nested: an error that all ranks raise is passed on.
+
+    Args:
+        engine: Joins the ranks.
+        doing: What the block does, in words. It must be the same on all ranks.
+    """
+    token = DOING.set(doing or DOING.get())
+    try:
+        yield
+    except (Exception, TrainingInterrupted) as error:
+        if not is_shared(error):
+            engine.agree(error)
+        raise
+    finally:
+        DOING.reset(token)

@@ -43,8 +43,7 @@ from grpo.types import ExperienceBatch, Rows
 
 from .background import Background, Task
 from .interrupts import Interrupts
-from .pending import CollectedRewards, Pending, asked
-from .waits import sleep_and_tell
+from .pending import CollectedRewards, Pending, asked, sleep_and_tell
 
 LOGGER = logging.getLogger("grpo")
 

@@ -16,13 +16,14 @@ from tqdm import TqdmWarning, tqdm
 
 from grpo._common.checks import require_count
 from grpo._updating.parts import Counters
+from grpo._updating.training_rows import TrainingRows
 from grpo.callbacks import Callbacks, RunningTrainer
 from grpo.checkpoint import CheckpointFolder, require_encodable
 from grpo.config import GRPOConfig
 from grpo.engine import Engine
 from grpo.errors import ConfigError, warn_user
 from grpo.sinks import GuardedSinks, MetricSink, Samples, run_settings
-from grpo.types import Rows, select_rows
+from grpo.types import Rows, row_totals, select_rows, zero_outside
 
 from .budget import Budget
 from .progress import History, RunProgress
@@ -213,6 +214,34 @@ class Run:
         path = self.folder.save(state, iteration=self.counters.iteration, score=score)
         self._saved_at = time.monotonic()
         self.progress.callbacks.on_checkpoint(trainer, path)
+
+
+def set_learning_rate(optimizer: Any, config: GRPOConfig, done: float, size: float, total: int) -> None:
+    """Set every learning rate for an iteration of `size` that begins after `done` of `total`, as the schedule says."""
+    if optimizer is None or (config.lr_schedule == "constant" and config.warmup_ratio == 0):
+        return
+    factor = config.learning_rate_factor(done, total, size)
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+
+def samples_of(rows: TrainingRows) -> Samples:
+    """The new rows of an iteration as sinks record them."""
+    batch, mask = rows.batch, rows.batch.mask
+    new = slice(0, batch.num_rows - rows.num_replayed)
+    advantages = rows.advantages
+    if advantages.dim() == 2:
+        advantages = zero_outside(advantages, mask.to(advantages.device)).sum(1) / mask.sum(1).clamp(min=1).cpu()
+    return Samples(
+        kind="train",
+        states=select_rows(batch.states, new),
+        actions=select_rows(batch.actions, new),
+        group_ids=batch.group_ids[new],
+        rewards=batch.total_rewards[new],
+        reward_components={name: row_totals(part, mask)[new] for name, part in batch.reward_components.items()},
+        advantages=advantages[new],
+        num_steps=mask.sum(1)[new],
+    )
 
 
 def at_least_one(name: str, value: int | None, default: int) -> int:

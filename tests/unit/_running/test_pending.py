@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo._running.waits import sleep_and_tell
+from grpo._running.pending import sleep_and_tell
 from tests.support.policies import TablePolicy
 from tests.support.trainers import trainer_of
 
