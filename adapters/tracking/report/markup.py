@@ -42,17 +42,13 @@ def escaped(text: str) -> Html:
 
 
 def plain(text: str) -> str:
-    """Text with the escape codes of characters that a page must not have."""
-    return "".join(mark if _is_harmless(mark) else _code(mark) for mark in text)
+    """Text with the escape codes of characters other than printable ones, line breaks, tabs, and spaces of any width."""
 
+    def written(mark: str) -> str:
+        is_harmless = mark in "\n\t" or mark.isprintable() or (mark.isspace() and ord(mark) >= 0xA0)
+        return mark if is_harmless else mark.encode("unicode_escape").decode()
 
-def _is_harmless(mark: str) -> bool:
-    """Whether a page may contain a character: printable ones, line breaks, tabs, and spaces of any width."""
-    return mark in "\n\t" or mark.isprintable() or (mark.isspace() and ord(mark) >= 0xA0)
-
-
-def _code(mark: str) -> str:
-    return mark.encode("unicode_escape").decode()
+    return "".join(map(written, text))
 
 
 def _attribute(name: str, value: Any) -> str:
