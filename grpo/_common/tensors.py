@@ -48,7 +48,12 @@ class _Rule:
     """The axes of a tensor."""
 
 
-_NONE = _Rule(spelled="None", holds=lambda _, value, __: value is None)
+def _rule_for(spelled: str, holds: Callable[[Any], bool]) -> _Rule:
+    """A rule that needs the value alone."""
+    return _Rule(spelled=spelled, holds=lambda _, value, __: holds(value))
+
+
+_NONE = _rule_for("None", lambda value: value is None)
 """The rule of `X | None`, which is the last one."""
 
 
@@ -118,31 +123,27 @@ def _rule(kind: Any) -> _Rule:
     if get_origin(kind) is collections.abc.Sequence:  # rows, which may also be a tensor or an array
         return _Rule(spelled="rows", holds=_are_rows)
     if get_origin(kind) is collections.abc.Mapping:
-        entries = get_args(kind)[1]  # a metric may be NaN
-        rules = (
-            (_Rule(spelled="a number", holds=partial(_is_a, numbers.Real)),)
-            if entries is float
-            else _alternatives(entries)
-        )
+        entries = get_args(kind)[1]
+        number = _rule_for("a number", lambda value: isinstance(value, numbers.Real))  # a metric may be NaN
+        rules = (number,) if entries is float else _alternatives(entries)
         return _Rule(spelled="a mapping of names", holds=partial(_is_mapping, rules))
     if get_origin(kind) is tuple and {*get_args(kind)} == {float}:
         count = len(get_args(kind))
-        return _Rule(spelled=f"{count} numbers", holds=partial(_are_numbers, count))
+        return _rule_for(f"{count} numbers", partial(_are_numbers, count))
     if get_origin(kind) is Literal:
-        return _Rule(
-            spelled=f"one of {', '.join(map(repr, get_args(kind)))}", holds=partial(_is_one_of, get_args(kind))
+        names = get_args(kind)
+        return _rule_for(
+            f"one of {', '.join(map(repr, names))}", lambda value: isinstance(value, str) and value in names
         )
     if get_origin(kind) is collections.abc.Callable:
-        return _Rule(spelled="a function", holds=_is_function)
+        return _rule_for("a function", lambda value: callable(value) and not isinstance(value, type))
     if kind is float:
-        return _Rule(spelled="a finite number", holds=_is_number)
+        return _rule_for("a finite number", _is_number)
     if kind is types.NoneType:
         return _NONE
     if isinstance(kind, type) and kind is not Any:
-        return _Rule(spelled=kind.__name__, holds=partial(_is_a, kind))
-    return _Rule(
-        spelled="anything", holds=partial(_is_a, object)
-    )  # Any, or an annotation of arguments that are no tensors
+        return _rule_for(kind.__name__, lambda value: isinstance(value, kind))
+    return _rule_for("anything", lambda _: True)  # Any, or an annotation of arguments that are no tensors
 
 
 def _array_rule(kind: Any) -> _Rule:
@@ -176,25 +177,13 @@ def _is_size(dim: str, size: int, sizes: Sizes) -> bool:
     return (dim[0] == "#" and size == 1) or sizes.setdefault(dim.lstrip("#"), size) == size
 
 
-def _is_a(kind: Any, _: str, value: Any, __: Sizes) -> bool:
-    return isinstance(value, kind)
-
-
-def _is_one_of(names: tuple[str, ...], _: str, value: Any, __: Sizes) -> bool:
-    return isinstance(value, str) and value in names
-
-
-def _is_function(_: str, value: Any, __: Sizes) -> bool:
-    return callable(value) and not isinstance(value, type)
-
-
-def _is_number(_: str, value: Any, __: Sizes) -> bool:
+def _is_number(value: Any) -> bool:
     number = value.item() if isinstance(value, np.number) else value
     is_real = isinstance(number, int | float) and not isinstance(number, bool)
     return is_real and abs(number) <= sys.float_info.max
 
 
-def _are_numbers(count: int, _: str, value: Any, __: Sizes) -> bool:
+def _are_numbers(count: int, value: Any) -> bool:
     is_sequence = isinstance(value, tuple | list) and len(value) == count
     return is_sequence and all(isinstance(number, numbers.Real) for number in value)
 
