@@ -5,11 +5,12 @@ trainer.train(training_states, num_iterations=100)
 print(compare_policies(before, policy, states, reward_model))
 """
 
+from .attempts import AtK, Estimate, pass_at_k
 from .comparison import compare_policies, paired_interval
 from .measurement import Answer, PolicyMeasurement, measure_policy
 from .report import ComparisonReport, StateComparison
 
 __all__ = [
-    "Answer", "ComparisonReport", "PolicyMeasurement", "StateComparison", "compare_policies", "measure_policy",
-    "paired_interval",
+    "Answer", "AtK", "ComparisonReport", "Estimate", "PolicyMeasurement", "StateComparison", "compare_policies",
+    "measure_policy", "paired_interval", "pass_at_k",
 ]  # fmt: skip

@@ -13,13 +13,19 @@ from grpo.errors import ConfigError, ContractError
 from grpo.policy_base import POLICY_METHODS
 from grpo.types import Rows
 
+from .attempts import (
+    bootstrap_intervals,
+    compared_at,
+    numbers_of_attempts,
+    pass_at_k,
+    passing_reward,
+    require_confidence,
+)
 from .measurement import PolicyMeasurement, fingerprints_of, measure_policy
 from .report import ComparisonReport, Outcome, StateComparison
 
 ROUNDING = 1e-6
 """A difference below this fraction of a state's largest reward counts as rounding, because rewards may be float32."""
-NUM_RESAMPLES = 10_000
-"""Number of bootstrap resamples behind a confidence interval."""
 
 
 def compare_policies(
@@ -35,6 +41,7 @@ def compare_policies(
     reward: RewardConfig | None = None,
     label: Callable[[Any], str] | None = None,
     progress: bool = True,
+    pass_reward: float | None = None,
 ) -> ComparisonReport:
     """Compare the rewards of two policies in the same states, with the same reward model and the same random numbers.
 
@@ -47,7 +54,9 @@ def compare_policies(
         num_actions_per_state: None: as `original` was measured, or the default of `measure_policy`.
         batch_size: None: as `original` was measured, or the default of `measure_policy`.
         seed: None: as `original` was measured, or the default of `measure_policy`.
-        confidence: Confidence level of the interval of the improvement. Larger: a wider interval.
+        confidence: Confidence level of the intervals. Larger: wider intervals.
+        pass_reward: Smallest reward of an action that passes, for pass@k. None: 1 if all rewards are 0 or 1; otherwise the
+            report has no pass@k.
 
     Raises:
         ConfigError: A number is out of range or differs from how `original` was measured, or both policies are one object.
@@ -60,8 +69,7 @@ def compare_policies(
         >>> print(compare_policies(before, policy, problems, reward))  # doctest: +SKIP
     """
     require_methods(trained, POLICY_METHODS, "trained", "PolicyModel")
-    if not 0 < confidence < 1:
-        raise ConfigError(f"compare_policies: confidence must be > 0 and < 1; got {confidence}.")
+    require_confidence("compare_policies", confidence)
     given = {"num_actions_per_state": num_actions_per_state, "batch_size": batch_size, "seed": seed}
     others: dict[str, Any] = {"reward": reward, "label": label, "progress": progress}
     if isinstance(original, PolicyMeasurement):
@@ -71,7 +79,7 @@ def compare_policies(
         _require_another_policy(original, trained)
         how = {name: value for name, value in given.items() if value is not None}
         before = measure_policy(original, states, reward_model, **how, **others)
-    return _report(before, measure_policy(trained, states, reward_model, **how, **others), confidence)
+    return _report(before, measure_policy(trained, states, reward_model, **how, **others), confidence, pass_reward)
 
 
 def _as_measured(original: PolicyMeasurement, states: Rows, given: dict[str, int | None]) -> dict[str, Any]:
@@ -108,7 +116,9 @@ def _require_same_states(original: PolicyMeasurement, states: Rows) -> None:
             )
 
 
-def _report(before: PolicyMeasurement, after: PolicyMeasurement, confidence: float) -> ComparisonReport:
+def _report(
+    before: PolicyMeasurement, after: PolicyMeasurement, confidence: float, pass_reward: float | None
+) -> ComparisonReport:
     """Compare two measurements state by state."""
     means = before.rewards.nanmean(1), after.rewards.nanmean(1)
     differences = means[1] - means[0]
@@ -133,6 +143,12 @@ def _report(before: PolicyMeasurement, after: PolicyMeasurement, confidence: flo
     )
     outcomes = [state.outcome for state in states]
     improvement = after.mean_reward - before.mean_reward
+    bootstrap: dict[str, Any] = {"confidence": confidence, "seed": after.seed}
+    (average,) = compared_at([after.num_actions_per_state], [means[0]], [means[1]], **bootstrap)
+    passes, counts = passing_reward(pass_reward, before.rewards, after.rewards), []
+    if passes is not None:
+        counts = numbers_of_attempts(before.rewards, after.rewards)
+    of_passes = [[pass_at_k(each.rewards, k, passes or 0.0) for k in counts] for each in (before, after)]
     is_positive = before.mean_reward > ROUNDING * float(largest.max())
     return ComparisonReport(
         mean_reward_before=before.mean_reward,
@@ -140,7 +156,10 @@ def _report(before: PolicyMeasurement, after: PolicyMeasurement, confidence: flo
         improvement=improvement,
         improvement_percent=100 * improvement / before.mean_reward if is_positive else None,
         confidence=confidence,
-        confidence_interval=paired_interval(differences.numpy(), confidence=confidence, seed=after.seed),
+        confidence_interval=average.difference_interval,
+        avg_at_k=average,
+        pass_at_k=compared_at(counts, *of_passes, **bootstrap) if counts else (),
+        pass_reward=passes,
         num_improved=outcomes.count("improved"),
         num_worse=outcomes.count("worse"),
         num_unchanged=outcomes.count("unchanged"),
@@ -186,14 +205,5 @@ def paired_interval(
         Efron & Tibshirani 1993, An Introduction to the Bootstrap, chapter 13. On pairing by question: Miller 2024,
         Adding Error Bars to Evals, arXiv:2411.00640.
     """
-    num_states = len(differences)
-    if num_states < 2:
-        return None
-    generator = np.random.default_rng(seed)
-    at_once = max(2**20 // num_states, 1)  # bounds the memory for any number of states
-    means = [
-        differences[generator.integers(num_states, size=(min(at_once, NUM_RESAMPLES - done), num_states))].mean(axis=1)
-        for done in range(0, NUM_RESAMPLES, at_once)
-    ]
-    low, high = np.quantile(np.concatenate(means), [(1 - confidence) / 2, (1 + confidence) / 2]).tolist()
-    return low, high
+    (interval,) = bootstrap_intervals(differences[:, None], confidence=confidence, seed=seed)
+    return interval

@@ -24,6 +24,8 @@ from grpo.policy_base import SyncsSampler
 from grpo.sinks import Samples, as_text
 from grpo.types import Rows, row_totals, select_rows
 
+from .attempts import Estimate, bootstrap_intervals, pass_at_k, passing_reward, require_confidence
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
@@ -73,6 +75,38 @@ class PolicyMeasurement:
         """The mean of each named part of the reward, over the rows it applies to. Every state has the same weight."""
         means = {name: float(part.nanmean(1).nanmean()) for name, part in self.components.items()}
         return {name: mean for name, mean in means.items() if math.isfinite(mean)}
+
+    def average(self, *, confidence: float = 0.95) -> Estimate:
+        """avg@k, for the k = `num_actions_per_state` attempts that were made: the mean reward, with its interval.
+
+        Args:
+            confidence: Confidence level of the interval. Larger: a wider interval.
+        """
+        return self._over_states(self.rewards.nanmean(1), confidence)
+
+    def pass_at(self, k: int, *, pass_reward: float | None = None, confidence: float = 0.95) -> Estimate:
+        """pass@k: the probability that at least one of k attempts at a state passes, with its interval (see `pass_at_k`).
+
+        Args:
+            k: Number of attempts, at most `num_actions_per_state`.
+            pass_reward: Smallest reward of an attempt that passes. None: 1, if all rewards are 0 or 1.
+            confidence: Confidence level of the interval. Larger: a wider interval.
+
+        Raises:
+            ConfigError: A state has fewer than k attempts, or nothing says what passes.
+        """
+        found = passing_reward(pass_reward, self.rewards)
+        if found is None:
+            raise ConfigError(
+                "pass_at: the rewards are not all 0 or 1, so pass_reward must say from which reward on an attempt passes; got "
+                "None. Pass a number."
+            )
+        return self._over_states(pass_at_k(self.rewards, k, found), confidence)
+
+    def _over_states(self, values: Tensor, confidence: float) -> Estimate:
+        require_confidence("PolicyMeasurement", confidence)
+        (interval,) = bootstrap_intervals(values.unsqueeze(1).numpy(), confidence=confidence, seed=self.seed)
+        return Estimate(value=float(values.mean()), interval=interval)
 
     def metrics(self) -> dict[str, float]:
         """The metrics of `GRPOTrainer.evaluate`. Every row has the same weight."""

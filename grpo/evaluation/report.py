@@ -14,6 +14,7 @@ from grpo._common.conversion import describe
 from grpo._common.shown import show_text
 from grpo.errors import ConfigError
 
+from .attempts import AtK
 from .measurement import Answer
 
 Outcome: TypeAlias = Literal["improved", "worse", "unchanged"]
@@ -61,6 +62,13 @@ class ComparisonReport:
     """Confidence level of the interval."""
     confidence_interval: tuple[float, float] | None
     """Confidence interval of the improvement (see `paired_interval`). None: there is only one state."""
+    avg_at_k: AtK
+    """avg@k: the mean reward of the k = `num_actions_per_state` actions, with an interval for each policy."""
+    pass_at_k: tuple[AtK, ...]
+    """pass@k for k = 1, 2, 4 and so on, up to `num_actions_per_state`: the probability that at least one of k actions passes
+    (see `grpo.evaluation.attempts.pass_at_k`). Empty: nothing says which rewards pass."""
+    pass_reward: float | None
+    """Smallest reward of an action that passes. None: the rewards are not all 0 or 1, and none was given."""
     num_improved: int
     """Number of states whose mean reward rose."""
     num_worse: int
@@ -116,11 +124,14 @@ class ComparisonReport:
                 state[name] = Answer(**state[name])
         interval = values["confidence_interval"]
         values["confidence_interval"] = None if interval is None else (interval[0], interval[1])
+        values["avg_at_k"] = _at_k(values["avg_at_k"])
+        values["pass_at_k"] = tuple(map(_at_k, values["pass_at_k"]))
         values["states"] = tuple(StateComparison(**state) for state in values["states"])
         return cls(**values)
 
     def table(self, max_rows: int | None = 20) -> str:
-        """Return a text with a summary, the parts of the reward, and the states from the largest gain to the largest loss.
+        """Return a text with a summary, pass@k, the parts of the reward, and the states from the largest gain to the largest
+        loss.
 
         Args:
             max_rows: Number of states to show, half from the top and half from the bottom. None: all.
@@ -137,6 +148,9 @@ class ComparisonReport:
             for name in dict.fromkeys([*self.components_before, *self.components_after])
         ]
         lines = self._summary()
+        if self.pass_at_k:
+            passes = [_row(at.before, at.after, f"pass@{at.k}") for at in self.pass_at_k]
+            lines += ["", _header(f"one of k actions earns at least {self.pass_reward:g}"), *passes]
         if parts:
             lines += ["", _header("part of the reward"), *parts]
         return "\n".join([*lines, "", _header("state"), *rows])
@@ -159,13 +173,22 @@ class ComparisonReport:
             if self.reward_failures_before[name] or self.reward_failures_after[name]
         }
         rewards = f"Mean reward: {_number(self.mean_reward_before)} -> {_number(self.mean_reward_after)}"
+        at = self.avg_at_k
         counts = f"{self.num_improved} improved, {self.num_worse} worse, {self.num_unchanged} unchanged"
         return [
             f"{rewards}, {_number(self.improvement, '+')} ({relative})",
             f"{100 * self.confidence:g} % confidence interval of the difference: {bounds}",
+            f"avg@{at.k}: {_within(at.before_interval)} before, {_within(at.after_interval)} after",
             f"{len(self.states)} states: {counts}; {self.num_actions_per_state} actions in each",
             *(f"{name}: {before:g} before, {after:g} after" for name, (before, after) in failures.items()),
         ]
+
+
+def _at_k(values: Any) -> AtK:
+    """Read avg@k or pass@k for one k. Intervals are lists in JSON."""
+    _require_fields(AtK, values)
+    given: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return AtK(**given)
 
 
 def _require_fields(cls: type, values: Any) -> None:
@@ -212,6 +235,10 @@ def _row(before: float | None, after: float | None, label: str) -> str:
     difference = None if before is None or after is None else after - before
     numbers = [_number(before), _number(after), _number(difference, "+")]
     return "".join(f"{number:>{NUMBER}}" for number in numbers) + f"  {_printable(label, WIDTH - 3 * NUMBER - 2)}"
+
+
+def _within(interval: tuple[float, float] | None) -> str:
+    return "no interval" if interval is None else f"{_number(interval[0])} to {_number(interval[1])}"
 
 
 def _number(value: float | None, sign: Literal["", "+"] = "") -> str:

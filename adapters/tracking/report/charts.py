@@ -52,18 +52,20 @@ class Chart:
     y_label: str
     """The name of the vertical axis."""
     x: Float64[np.ndarray, " I"]
-    """Iterations."""
+    """Iterations, or other whole numbers."""
     lines: Sequence[Line]
     """Lines with at least one finite value each."""
     from_zero: bool = False
     """Whether the vertical axis contains 0."""
+    x_name: str = "iteration"
+    """What the numbers in `x` are."""
 
 
 @for_pages
 def line_chart(chart: Chart, *, is_wide: bool = False) -> Html:
     """Draw a chart as a `<figure>`, for half the page or for all of it. Each point has its values in a `<title>`."""
     figure, axis = _figure(WIDE if is_wide else WIDTH, HEIGHT)
-    axis.set(xlabel="iteration", ylabel=chart.y_label)
+    axis.set(xlabel=chart.x_name, ylabel=chart.y_label)
     axis.xaxis.set_major_formatter(lambda x, _: number(x) if x >= 1 and x == round(x) else "")  # iterations, from 1
     axis.grid(axis="y", color=LIGHT["faint"])
     titles: dict[str, list[str]] = {}
@@ -83,7 +85,7 @@ def line_chart(chart: Chart, *, is_wide: bool = False) -> Html:
         axis.plot(x, y, color=colour, linestyle="none", marker="o", markersize=6, markeredgewidth=0, gid=name)
         around = [f", {line.band_label} {number(a)} to {number(b)}" for a, b in zip(low, high, strict=True)]
         titles[name] = [
-            f"iteration {number(round(a))}: {label + ' ' if len(chart.lines) > 1 else ''}{number(b)}"
+            f"{chart.x_name} {number(round(a))}: {label + ' ' if len(chart.lines) > 1 else ''}{number(b)}"
             f"{around[i] if line.band_label else ''}"
             for i, (a, b) in enumerate(zip(x, y, strict=True))
         ]

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+from jaxtyping import Float64
+
 from adapters.plots import is_installed
 from grpo.evaluation import Answer, ComparisonReport, StateComparison
 
-from .charts import before_after
+from .charts import Chart, Line, before_after, line_chart
 from .markup import Html, element, joined
 from .tables import folded, long_text, row_of, table_of
 from .words import counted, number, percent
@@ -27,6 +30,7 @@ def comparison_section(report: ComparisonReport) -> Html:
     first, others = _both_ends(shown, MAX_OPEN)
     return joined(
         element("p", *comparison_words(report), class_="lead"),
+        _passes_of(report),
         _parts_of(report),
         element("figure", before_after(shown), element("figcaption", *_legend(shown, len(left_out))))
         if is_installed()
@@ -97,6 +101,58 @@ def comparison_words(report: ComparisonReport) -> list[str]:
         f"{means}: {number(report.improvement, signed=True)}{relative}. {bounds} ",
         f"Of {counted(len(report.states), 'state')}: {counts}. {actions} of each policy in each state.",
     ]
+
+
+def _passes_of(report: ComparisonReport) -> Html:
+    """avg@k and pass@k with intervals, and the curves of pass@k over k."""
+    rows = []
+    for name, at in [("avg", report.avg_at_k), *(("pass", at) for at in report.pass_at_k)]:
+        cells = [
+            f"{name}@{at.k}",
+            *(_with_interval(*pair) for pair in ((at.before, at.before_interval), (at.after, at.after_interval))),
+            _with_interval(at.difference, at.difference_interval, signed=True),
+        ]
+        rows.append(row_of(cells, classes=["", "number", "number", "number"]))
+    table = table_of(["", "before", "after", "difference"], rows, ["", "number", "number", "number"])
+    if len(report.pass_at_k) < 2 or not is_installed():
+        return table
+    counts = np.array([float(at.k) for at in report.pass_at_k])
+    colours = {"before": "middle", "after": "reward"}
+    lines = [
+        Line(
+            label=side,
+            y=np.array([getattr(at, side) for at in report.pass_at_k]),
+            colour=colour,
+            band=_band([getattr(at, f"{side}_interval") for at in report.pass_at_k]),
+            band_label=f"{percent(report.confidence)} interval",
+            has_dots=True,
+        )
+        for side, colour in colours.items()
+    ]
+    chart = Chart(
+        title="pass@k",
+        note=f"The probability that one of k actions or more earns at least {number(report.pass_reward or 0.0)}. A gain at "
+        "k = 1 that shrinks with k is a policy that does more often what it could do before.",
+        y_label="probability",
+        x=counts,
+        lines=lines,
+        from_zero=True,
+        x_name="k",
+    )
+    return joined(table, line_chart(chart))
+
+
+def _band(
+    intervals: Sequence[tuple[float, float] | None],
+) -> tuple[Float64[np.ndarray, " I"], Float64[np.ndarray, " I"]] | None:
+    known = [interval for interval in intervals if interval is not None]
+    low, high = np.array(known).reshape(-1, 2).T
+    return (low, high) if len(known) == len(intervals) else None
+
+
+def _with_interval(value: float, interval: tuple[float, float] | None, *, signed: bool = False) -> str:
+    bounds = "" if interval is None else " ({} to {})".format(*(number(bound, signed=signed) for bound in interval))
+    return f"{number(value, signed=signed)}{bounds}"
 
 
 def _parts_of(report: ComparisonReport) -> Html:

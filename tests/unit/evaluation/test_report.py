@@ -60,7 +60,12 @@ def test_the_json_of_a_report_is_complete_and_strict(tmp_path: Path) -> None:
     ]
     assert found["improvement_percent"] is None
     assert found["components_after"] == {"part": 0.5}
-    assert found == {**asdict(report), "states": found["states"]}
+    assert found["avg_at_k"] == {
+        "k": 2, "before": 0.0, "before_interval": None, "after": 0.5, "after_interval": None, "difference": 0.5,
+        "difference_interval": None,
+    }  # fmt: skip
+    assert [(at["k"], at["before"], at["after"]) for at in found["pass_at_k"]] == [(1, 0.0, 0.5), (2, 0.0, 1.0)]
+    assert found == {**asdict(report), "states": found["states"], "pass_at_k": found["pass_at_k"]}
     interval = json.loads(compared(BEFORE, AFTER).to_json())["confidence_interval"]
     assert interval == pytest.approx([-0.5, 0.5])  # all three resampled alike: 1/27, more than 2.5 %
 
@@ -84,7 +89,7 @@ def test_text_that_is_no_report_is_refused(subtests: pytest.Subtests) -> None:
     wrong: dict[str, list[Any]] = {
         "confidence_interval": [5, "x", [], {}, [0.1], [0.1, "x"], [0.1, 10**400]],
         "seed": [None, 0.5, True, []], "states": [5, None, {}], "components_before": [[], None, {"part": "x"}],
-        "mean_reward_after": ["x", None, [], 10**400],
+        "mean_reward_after": ["x", None, [], 10**400], "pass_reward": ["x", []], "pass_at_k": [5, None], "avg_at_k": [],
     }  # fmt: skip
     cases += [
         (json.dumps({**whole, name: value}), rf"ComparisonReport\.{name} must be what to_json wrote; got")
@@ -95,6 +100,9 @@ def test_text_that_is_no_report_is_refused(subtests: pytest.Subtests) -> None:
         cases.append(
             (json.dumps({**whole, "states": [{**whole["states"][0], name: value}]}), rf"StateComparison\.{name} must")
         )
+    for name, value in {"k": 0.5, "before": None, "after_interval": [0.1]}.items():
+        cases.append((json.dumps({**whole, "avg_at_k": {**whole["avg_at_k"], name: value}}), rf"AtK\.{name} must"))
+    cases.append((json.dumps({**whole, "pass_at_k": [{"k": 1}]}), "AtK needs k, before, .* got k"))
     answer = {**whole["states"][0], "answer_after": {"text": 5, "reward": 0.0}}
     cases.append((json.dumps({**whole, "states": [answer]}), r"Answer\.text must be what to_json wrote; got int 5"))
     for text, message in cases:
@@ -112,7 +120,13 @@ def test_the_printed_table_equals_the_expected_lines() -> None:
     assert str(report).splitlines() == [
         "Mean reward: 0.5833 -> 0.5833, +0.0000 (+0 %)",
         "95 % confidence interval of the difference: -0.5000 to +0.5000",
+        "avg@4: 0.2500 to 1.0000 before, 0.5000 to 0.7500 after",
         "3 states: 1 improved, 1 worse, 1 unchanged; 4 actions in each",
+        "",
+        "      before       after  difference  one of k actions earns at least 1",
+        "      0.5833      0.5833     +0.0000  pass@1",
+        "      0.7778      0.8889     +0.1111  pass@2",
+        "      1.0000      1.0000     +0.0000  pass@4",
         "",
         "      before       after  difference  part of the reward",
         "      0.5833      0.5833     +0.0000  right",
@@ -140,7 +154,7 @@ def test_a_shortened_table_shows_the_largest_gains_and_losses(subtests: pytest.S
 
 
 def test_the_table_is_short_by_default() -> None:
-    assert len(str(of_many(32)).splitlines()) == 3 + 2 + 21
+    assert len(str(of_many(32)).splitlines()) == 4 + 2 + 21
 
 
 def test_no_label_can_widen_the_table_beyond_100_columns_or_break_a_line() -> None:
@@ -150,7 +164,7 @@ def test_no_label_can_widen_the_table_beyond_100_columns_or_break_a_line() -> No
     report = compare_policies(*sides, states, reward_model, num_actions_per_state=1, progress=False)
     lines = str(report).splitlines()
     assert max(map(len, lines)) == 100
-    assert "  -1.23e+30   -1.23e+30" in lines[5]
+    assert "  -1.23e+30   -1.23e+30" in lines[6]
     assert lines[-3].endswith("  two lines and \\x1b[31mred\\x1b[0m \\ud800")
     assert lines[-2].endswith("x" * 62)
     assert lines[-1].endswith("x" * 59 + "...")

@@ -56,9 +56,28 @@ def test_both_answers_of_a_state_stand_side_by_side_with_their_rewards() -> None
 
 def test_parts_of_the_reward_have_a_table_of_their_own() -> None:
     page = comparison_section(compared(BEFORE, AFTER, WeightedRewards({"right": action_itself})))
-    first = re.findall("<tbody>(.*?)</tbody>", page, re.S)[0]
-    assert re.findall("<td[^>]*>(.*?)</td>", first) == ["right", "0.583", "0.583", "0"]
+    second = re.findall("<tbody>(.*?)</tbody>", page, re.S)[1]
+    assert re.findall("<td[^>]*>(.*?)</td>", second) == ["right", "0.583", "0.583", "0"]
     assert "part of the reward" not in comparison_section(compared(BEFORE, AFTER))
+
+
+def test_attempts_have_a_table_with_intervals_and_a_curve_over_k() -> None:
+    """pass@2 of one success in four is 1 - C(3, 2) / C(4, 2) = 1/2, of two 5/6, and of three or four 1."""
+    page = comparison_section(compared(BEFORE, AFTER))
+    cells = re.findall("<td[^>]*>(.*?)</td>", re.findall("<tbody>(.*?)</tbody>", page, re.S)[0])
+    assert cells[::4] == ["avg@4", "pass@1", "pass@2", "pass@4"]
+    assert cells[8:12] == ["pass@2", "0.778 (0.5 to 1)", "0.889 (0.833 to 1)", "+0.111 (-0.167 to +0.5)"]
+    assert cells[12:] == ["pass@4", "1 (1 to 1)", "1 (1 to 1)", "0 (0 to 0)"]
+    titles = re.findall("<title>(k: .*?|k .*?)</title>", page)
+    assert [title.replace(",", "").split(" 95")[0] for title in titles] == [
+        *("k 1: before 0.583", "k 2: before 0.778", "k 4: before 1"),
+        *("k 1: after 0.583", "k 2: after 0.889", "k 4: after 1"),
+    ]
+    assert "95 % interval 0.25 to 1" in titles[0]
+    without = comparison_section(compared([[0]], [[1]], paying(0.25, 1.0)))
+    assert "<h3>pass@k</h3>" in page
+    assert "pass@" not in without
+    assert "avg@1" in without
 
 
 def test_of_many_states_the_largest_gains_and_losses_are_shown() -> None:
