@@ -7,7 +7,7 @@ Surrogates, KL estimators and `Steps` are imported from `grpo.surrogates` and `g
 
 from ._common.global_state import preserved_random_state, seed_everything
 from ._common.settings_by_name import with_settings
-from ._objective.sampler import Mask, Truncate
+from ._objective.sampler import KPop, Mask, Truncate
 from .advantage_estimator import AdvantageEstimator, group_relative_advantages, group_relative_returns
 from .callbacks import Callback, EarlyStopping, KeepBestPolicy, TimeBudget
 from .checkpoint import load_weights
@@ -62,7 +62,7 @@ __all__ = [  # noqa: RUF022 - in groups, not in alphabetical order
     # watch a run
     "MetricSink", "JSONLSink", "Samples", "Callback", "EarlyStopping", "KeepBestPolicy", "TimeBudget",
     # write a variant
-    "ObjectiveInputs", "ObjectiveOutput", "grpo_objective", "step_weights", "Truncate", "Mask",
+    "ObjectiveInputs", "ObjectiveOutput", "grpo_objective", "step_weights", "Truncate", "Mask", "KPop",
     "AdvantageEstimator", "group_relative_advantages", "group_relative_returns",
     # compare
     "measure_policy", "compare_policies",

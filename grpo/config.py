@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ._advantages.groups import Baseline, Credit, Scale
 from ._common.conversion import describe
 from ._common.settings import Settings, setting
-from ._objective.sampler import Mask, SamplerCorrection, Truncate, require_order
+from ._objective.sampler import KPop, Mask, SamplerCorrection, Truncate, require_order
 from ._objective.weights import Aggregation
 from .divergence import EntropyEstimator, KLEstimator
 from .errors import ConfigError
@@ -17,7 +17,7 @@ from .surrogates import SURROGATES, Clip, Surrogate, traits_of
 DEFAULT_KL_COEF = 0.04
 """The KL coefficient if a reference policy is passed and no coefficient is set (DeepSeekMath, arXiv:2402.03300, sec. 4.2)."""
 
-CORRECTIONS: dict[str, type[Settings]] = {"truncate": Truncate, "mask": Mask}
+CORRECTIONS: dict[str, type[Settings]] = {"truncate": Truncate, "mask": Mask, "kpop": KPop}
 """Maps the name of a sampler correction in the settings to its class. A name means the class with its defaults."""
 
 NO_CORRECTION = "none"
@@ -125,7 +125,7 @@ class ObjectiveConfig(Settings):
     [N, T]` of your own. A name becomes the object with its defaults."""
     sampler_correction: SamplerCorrection | str | None = None
     """Importance weights for actions that another distribution sampled (`behaviour_log_probs`): `Truncate(...)`, `Mask(...)`,
-    the name of one, or a callable of your own. The weights multiply the surrogate and the estimate of
+    `KPop(...)`, the name of one, or a callable of your own. The weights multiply the surrogate and the estimate of
     `entropy_estimator="score_function"`. `"none"`: no correction. None: `Truncate()` if `iterations_ahead` is above 0, else no
     correction."""
     top_entropy_fraction: float = setting(1.0, above=0.0, at_most=1.0)

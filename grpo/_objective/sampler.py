@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo._common.settings import Settings, setting
 from grpo._common.tensors import require_finite_values, require_tensors
-from grpo.errors import ConfigError
+from grpo.errors import ConfigError, ContractError
 
 from .ratios import bounded_exp, mean_over_steps
 
@@ -56,10 +56,7 @@ class _Bounds(Settings):
         """u[n,t], or the product of u over the steps of each row. Steps outside the mask, and steps not scored, have u = 1."""
         given = {"old_log_probs": old_log_probs, "behaviour_log_probs": behaviour_log_probs, "mask": mask}
         require_tensors(_Bounds.ratio, **given)
-        scored = mask & ~behaviour_log_probs.isnan()
-        log_ratio = torch.where(scored, old_log_probs.detach() - behaviour_log_probs, 0.0)
-        if log_ratio.device.type == "cpu" and not torch.compiler.is_compiling():  # other devices would have to wait
-            require_finite_values("old_log_probs and behaviour_log_probs of sampled steps", log_ratio)
+        log_ratio = _scored_log_ratio(old_log_probs, behaviour_log_probs, mask)
         return bounded_exp(log_ratio if self.level == "step" else log_ratio.sum(1, keepdim=True))
 
 
@@ -88,6 +85,8 @@ class Truncate(_Bounds):
 class Mask(_Bounds):
     """Masked importance sampling: u where low <= u <= high, else 0. Steps (or rows) outside the bounds are left out.
 
+    IcePop (arXiv:2510.18855) is `Mask(low=0.5, high=5.0)`.
+
     Example:
         >>> old, behaviour = torch.tensor([[0.8, 0.1]]).log(), torch.tensor([[0.2, 0.2]]).log()
         >>> Mask(high=3.0)(old, behaviour, torch.ones(1, 2, dtype=torch.bool)).round(decimals=2).tolist()
@@ -104,6 +103,71 @@ class Mask(_Bounds):
         u = self.ratio(old_log_probs, behaviour_log_probs, mask)
         too_low = u < (-math.inf if self.low is None else self.low)
         return torch.where(too_low | (u > (math.inf if self.high is None else self.high)), 0.0, u)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KPop(Settings):
+    """u where the step's probability has changed little in both directions, else 0. The bound on u follows the probability.
+
+        D(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)),   p = exp(old_log_probs), q = exp(behaviour_log_probs)
+        weight = u if D(p, q) <= threshold and D(q, p) <= threshold, else 0
+
+    D is the KL between "this action" and "any other action" under policy and sampler. A fixed bound on u treats all actions
+    alike; D bounds u narrowly for likely actions, and widely for rare ones, whose probability is noisy and matters little.
+    Probabilities are kept in [1e-6, 1 - 1e-6], so that both KLs are finite.
+
+    Example:
+        >>> old, behaviour = torch.tensor([[0.9, 0.01]]).log(), torch.tensor([[0.6, 0.002]]).log()
+        >>> KPop()(old, behaviour, torch.ones(1, 2, dtype=torch.bool)).round(decimals=2).tolist()  # D(.9, .6) = .226
+        [[0.0, 5.0]]
+
+    Source:
+        Guo et al. 2026, "Taming training-inference mismatch in reinforcement learning with adaptive masking regions",
+        https://ringtech.notion.site/kpop; with the importance weight of prime-rl, pull request 3283.
+    """
+
+    threshold: float = setting(0.1, above=0.0)
+    """Largest divergence in nats, in both directions. Larger: fewer steps are left out."""
+
+    def __call__(
+        self, old_log_probs: Float[Tensor, "N T"], behaviour_log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
+    ) -> Float[Tensor, "N T"]:
+        """Return the importance weights u, set to 0 where a divergence exceeds the threshold.
+
+        Raises:
+            ContractError: A log-prob is above 0, as only those of densities are. Found on the CPU only.
+        """
+        given = {"old_log_probs": old_log_probs, "behaviour_log_probs": behaviour_log_probs, "mask": mask}
+        require_tensors(KPop.__call__, **given)
+        log_ratio = _scored_log_ratio(old_log_probs, behaviour_log_probs, mask)
+        scored = mask & ~behaviour_log_probs.isnan()
+        log_q = torch.where(scored, behaviour_log_probs, 0.0)
+        log_p = log_q + log_ratio  # equal where the step is not scored
+        if log_p.device.type == "cpu" and not torch.compiler.is_compiling():
+            largest = torch.maximum(log_p, log_q).amax().item() if log_p.numel() else 0.0
+            if largest > 1e-5:
+                raise ContractError(
+                    f"KPop needs log-probs of probabilities, at most 0; got {largest:.3g}, which only a density can have. Use "
+                    "Truncate or Mask with continuous actions."
+                )
+        p, q = (values.exp().clamp(1e-6, 1 - 1e-6) for values in (log_p, log_q))
+        is_near = torch.maximum(_binary_kl(p, q), _binary_kl(q, p)) <= self.threshold
+        return torch.where(is_near, bounded_exp(log_ratio), 0.0)
+
+
+def _binary_kl(p: Float[Tensor, "N T"], q: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+
+def _scored_log_ratio(
+    old_log_probs: Float[Tensor, "N T"], behaviour_log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
+) -> Float[Tensor, "N T"]:
+    """log u of each step, without gradient. 0 for steps outside the mask, and for steps that were not scored."""
+    scored = mask & ~behaviour_log_probs.isnan()
+    log_ratio = torch.where(scored, old_log_probs.detach() - behaviour_log_probs, 0.0)
+    if log_ratio.device.type == "cpu" and not torch.compiler.is_compiling():  # other devices would have to wait
+        require_finite_values("old_log_probs and behaviour_log_probs of sampled steps", log_ratio)
+    return log_ratio
 
 
 def require_order(low_name: str, low: float | None, high_name: str, high: float | None) -> None:

@@ -18,6 +18,7 @@ from grpo import (
     EntropyControl,
     GRPOConfig,
     KLControl,
+    KPop,
     Mask,
     ObjectiveConfig,
     RewardConfig,
@@ -240,6 +241,7 @@ FIELDS = {
     },
     Truncate: CORRECTION,
     Mask: CORRECTION,
+    KPop: {"threshold": number(0.0, *BELOW_ZERO, allowed=ABOVE_0)},
 }
 BESIDE: dict[Any, Callable[[Any], dict[str, Any]]] = {
     (AdvantageConfig, "baseline"): lambda value: {"k": 2} if value == "max_at_k" else {},

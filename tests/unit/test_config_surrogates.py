@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo import ConfigError, GRPOConfig, Mask, ObjectiveConfig, Truncate
+from grpo import ConfigError, GRPOConfig, KPop, Mask, ObjectiveConfig, Truncate
 from grpo.config import CORRECTIONS, SURROGATES
 from grpo.surrogates import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, KlCov, Sapo, Steps, Vespo
 from tests.support.objective_inputs import as_users_run_it
@@ -26,6 +26,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "clip_cov": {"level": "step", "low": 0.2, "high": 0.2, "fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
     "truncate": {"low": None, "high": 3.0, "level": "step"},
     "mask": {"low": None, "high": 3.0, "level": "step"},
+    "kpop": {"threshold": 0.1},
 }
 """Every name and the settings that it stands for."""
 
@@ -41,6 +42,7 @@ OTHER: dict[type, Any] = {
     ClipCov: ClipCov(low=0.1, high=0.3, fraction=0.1, cov_low=-2.0, cov_high=2.0, level="row"),
     Truncate: Truncate(low=0.5, high=2.0, level="row"),
     Mask: Mask(low=0.5, high=None, level="row"),
+    KPop: KPop(threshold=0.2),
 }
 """Every class that has settings, with none of them at its default."""
 
@@ -110,7 +112,7 @@ def test_none_in_quotes_switches_the_correction_off_and_none_leaves_it_to_the_it
         pytest.raises(ConfigError, match=r"sampler_correction must be one of .*; got a numpy array \[2\] float64"),
     ):
         ObjectiveConfig(sampler_correction=np.ones(2))
-    with pytest.raises(ConfigError, match="sampler_correction must be one of 'truncate', 'mask', 'none', an object"):
+    with pytest.raises(ConfigError, match="sampler_correction must be one of 'truncate', 'mask', 'kpop', 'none', an object"):
         ObjectiveConfig(sampler_correction="off")
 
 

@@ -22,6 +22,7 @@ from grpo import (
     GRPOConfig,
     GRPOTrainer,
     KLControl,
+    KPop,
     Mask,
     ObjectiveConfig,
     RewardConfig,
@@ -337,6 +338,7 @@ CASES: dict[type[Settings], dict[str, Case]] = {
         "high": ({}, {"high": 1.1}, PLAIN),
         "level": ({}, {"level": "row"}, PLAIN),
     },
+    KPop: {"threshold": ({}, {"threshold": 1e-4}, PLAIN)},
 }
 PARTS: dict[type[Settings], str] = {
     AdvantageConfig: "advantage",

@@ -7,9 +7,11 @@ import torch
 
 from grpo import (
     ConfigError,
+    ContractError,
     ExperienceBatch,
     GRPOConfig,
     GRPOTrainer,
+    KPop,
     Mask,
     ObjectiveConfig,
     ObjectiveInputs,
@@ -43,6 +45,11 @@ def test_step_weights_equal_hand_worked_values(subtests: pytest.Subtests) -> Non
         (Mask(low=0.75, high=None), [4, 0, 1, 1]),
         (Mask(low=0.75), [0, 0, 1, 1]),
         (Mask(low=1.0, high=1.0), [0, 0, 1, 1]),  # a weight at its bound counts
+        # .8 against .2: .8 log 4 + .2 log .25 = .83 in both directions; .1 against .2: .0367 and .0444
+        (KPop(), [0, 0.5, 1, 1]),
+        (KPop(threshold=0.84), [4, 0.5, 1, 1]),
+        (KPop(threshold=0.0445), [0, 0.5, 1, 1]),
+        (KPop(threshold=0.04), [0, 0, 1, 1]),  # one of the two directions is beyond the threshold
     ]:
         with subtests.test(correction=correction, expected=expected):
             weights = correction(OLD, BEHAVIOUR, EVERYWHERE)
@@ -231,3 +238,27 @@ def test_a_row_that_is_left_out_has_no_gradient(subtests: pytest.Subtests) -> No
             expected = -ratios * advantages.unsqueeze(1) * torch.tensor([[1.0], [0.0], [1.0], [0.0]])
             torch.testing.assert_close(gradient, expected, rtol=1e-14, atol=0)
             assert loss.item() == pytest.approx(expected.sum().item(), rel=1e-14)
+
+
+def test_kpops_bound_on_the_ratio_is_wide_for_rare_actions_and_narrow_for_likely_ones() -> None:
+    """A rare action may be five times as likely: D(.01, .002) = .0081. Of a likely one, .9 for .6 is too much: .2263."""
+    old = torch.tensor([[0.01, 0.9]], dtype=torch.float64).log()
+    behaviour = torch.tensor([[0.002, 0.6]], dtype=torch.float64).log()
+    weights = KPop()(old, behaviour, torch.ones(1, 2, dtype=torch.bool))
+    assert weights.tolist() == [[pytest.approx(5.0), 0.0]]
+
+
+def test_kpop_is_finite_for_certain_and_for_impossible_actions() -> None:
+    old = torch.tensor([[0.0, 0.0, -300.0, -1e-9]], requires_grad=True)
+    behaviour = torch.tensor([[0.0, -300.0, 0.0, 0.0]])
+    weights = KPop()(old, behaviour, torch.ones(1, 4, dtype=torch.bool))
+    assert weights.tolist() == [[1.0, 0.0, 0.0, pytest.approx(1.0)]]
+    assert not weights.requires_grad
+
+
+def test_kpop_is_for_probabilities() -> None:
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(ContractError, match=r"KPop needs log-probs of probabilities, at most 0; got 0.5"):
+        KPop()(torch.tensor([[0.5]]), torch.tensor([[-0.1]]), mask)
+    outside = torch.tensor([[0.5]]), torch.tensor([[-0.1]]), ~mask
+    assert KPop()(*outside).tolist() == [[1.0]]
