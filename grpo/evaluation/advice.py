@@ -21,7 +21,7 @@ logger = logging.getLogger("grpo")
 PATIENCE = 10
 """Number of consecutive iterations that must show a sign, unless its rule says another number."""
 NUM_FIRST = 3
-"""Number of iterations whose mean entropy is the entropy at the beginning. A few more may be enough for a collapse."""
+"""Number of iterations whose mean is the entropy, or the reward, at the beginning. A few more may be enough for a collapse."""
 LOW_ENTROPY = 0.05
 """Fraction of the entropy at the beginning below which the entropy counts as collapsed."""
 MANY = 0.9
@@ -58,6 +58,7 @@ class Course:
         self.has_clipped = self.is_supervised = self._was_pulled = self._had_advantage = False
         self.highest, self.lowest = -math.inf, math.inf
         self._rewards: deque[float] = deque(maxlen=LONGEST)
+        self._first_rewards: list[float] = []
         self._first_entropies: list[float] = []
         self._entropy = math.nan
 
@@ -73,6 +74,7 @@ class Course:
         self.lowest, self.highest = min(self.lowest, self("rewards/min")), max(self.highest, self("rewards/max"))
         if math.isfinite(self("rewards/mean")):
             self._rewards.append(self("rewards/mean"))
+            self._first_rewards = [*self._first_rewards, self("rewards/mean")][:NUM_FIRST]
         entropy = self("train/entropy")
         if math.isfinite(entropy):
             if len(self._first_entropies) < NUM_FIRST:
@@ -133,18 +135,36 @@ class Course:
         """Whether all rewards are the highest one so far, and there were lower ones before."""
         return self.lowest < self("rewards/min") == self("rewards/max") == self.highest
 
+    def _trend(self) -> tuple[float, float]:
+        """The mean of the later half of the recent rewards less that of the earlier half, and the standard error of this
+        difference. NaN before the second iteration."""
+        recent = np.array(self._rewards)[-max(2 * PATIENCE, len(self._rewards) // 2) :]
+        before, after = recent[: len(recent) // 2], recent[len(recent) // 2 :]
+        if not len(before):
+            return math.nan, math.nan
+        error = math.hypot(standard_error(before), standard_error(after))
+        return float(after.mean() - before.mean()), max(error, TINY * abs(float(before.mean())))
+
+    @property
+    def _recent_reward(self) -> float:
+        return float(np.mean(list(self._rewards)[-PATIENCE:]))
+
     @property
     def earns_well(self) -> bool:
         """Whether the reward rises, or is within a tenth of the range of all rewards so far from the highest one."""
-        rewards = np.array(self._rewards)
-        recent = rewards[-max(2 * PATIENCE, len(rewards) // 2) :]
-        before, after = recent[: len(recent) // 2], recent[len(recent) // 2 :]
-        if not len(before):
-            return False
-        error = math.hypot(standard_error(before), standard_error(after))
-        rises = float(after.mean() - before.mean()) > max(error, TINY * abs(float(before.mean())))
+        change, error = self._trend()
         margin = 0.1 * (self.highest - self.lowest)
-        return rises or (margin > 0 and float(rewards[-PATIENCE:].mean()) >= self.highest - margin)
+        return change > error or (margin > 0 and math.isfinite(change) and self._recent_reward >= self.highest - margin)
+
+    @property
+    def has_converged(self) -> bool:
+        """Whether the reward is nearer to the highest one so far than to the reward at the beginning, and does not fall.
+
+        The highest reward of a row is often out of reach in the mean: states differ in what can be earned, and so does luck.
+        """
+        change, error = self._trend()
+        has_risen = self._recent_reward - float(np.mean(self._first_rewards)) > self.highest - self._recent_reward
+        return has_risen and change >= -2 * error
 
     @property
     def has_collapsed(self) -> bool:
@@ -321,10 +341,13 @@ RULES = (
     ),
     Advice(
         sign="the entropy has collapsed",
-        text="The policy is nearly deterministic: its entropy is a twentieth of the entropy at the start, and the reward is "
-        "neither rising nor near its best. Add an entropy bonus (objective.entropy_coef, entropy_control) or a KL penalty to a "
-        "reference, raise the surrogate's upper bound (Clip(high=...)), or lower learning_rate.",
-        is_seen=lambda run: run.has_collapsed and not run.is_supervised and not run.earns_well,
+        text="The policy is nearly deterministic: its entropy is a twentieth of the entropy at the start, and the reward "
+        "neither rises nor is nearer to its best than to where it began. Add an entropy bonus (objective.entropy_coef, "
+        "entropy_control) or a KL penalty to a reference, raise the surrogate's upper bound (Clip(high=...)), or lower "
+        "learning_rate.",
+        is_seen=lambda run: (
+            run.has_collapsed and not run.is_supervised and not run.earns_well and not run.has_converged
+        ),
         shows=("train/entropy",),
     ),
 )

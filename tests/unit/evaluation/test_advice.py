@@ -375,6 +375,13 @@ def signs(history: list[dict[str, float]], settings: Any = SEVERAL_UPDATES) -> l
 COLLAPSE = [{**LIVE, "train/entropy": max(0.8**place, 0.01)} for place in range(60)]
 RISE = {"rewards__mean": (0.1, 0.7)}
 
+
+def risen(first: float, last: float) -> list[dict[str, float]]:
+    """A collapse whose reward rises in 20 iterations and stays for 60. The highest reward of a row is 1."""
+    means = [first + (last - first) * min(place / 20, 1.0) for place in range(80)]
+    return [{**COLLAPSE[min(place, 59)], "rewards/mean": mean} for place, mean in enumerate(means)]
+
+
 FIRES: list[tuple[str, list[dict[str, float]], dict[str, Any]]] = [
     ("a part of the reward is missing", [{**LIVE, "rewards/a/applies": 0.5}], {}),
     ("every reward is the highest one", [LIVE, *course(10, DEAD, rewards__min=1.0, rewards__max=1.0)], {}),
@@ -404,6 +411,8 @@ FIRES: list[tuple[str, list[dict[str, float]], dict[str, Any]]] = [
     ("the KL is 0", course(10, LIVE, train__kl_coef=0.04), {}),
     ("the sampler is not the policy", course(10, LIVE, train__sampler_divergence=0.011), {}),
     ("the entropy has collapsed", COLLAPSE, {}),
+    ("the entropy has collapsed", risen(0.1, 0.5), {}),  # less than half of the way from 0.1 to 1
+    ("the entropy has collapsed", [*risen(0.1, 0.8), *course(60, COLLAPSE[-1], rewards__mean=(0.8, 0.6))], {}),
 ]
 
 FALSE_ALARMS: list[tuple[str, str, list[dict[str, float]], dict[str, Any]]] = [
@@ -516,6 +525,7 @@ FALSE_ALARMS: list[tuple[str, str, list[dict[str, float]], dict[str, Any]]] = [
         [{**low, "rewards/mean": 0.1 + 0.01 * place} for place, low in enumerate(COLLAPSE)],
         {},
     ),
+    ("the entropy has collapsed", "the reward has come more than half of the way", risen(0.1, 0.6), {}),
     (
         "the entropy has collapsed",
         "the reward is near its best",
