@@ -1,12 +1,17 @@
 """A fitted value function and short iterations beside Stable-Baselines3's PPO, at equal numbers of environment steps.
 
-Each run has the steps of the preset. Its policy is then evaluated in 20 episodes with random actions, as in training, and in 20
-with the most likely ones, from resets that training does not use. PPO has the settings of rl-baselines3-zoo, and the library's
-defaults where the zoo has none. Results go to a file, a line per run, and a run that is there is not made again: stop the
-program at any time, and start it again.
+Each run has the steps of the preset, or those of `STEPS`. Its policy is then evaluated in 20 episodes with random actions, as
+in training, and in 20 with the most likely ones, from resets that training does not use. PPO has the settings of
+rl-baselines3-zoo, and the library's defaults where the zoo has none; on Taxi it is MaskablePPO, with the mask. Where our
+preset repeats actions, PPO also runs in a wrapper that repeats them. With `--until`, a run ends when an evaluation with the
+most likely actions reaches the preset's threshold, and its CPU-seconds without evaluations are the result. Results go to a
+file, a line per run, and a run that is there is not made again: stop the program at any time, and start it again.
 
-    python -m benchmarks.control_fitted                                      # both sides, seeds 0 to 4; hours
+    python -m benchmarks.control_fitted                                      # all sides, 5 seeds, and 3 of PPO; hours
     python -m benchmarks.control_fitted --envs CartPole-v1 --sides fitted    # without PPO; a minute
+    python -m benchmarks.control_fitted --envs CartPole-v1 --until           # CPU-seconds until it is learned
+
+LunarLander needs `pip install "gymnasium[box2d]"`, DoorKey `pip install minigrid`, and PPO on Taxi `pip install sb3-contrib`.
 """
 
 import argparse
@@ -15,19 +20,45 @@ import json
 import platform
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
+from torch import nn
 
-from adapters.control import FITTED_PRESETS, episode_starts, evaluate_policy, preset_for
+from adapters.control import FITTED_PRESETS, ControlPreset, episode_starts, evaluate_policy, preset_for
 from adapters.control.training.evaluation import EVALUATION_SEED
 
 NUM_EPISODES = 20
 """Episodes of each evaluation."""
+
+SEEDS = {"fitted": range(10, 15), "PPO": range(10, 13), "PPO, repeated": range(10, 13)}
+"""Seeds of each side. No setting was chosen on them."""
+
+DOOR_KEY = "MiniGrid-DoorKey-5x5-v0"
+
+STEPS = {DOOR_KEY: 100_000}
+"""Steps of runs without a measured preset."""
+
+LIMITS = {"CliffWalking-v1": 1_000}
+"""Maximum length of episodes in evaluations, where the environment has no limit of its own."""
+
+EVALUATE_EVERY = 2_000
+"""Steps between evaluations with `--until`."""
+
+ROBOT = {"normalize": True, "n_envs": 1, "n_steps": 512} | {
+    "policy_kwargs": {
+        "log_std_init": -2,
+        "ortho_init": False,
+        "activation_fn": nn.ReLU,
+        "net_arch": {"pi": [256, 256], "vf": [256, 256]},
+    }
+}
 
 ZOO: dict[str, dict[str, Any]] = {
     "CartPole-v1": {"n_envs": 8, "n_steps": 32, "batch_size": 256, "gae_lambda": 0.8, "gamma": 0.98, "n_epochs": 20}
@@ -50,55 +81,185 @@ ZOO: dict[str, dict[str, Any]] = {
     "InvertedPendulum-v5": {"normalize": True, "n_envs": 1, "n_steps": 32, "batch_size": 64, "gamma": 0.999}
     | {"learning_rate": 2.22425e-4, "ent_coef": 1.37976e-7, "clip_range": 0.4, "n_epochs": 5, "gae_lambda": 0.9}
     | {"max_grad_norm": 0.3, "vf_coef": 0.19816},
+    "LunarLander-v3": {"n_envs": 16, "n_steps": 1024, "batch_size": 64, "gae_lambda": 0.98, "gamma": 0.999}
+    | {"n_epochs": 4, "ent_coef": 0.01},
+    "HalfCheetah-v5": ROBOT
+    | {"batch_size": 64, "gamma": 0.98, "learning_rate": 2.0633e-5, "ent_coef": 0.000401762, "clip_range": 0.1}
+    | {"n_epochs": 20, "gae_lambda": 0.92, "max_grad_norm": 0.8, "vf_coef": 0.58096},
+    "Hopper-v5": ROBOT
+    | {"batch_size": 32, "gamma": 0.999, "learning_rate": 9.80828e-5, "ent_coef": 0.00229519, "clip_range": 0.2}
+    | {"n_epochs": 5, "gae_lambda": 0.99, "max_grad_norm": 0.7, "vf_coef": 0.835671},
+    "Swimmer-v5": {"normalize": True, "gamma": 0.9999},
+    "Reacher-v5": {"normalize": True, "n_envs": 1, "n_steps": 512, "batch_size": 32, "gamma": 0.9}
+    | {"learning_rate": 0.000104019, "ent_coef": 7.52585e-8, "clip_range": 0.3, "n_epochs": 5, "gae_lambda": 1.0}
+    | {"max_grad_norm": 0.9, "vf_coef": 0.950368},
+    DOOR_KEY: {"normalize": True, "n_envs": 8, "n_steps": 128, "batch_size": 64, "gae_lambda": 0.95, "gamma": 0.99}
+    | {"n_epochs": 10, "learning_rate": 2.5e-4, "clip_range": 0.2},
 }
-"""Settings of PPO in `hyperparams/ppo.yml` of DLR-RM/rl-baselines3-zoo; for InvertedPendulum those of version 3."""
+"""Settings of PPO in `hyperparams/ppo.yml` of DLR-RM/rl-baselines3-zoo, of the version that it has: LunarLander v2, robots v3,
+Reacher v2."""
 
 
-def with_fitted_values(env_id: str, seed: int, total_steps: int | None) -> dict[str, float]:
+class Repeated(gymnasium.Wrapper):
+    """Takes each action several times, and sums the rewards.
+
+    Args:
+        env: The environment.
+        repeat: Number of steps.
+    """
+
+    def __init__(self, env: gymnasium.Env, repeat: int) -> None:
+        super().__init__(env)
+        self._repeat = repeat
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Take the action until the episode ends, at most `repeat` times."""
+        total = 0.0
+        for _ in range(self._repeat):
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            total += float(reward)
+            if terminated or truncated:
+                break
+        return observation, total, terminated, truncated, info
+
+
+class WithMasks(gymnasium.Wrapper):
+    """Taxi with its masks where MaskablePPO looks for them."""
+
+    def action_masks(self) -> Any:
+        """The mask of the present state."""
+        taxi: Any = self.unwrapped
+        return taxi.action_mask(taxi.s).astype(bool)
+
+
+def door_key() -> gymnasium.Env:
+    """The grid of DoorKey as a row of numbers, without the mission, which is always the same text."""
+    from minigrid.wrappers import ImgObsWrapper
+
+    return gymnasium.wrappers.FlattenObservation(ImgObsWrapper(gymnasium.make(DOOR_KEY)))
+
+
+def preset_of(env_id: str, total_steps: int | None) -> ControlPreset:
+    """The preset, with other steps if they are given."""
+    steps = STEPS.get(env_id) if total_steps is None else total_steps
+    return preset_for(door_key if env_id == DOOR_KEY else env_id, credit="fitted", total_steps=steps)
+
+
+class Evaluations:
+    """Evaluations until a threshold is reached, and the CPU-seconds that they take.
+
+    Args:
+        threshold: The mean return. None: there are no evaluations.
+        mean_return: Evaluates the policy with the most likely actions.
+    """
+
+    def __init__(self, threshold: float | None, mean_return: Any) -> None:
+        self._threshold, self._mean_return = threshold, mean_return
+        self._next = EVALUATE_EVERY
+        self.seconds = 0.0
+        self.has_reached = False
+
+    def look(self, steps: float) -> bool:
+        """Whether the threshold is reached after a number of training steps."""
+        if self._threshold is None or steps < self._next:
+            return False
+        self._next += EVALUATE_EVERY
+        started = time.process_time()
+        self.has_reached = self._mean_return() >= self._threshold
+        self.seconds += time.process_time() - started
+        return self.has_reached
+
+    def on_iteration(self, trainer: Any, metrics: Mapping[str, float]) -> str | None:
+        """A callback of `GRPOTrainer.train`."""
+        return "stop" if self.look(metrics["episodes/total_steps"]) else None
+
+
+def with_fitted_values(env_id: str, seed: int, total_steps: int | None, until: bool = False) -> dict[str, float]:
     """Train with the preset, and evaluate."""
-    preset = preset_for(env_id, credit="fitted")
+    preset = preset_of(env_id, total_steps)
     trainer = preset.make_trainer(seed=seed)
-    steps = total_steps or preset.total_steps
+
+    def mean_return(deterministic: bool) -> float:
+        return evaluate_policy(
+            trainer.policy, num_episodes=NUM_EPISODES, deterministic=deterministic, max_steps=LIMITS.get(env_id)
+        ).mean_return
+
+    evaluations = Evaluations(preset.threshold if until else None, lambda: mean_return(True))
     started = time.process_time()
-    starts = episode_starts(preset.num_groups, seed=seed)
-    history = trainer.train(starts, budget=("episodes/steps", steps), progress=False)
-    seconds = time.process_time() - started
-    sampled, greedy = (
-        evaluate_policy(trainer.policy, num_episodes=NUM_EPISODES, deterministic=most_likely).mean_return
-        for most_likely in (False, True)
+    history = trainer.train(
+        episode_starts(preset.num_groups, seed=seed),
+        budget=("episodes/steps", preset.total_steps),
+        callbacks=[evaluations],
+        progress=False,
     )
-    return {"sampled": sampled, "greedy": greedy, "seconds": seconds, "steps": history[-1]["episodes/total_steps"]}
+    seconds = time.process_time() - started - evaluations.seconds
+    spent = {"seconds": seconds, "steps": history[-1]["episodes/total_steps"]}
+    if until:
+        return spent | {"reached": float(evaluations.has_reached)}
+    return spent | {"sampled": mean_return(False), "greedy": mean_return(True)}
 
 
-def with_ppo(env_id: str, seed: int, total_steps: int | None) -> dict[str, float]:
+def with_ppo(
+    env_id: str, seed: int, total_steps: int | None, until: bool = False, repeats: bool = False
+) -> dict[str, float]:
     """Train Stable-Baselines3's PPO, and evaluate."""
     from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.evaluation import evaluate_policy as evaluate
+    from stable_baselines3.common.evaluation import evaluate_policy as evaluate_without_masks
     from stable_baselines3.common.vec_env import VecNormalize
 
+    preset = preset_of(env_id, total_steps)
+    repeat = preset.repeat if repeats else 1
     settings = dict(ZOO.get(env_id, {}))
     num_envs, normalizes = settings.pop("n_envs", 1), settings.pop("normalize", False)
     for name in ("learning_rate", "clip_range"):
         if isinstance(settings.get(name), str):
             settings[name] = Falling(float(settings[name].rpartition(" ")[2]))
-    envs = make_vec_env(env_id, num_envs, seed=seed)
+    algorithm: Any = PPO
+    evaluate: Any = evaluate_without_masks
+    if preset.action_mask is not None:
+        from sb3_contrib import MaskablePPO
+        from sb3_contrib.common.maskable.evaluation import evaluate_policy as evaluate_with_masks
+
+        algorithm, evaluate = MaskablePPO, evaluate_with_masks
+
+    def make(limit: int | None = None) -> gymnasium.Env:
+        env = door_key() if env_id == DOOR_KEY else gymnasium.make(env_id)
+        env = env if limit is None else gymnasium.wrappers.TimeLimit(env, limit)
+        env = WithMasks(env) if preset.action_mask is not None else env
+        return env if repeat == 1 else Repeated(env, repeat)
+
+    envs = make_vec_env(make, num_envs, seed=seed)
+    tested = make_vec_env(partial(make, LIMITS.get(env_id)), 1, seed=EVALUATION_SEED)
     if normalizes:
         envs = VecNormalize(envs, gamma=settings.get("gamma", 0.99))
-    learner = PPO("MlpPolicy", envs, seed=seed, device="cpu", **settings)
-    steps = total_steps or preset_for(env_id, credit="fitted").total_steps
-    started = time.process_time()
-    learner.learn(steps)
-    seconds = time.process_time() - started
-    tested = make_vec_env(env_id, 1, seed=EVALUATION_SEED)
-    if normalizes:
         tested = VecNormalize(tested, training=False, norm_reward=False)
         tested.obs_rms = envs.obs_rms
-    sampled, greedy = (
-        float(np.mean(evaluate(learner, tested, NUM_EPISODES, deterministic=most_likely)[0]))
-        for most_likely in (False, True)
-    )
-    return {"sampled": sampled, "greedy": greedy, "seconds": seconds, "steps": float(learner.num_timesteps)}
+    learner = algorithm("MlpPolicy", envs, seed=seed, device="cpu", **settings)
+
+    def mean_return(deterministic: bool) -> float:
+        tested.seed(EVALUATION_SEED)
+        return float(np.mean(evaluate(learner, tested, NUM_EPISODES, deterministic=deterministic)[0]))
+
+    evaluations = Evaluations(preset.threshold if until else None, lambda: mean_return(True))
+
+    class Evaluate(BaseCallback):
+        """Called between an update and the next rollout."""
+
+        def _on_rollout_start(self) -> None:
+            evaluations.look(repeat * self.num_timesteps)
+
+        def _on_step(self) -> bool:
+            return not evaluations.has_reached
+
+    started = time.process_time()
+    learner.learn(preset.total_steps // repeat, callback=Evaluate())
+    seconds = time.process_time() - started - evaluations.seconds
+    spent = {"seconds": seconds, "steps": float(repeat * learner.num_timesteps)}
+    if until:
+        return spent | {"reached": float(evaluations.has_reached)}
+    return spent | {"sampled": mean_return(False), "greedy": mean_return(True)}
 
 
 class Falling:
@@ -116,7 +277,12 @@ class Falling:
         return self._first * left
 
 
-SIDES = {"fitted": with_fitted_values, "PPO": with_ppo}
+SIDES = {"fitted": with_fitted_values, "PPO": with_ppo, "PPO, repeated": partial(with_ppo, repeats=True)}
+
+
+def until(side: str) -> str:
+    """The name of a side whose runs end at a threshold."""
+    return f"{side}, until learned"
 
 
 def made_runs(path: Path) -> dict[tuple[str, str, int], dict[str, float]]:
@@ -133,16 +299,26 @@ def report(env_id: str, side: str, results: Sequence[dict[str, float]]) -> str:
     each = " ".join(f"{row['sampled']:.5g}" for row in results)
     seconds = float(np.median([row["seconds"] for row in results]))
     steps = float(np.median([row["steps"] for row in results]))
-    return f"{env_id:25s} {side:7s}{steps:8,.0f} {'  '.join(columns)} {seconds:8.1f} s   {each}"
+    return f"{env_id:25s} {side:14s}{steps:8,.0f} {'  '.join(columns)} {seconds:8.1f} s   {each}"
+
+
+def report_until(env_id: str, side: str, results: Sequence[dict[str, float]]) -> str:
+    """One line of the table of CPU-seconds."""
+    seconds = float(np.median([row["seconds"] if row["reached"] else np.inf for row in results]))
+    each = " ".join(f"{row['seconds']:.3g}{'' if row['reached'] else ' (not learned)'}" for row in results)
+    steps = float(np.median([row["steps"] for row in results]))
+    return f"{env_id:25s} {side:14s} {seconds:8.1f} s of CPU {steps:8,.0f} steps   {each}"
 
 
 def main() -> None:
     """Make the runs that are missing, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--envs", nargs="+", choices=FITTED_PRESETS, default=list(FITTED_PRESETS))
+    environments = [*FITTED_PRESETS, *STEPS]
+    parser.add_argument("--envs", nargs="+", choices=environments, default=environments)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: 10 to 14, and 10 to 12 of PPO")
     parser.add_argument("--steps", type=int, help="of each run; default: the preset's")
+    parser.add_argument("--until", action="store_true", help="end runs when they have learned")
     parser.add_argument("--file", type=Path, default=Path("runs/control_fitted.jsonl"), help="results, a line per run")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -151,20 +327,27 @@ def main() -> None:
     peer = f"Stable-Baselines3 {version('stable_baselines3')}" if has_ppo else "Stable-Baselines3 is not installed"
     print(f"torch {torch.__version__}, one thread, {platform.machine()}, {peer}")
     titles = "steps   sampled    worst    greedy    worst      CPU      sampled, by seed"
-    print(f"{'environment':25s} {'':7s}   {titles}", flush=True)
+    print(f"{'environment':25s} {'':14s}   {'until learned' if args.until else titles}", flush=True)
     args.file.parent.mkdir(parents=True, exist_ok=True)
     for env_id in args.envs:
+        preset = FITTED_PRESETS.get(env_id)
+        if args.until and (preset is None or preset.threshold is None):
+            continue
         for side in args.sides:
-            if side == "PPO" and not has_ppo:
+            if side != "fitted" and not has_ppo:
                 continue
-            for seed in args.seeds:
-                if (side, env_id, seed) not in made_runs(args.file):
-                    result = SIDES[side](env_id, seed, args.steps)
-                    row = {"side": side, "environment": env_id, "seed": seed, "result": result}
+            if side == "PPO, repeated" and (preset is None or preset.repeat == 1):
+                continue
+            name, seeds = until(side) if args.until else side, args.seeds or SEEDS[side]
+            for seed in seeds:
+                if (name, env_id, seed) not in made_runs(args.file):
+                    result = SIDES[side](env_id, seed, args.steps, args.until)
+                    row = {"side": name, "environment": env_id, "seed": seed, "result": result}
                     with args.file.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(row) + "\n")
             found = made_runs(args.file)
-            print(report(env_id, side, [found[side, env_id, seed] for seed in args.seeds]), flush=True)
+            results = [found[name, env_id, seed] for seed in seeds]
+            print((report_until if args.until else report)(env_id, side, results), flush=True)
 
 
 if __name__ == "__main__":

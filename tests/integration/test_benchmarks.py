@@ -137,10 +137,27 @@ def test_the_benchmark_of_fitted_values_makes_a_run_once(run: Run, tmp_path: Pat
     printed = run(control_fitted, *typed, SIDES={"fitted": None, "PPO": None})
     columns = ["1,200", "200.0", "100.0", "400.0", "200.0", "4.0", "s", "100", "300"]
     assert printed.splitlines()[2].split() == ["CartPole-v1", "fitted", *columns]
-    results = {"fitted": lambda env_id, seed, steps: {**row, "sampled": float(seed)}, "PPO": None}
+    results = {
+        "fitted": lambda env_id, seed, steps, until: {**row, "sampled": float(seed), "reached": 0.0},
+        "PPO": None,
+    }
     printed = run(control_fitted, *typed, "--seeds", "0", "7", SIDES=results)
     assert printed.splitlines()[2].split()[-2:] == ["100", "7"]
     assert len(path.read_text().splitlines()) == 3
+    printed = run(control_fitted, *typed, "--seeds", "0", "--until", SIDES=results)
+    assert printed.splitlines()[2].split()[1:] == [
+        "fitted",
+        "inf",
+        "s",
+        "of",
+        "CPU",
+        "600",
+        "steps",
+        "2",
+        "(not",
+        "learned)",
+    ]
+    assert len(path.read_text().splitlines()) == 4
 
 
 @pytest.mark.slow

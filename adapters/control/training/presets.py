@@ -1,19 +1,14 @@
 """Training settings of each environment."""
 
-import logging
 from dataclasses import MISSING, dataclass, replace
 from typing import Any, Literal
 
 import torch
-from gymnasium import spaces
 
-from adapters.control.environments.pools import make_pool
 from adapters.control.policy.episode_policy import EpisodePolicy
-from adapters.control.policy.observations import ObservationEncoder
 from adapters.control.policy.options import EpisodeOptions
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, preserved_random_state
-from grpo.arguments import Settings, describe, require_instances, require_integers, setting
-from grpo.errors import ConfigError
+from grpo.arguments import Settings, require_integers, setting
 from grpo.surrogates import Clip
 
 from .episode_rewards import EnvironmentReward
@@ -21,14 +16,6 @@ from .fitted_value import FittedAdvantages
 
 Credit = Literal["group", "fitted"]
 """The baseline of a return: the group's mean, or a fitted value function."""
-
-MIN_STEPS, MIN_ITERATIONS = 500_000, 50
-"""Settings for an environment without a preset have at least this many steps and iterations."""
-
-LONG_EPISODE = 500
-"""Episodes that may be longer are trained in one group per iteration, without a preset."""
-
-LOGGER = logging.getLogger("grpo")
 
 ADAM_EPS = 1e-5
 """Adam's epsilon as in PPO implementations. Parameters with tiny gradients then take small steps."""
@@ -39,7 +26,9 @@ class ControlPreset(Settings):
     """Training settings of one environment. `make_config` adds the settings that all presets share."""
 
     env_id: str
-    """Registered id of the environment."""
+    """Registered id of the environment, or its name if it has none."""
+    environment: Any = None
+    """A function that creates the environment. None: `env_id` does."""
     total_steps: int = setting(MISSING, at_least=1)
     """Environment steps of a whole run, without evaluations."""
     threshold: float | None
@@ -77,6 +66,8 @@ class ControlPreset(Settings):
     """Environment steps for which each action is repeated. A larger value decides less often."""
     evaluate_every: int = setting(10_000, at_least=1)
     """Training steps between evaluations."""
+    why: str = ""
+    """What `preset_for` has found, and chosen for it. Empty: the settings were measured, or are your own."""
 
     def make_policy(self, *, seed: int | None = None, **arguments: Any) -> EpisodePolicy:
         """Create a policy with its own environments.
@@ -94,12 +85,13 @@ class ControlPreset(Settings):
         )
         own: dict[str, Any] = {"num_members": self.num_groups * self.group_size, "options": options}
         own["action_mask"] = self.action_mask
+        environment = self.env_id if self.environment is None else self.environment
         if seed is None:
-            return EpisodePolicy(self.env_id, **own | arguments)
+            return EpisodePolicy(environment, **own | arguments)
         require_integers("make_policy", 0, seed=seed)
         with preserved_random_state():
             torch.manual_seed(seed)
-            return EpisodePolicy(self.env_id, **own | arguments)
+            return EpisodePolicy(environment, **own | arguments)
 
     def make_config(self, seed: int | None = None) -> GRPOConfig:
         """Create the trainer's settings."""
@@ -141,7 +133,7 @@ class ControlPreset(Settings):
         )
 
 
-_MUJOCO = ControlPreset(
+MUJOCO = ControlPreset(  # settings that robots share
     env_id="",
     total_steps=500_000,
     threshold=None,
@@ -168,7 +160,7 @@ PRESETS = {
         ControlPreset(env_id="Acrobot-v1", total_steps=120_000, threshold=-100.0, gamma=0.99),
         ControlPreset(env_id="Pendulum-v1", total_steps=250_000, threshold=-200.0, gamma=0.97, num_epochs=10),
         replace(
-            _MUJOCO,
+            MUJOCO,
             env_id="Reacher-v5",
             total_steps=300_000,
             threshold=-5.5,
@@ -176,16 +168,16 @@ PRESETS = {
             num_groups=4,
             initial_log_std=-1.0,
         ),
-        replace(_MUJOCO, env_id="HalfCheetah-v5", threshold=1300.0, gamma=0.9, num_groups=1, max_episode_steps=250),
+        replace(MUJOCO, env_id="HalfCheetah-v5", threshold=1300.0, gamma=0.9, num_groups=1, max_episode_steps=250),
         replace(
-            _MUJOCO, env_id="Hopper-v5", threshold=1500.0, gamma=0.995, num_groups=1, group_size=16, learning_rate=6e-4
+            MUJOCO, env_id="Hopper-v5", threshold=1500.0, gamma=0.995, num_groups=1, group_size=16, learning_rate=6e-4
         ),
     )
 }
 """The presets by environment id."""
 
 
-_FITTED = ControlPreset(
+FITTED = ControlPreset(
     env_id="",
     total_steps=20_000,
     threshold=None,
@@ -198,81 +190,29 @@ _FITTED = ControlPreset(
     normalize_observations=True,
 )
 
-_FITTED_BOX = replace(_FITTED, num_epochs=10, num_steps=128)
+FITTED_BOX = replace(FITTED, num_epochs=10, num_steps=128)
 
-_FITTED_TABLE = replace(_FITTED, num_groups=16, total_steps=60_000, normalize_observations=False, entropy_coef=0.01)
+FITTED_ROBOT = replace(FITTED_BOX, total_steps=100_000, num_steps=256, learning_rate=3e-4)
+
+FITTED_TABLE = replace(FITTED, num_groups=16, total_steps=60_000, normalize_observations=False, entropy_coef=0.01)
 
 FITTED_PRESETS = {
     preset.env_id: preset
     for preset in (
-        replace(_FITTED, env_id="CartPole-v1", threshold=475.0),
-        replace(_FITTED, env_id="Acrobot-v1", threshold=-95.0, total_steps=40_000),
-        replace(_FITTED, env_id="MountainCar-v0", threshold=-140.0, total_steps=60_000, num_steps=128),
-        replace(_FITTED_BOX, env_id="Pendulum-v1", threshold=-250.0, total_steps=40_000, gamma=0.95),
-        replace(_FITTED_BOX, env_id="MountainCarContinuous-v0", threshold=90.0),
-        replace(_FITTED_BOX, env_id="InvertedPendulum-v5", threshold=800.0),
-        replace(_FITTED_TABLE, env_id="CliffWalking-v1", threshold=-15.0, num_groups=8),
-        replace(_FITTED_TABLE, env_id="Taxi-v4", threshold=0.0, action_mask="info"),
-        replace(_FITTED_TABLE, env_id="FrozenLake-v1", threshold=0.5, num_groups=32, learning_rate=3e-4),
+        replace(FITTED, env_id="CartPole-v1", threshold=475.0),
+        replace(FITTED, env_id="Acrobot-v1", threshold=-95.0, total_steps=40_000),
+        replace(FITTED, env_id="MountainCar-v0", threshold=-140.0, total_steps=60_000, num_steps=128, repeat=4),
+        replace(FITTED, env_id="LunarLander-v3", total_steps=50_000, num_steps=128, gamma=0.995),
+        replace(FITTED_BOX, env_id="Pendulum-v1", threshold=-250.0, total_steps=40_000, gamma=0.95),
+        replace(FITTED_BOX, env_id="MountainCarContinuous-v0", threshold=90.0),
+        replace(FITTED_BOX, env_id="InvertedPendulum-v5", threshold=800.0),
+        replace(FITTED_BOX, env_id="Swimmer-v5", total_steps=40_000, num_steps=256, repeat=4),
+        replace(FITTED_BOX, env_id="Reacher-v5", total_steps=100_000, gamma=0.95, initial_log_std=-1.0),
+        replace(FITTED_ROBOT, env_id="HalfCheetah-v5"),
+        replace(FITTED_ROBOT, env_id="Hopper-v5", gamma=0.995),
+        replace(FITTED_TABLE, env_id="CliffWalking-v1", threshold=-15.0, num_groups=8, gamma=0.999, entropy_coef=0.03),
+        replace(FITTED_TABLE, env_id="Taxi-v4", threshold=0.0, action_mask="info"),
+        replace(FITTED_TABLE, env_id="FrozenLake-v1", threshold=0.5, num_groups=32, learning_rate=3e-4),
     )
 }
 """The presets with a fitted value function, by environment id."""
-
-
-def preset_for(env_id: str, *, credit: Credit | None = None, max_episode_steps: int | None = None) -> ControlPreset:
-    """The preset of an environment.
-
-    For an environment without a preset, return settings to start tuning from, by what the environment is. With images, the
-    baseline is the group's mean: settings of the MuJoCo robots if actions are a `Box`, otherwise Acrobot's. Without images,
-    it is a fitted value function: a table and 16 members if observations are `Discrete`, otherwise Fourier features and 8
-    members; 10 epochs if actions are a `Box`, otherwise 4. The log says what was chosen.
-
-    Args:
-        env_id: Registered id of the environment.
-        credit: The baseline: `group`, or `fitted`. None: that of the preset in `PRESETS`, or what fits the environment.
-        max_episode_steps: Maximum length of training episodes. None keeps the preset's maximum, or the environment's own
-            limit. An environment without a limit should get one that fits its task: the default is 10,000.
-
-    Raises:
-        ConfigError: The environment cannot be created, or `credit="fitted"` and its observations have images.
-    """
-    require_instances("preset_for", str, "the id of an environment", env_id=env_id)
-    require_integers("preset_for", 1, optional=True, max_episode_steps=max_episode_steps)
-    if credit not in (None, "group", "fitted"):
-        raise ConfigError(f"preset_for: credit must be 'group', 'fitted' or None; got {describe(credit)}.")
-    found = (FITTED_PRESETS if credit == "fitted" else PRESETS).get(env_id)
-    if found is None:
-        found = _without_preset(env_id, credit, max_episode_steps)
-    return found if max_episode_steps is None else replace(found, max_episode_steps=max_episode_steps)
-
-
-def _without_preset(env_id: str, credit: Credit | None, max_episode_steps: int | None) -> ControlPreset:
-    pool = make_pool(env_id, 1)
-    encoder, has_box = ObservationEncoder(pool.observation_space), isinstance(pool.action_space, spaces.Box)
-    longest = pool.max_episode_steps if max_episode_steps is None else max_episode_steps
-    pool.close()
-    if credit == "group" or (credit is None and encoder.has_images):
-        base = _MUJOCO if has_box else PRESETS["Acrobot-v1"]
-        # one group is enough if episodes may be longer: more steps per start, and more updates
-        num_groups = 1 if longest is None or longest > LONG_EPISODE else base.num_groups
-        base = replace(base, num_groups=num_groups)
-    elif encoder.has_images:
-        raise ConfigError(
-            f"preset_for: {env_id} has images, which credit='fitted' does not support. Use credit='group'."
-        )
-    else:
-        base = _FITTED_TABLE if isinstance(encoder.space, spaces.Discrete) else _FITTED_BOX if has_box else _FITTED
-    # episodes without a limit usually end long before the default limit, which says nothing about a run
-    per_iteration = base.num_groups * base.group_size * (longest or 0)
-    total_steps = max(MIN_STEPS, MIN_ITERATIONS * per_iteration)
-    LOGGER.info(
-        "preset_for: %s has no preset. Its %s observations and %s actions get the baseline %r, %d x %d episodes, %d epochs.",
-        env_id,
-        type(encoder.space).__name__,
-        type(pool.action_space).__name__,
-        base.credit,
-        base.num_groups,
-        base.group_size,
-        base.num_epochs,
-    )
-    return replace(base, env_id=env_id, threshold=None, total_steps=total_steps, evaluate_every=total_steps // 20)

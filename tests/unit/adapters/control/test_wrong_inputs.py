@@ -108,7 +108,7 @@ def cases() -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
         yield distribution, {"space": 3}
     yield FromTorch, {"space": spaces.Discrete(2), "num_parameters": 2, "build": build}
     yield evaluate_policy, {"policy": policy, "num_episodes": 1, "seed": 0, "max_steps": 3}
-    yield preset_for, {"env_id": "CartPole-v1", "max_episode_steps": 5}
+    yield preset_for, {"environment": "CartPole-v1", "credit": None, "total_steps": 9_000, "max_episode_steps": 5}
     yield take_snapshot, {"env": env, "observation": observation}
     yield restore_snapshot, {"env": env, "snapshot": snapshot}
     yield check_environment, {"environment": "CartPole-v1", "num_steps": 3, "seed": 0}

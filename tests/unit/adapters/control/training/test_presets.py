@@ -52,7 +52,7 @@ def test_a_preset_trains_with_its_own_settings_or_those_given() -> None:
     assert [trainer.collect(episode_starts(1)(0)).rewards.dim() for trainer in (trainer, per_episode)] == [2, 1]
 
 
-def test_an_environment_without_a_preset_gets_settings_by_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_environment_without_a_preset_gets_settings_by_what_it_is() -> None:
     """(baseline, groups, episodes per group, epochs, normalised observations)."""
 
     def settings(env_id: str, **options: Any) -> tuple[str, int, int, int, bool]:
@@ -61,11 +61,9 @@ def test_an_environment_without_a_preset_gets_settings_by_what_it_is(caplog: pyt
         episodes = preset.num_groups, preset.group_size
         return preset.credit, *episodes, preset.num_epochs, preset.normalize_observations
 
-    with caplog.at_level("INFO", "grpo"):
-        assert settings("MountainCarContinuous-v0") == ("fitted", 8, 1, 10, True)
-    assert "Box observations and Box actions get the baseline 'fitted', 8 x 1 episodes, 10 epochs" in caplog.text
-    assert settings("MountainCar-v0") == ("fitted", 8, 1, 4, True)
-    assert settings("CliffWalking-v1") == ("fitted", 16, 1, 4, False)
+    assert settings("Pusher-v5") == ("fitted", 8, 1, 10, True)
+    assert settings("Blackjack-v1") == ("fitted", 8, 1, 4, True)
+    assert settings("CliffWalkingSlippery-v1") == ("fitted", 16, 1, 4, False)
     assert settings("MountainCarContinuous-v0", credit="group") == ("group", 1, 8, 10, True)
     assert settings("FrozenLake-v1", credit="group") == ("group", 2, 8, 4, False)
     assert settings("CliffWalking-v1", credit="group") == ("group", 1, 8, 4, False)  # it has no time limit
@@ -108,10 +106,10 @@ def test_settings_without_a_preset_have_at_least_50_iterations_of_the_longest_ep
     )
     for env_id, options, longest in rows:
         with subtests.test(env_id=env_id, options=options):
-            preset = preset_for(env_id, **options)
+            preset = preset_for(env_id, credit="group", **options)
             per_iteration = preset.num_groups * preset.group_size * longest
-            assert preset.total_steps >= 50 * per_iteration
-            assert preset.total_steps >= 500_000
+            assert preset.total_steps + 2_000 >= 50 * per_iteration  # up to 2,000 steps have shown what to choose
+            assert preset.total_steps + 2_000 >= 500_000
             assert preset.total_steps // preset.evaluate_every == 20
             policy = preset.make_policy(num_members=1)
             assert policy.max_episode_steps == options.get("max_episode_steps")
