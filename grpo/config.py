@@ -152,6 +152,8 @@ class ObjectiveConfig(Settings):
     """Weight of the squared error of a critic's values. Larger trains the critic faster. Used with `advantage.credit="gae"`."""
     value_clip: float | None = setting(None, above=0.0)
     """How far a value may move from its value at collection before its error has no gradient. None: no bound."""
+    demonstration_coef: float = setting(1.0, above=0.0)
+    """Weight of the cross-entropy of demonstrations, if there are any. Larger imitates more, and learns less from rewards."""
     aggregation: Aggregation = "row_mean"
     """How per-step losses become one number. The trainer turns the choice into weights (see `step_weights`). If the policy has
     `split_steps`, each step is a row, and every choice but `fixed_length` gives each step of the update the same weight."""
@@ -312,6 +314,8 @@ class GRPOConfig(Settings):
     unless `advantage.baseline` is independent of the group."""
     num_states_per_iteration: int | None = setting(None, at_least=1)
     """Number of states that `train` draws for one iteration (B). None: all states."""
+    num_demonstrations_per_iteration: int | None = setting(None, at_least=1)
+    """Number of demonstrations that `train` draws for one iteration. None: all demonstrations."""
     batch_size: int | None = setting(None, at_least=1)
     """Rows per update, on each rank. Smaller: more updates per iteration, which are noisier and further off-policy. None: all
     rows in one update."""

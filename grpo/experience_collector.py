@@ -183,6 +183,13 @@ class ExperienceCollector:
         seconds = batch.metrics.get("time/score", 0.0) + time.perf_counter() - start
         return replace(batch, **found, metrics={**batch.metrics, "time/score": seconds})
 
+    def with_steps(self, given: ExperienceBatch) -> ExperienceBatch:
+        """Demonstrations with the steps that the policy decides, if they are not known."""
+        if given.mask.shape[1]:
+            return given
+        self.policy.eval()
+        return replace(given, mask=self._find_steps(given.states, given.actions, given.group_ids).mask)
+
     def sample_with_rewards(
         self, states: Rows, num_actions_per_state: int
     ) -> tuple[Rows, Rows, Int[Tensor, " N"], Bool[Tensor, "N T"] | None, KeptRewards]:

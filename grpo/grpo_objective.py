@@ -1,4 +1,7 @@
-"""The loss: surrogate + KL - entropy (+ value error), each summed with weights that hold the normalisation."""
+"""The loss: surrogate + KL - entropy (+ value error), each summed with weights that hold the normalisation.
+
+The loss of steps that somebody else took is a `cross_entropy` with weights of its own.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +25,7 @@ from .errors import ConfigError
 from .surrogates import traits_of
 from .types import ObjectiveInputs, ObjectiveOutput, zero_outside
 
-__all__ = ["Objective", "Steps", "grpo_objective", "step_weights"]
+__all__ = ["Objective", "Steps", "cross_entropy", "grpo_objective", "step_weights"]
 
 Objective = Callable[[ObjectiveInputs], ObjectiveOutput]
 """The type of a loss: `GRPOTrainer(objective=...)` accepts any such callable in place of `grpo_objective`."""
@@ -107,6 +110,17 @@ def with_selections(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objecti
     if inputs.selected is None and select is not None:
         inputs = replace(inputs, selected=selected_by(select, inputs.mask, inputs.log_probs, inputs.advantages))
     return inputs
+
+
+def cross_entropy(log_probs: Float[Tensor, "N T"], weights: Float[Tensor, "N T"]) -> Float[Tensor, ""]:
+    """The cross-entropy of given steps, such as those of demonstrations: L = -sum_{n,t} w[n,t] log pi[n,t].
+
+    Args:
+        log_probs: log pi of the given steps, with gradient. Half precision is converted to float32.
+        weights: w, as `step_weights` computes them. Log-probs of steps with a weight of 0 are never used.
+    """
+    log_probs = zero_outside(as_float32(log_probs), weights > 0)
+    return -(weights.to(log_probs.dtype) * log_probs).sum()
 
 
 def counted_steps(inputs: ObjectiveInputs, steps: Steps, config: ObjectiveConfig) -> Bool[Tensor, "N T"] | None:

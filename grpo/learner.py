@@ -142,16 +142,16 @@ class Learner:
         return self.updates.completed(batch)
 
     @on_all_ranks
-    def update(self, batch: ExperienceBatch) -> dict[str, float]:
-        """The second half of `step`: all optimizer steps on one batch, from `collect` or from your own code."""
-        return self.improve(self.prepared(batch))
+    def update(self, *batches: ExperienceBatch) -> dict[str, float]:
+        """The second half of `step`: all optimizer steps on the rows of batches, from `collect` or from your own code."""
+        return self.improve(self.prepared(*batches))
 
     @on_all_ranks
-    def prepared(self, batch: ExperienceBatch) -> UpdateRows:
+    def prepared(self, *batches: ExperienceBatch) -> UpdateRows:
         """Compute advantages, and add rows of earlier iterations. With `split_steps`, each step becomes a row."""
         self.meter.begin()
         self.optimizer_step.begin()
-        return self.updates.prepared(batch)
+        return self.updates.prepared(batches)
 
     @on_all_ranks
     def improve(self, rows: UpdateRows) -> dict[str, float]:
@@ -167,7 +167,7 @@ class Learner:
         """Add up the gradients of an update, over the forward passes that memory allows."""
         for micro in update.micro_batches():  # planned by the policy if it can
             # no name is given to the loss, so that a failed attempt leaves no graph in memory
-            self.optimizer_step.backward(self.objective(update.inputs(micro)).loss)
+            self.optimizer_step.backward(self.objective(update.scored(micro)))
 
     def finished(self, rows: UpdateRows) -> dict[str, float]:
         """End an iteration: its metrics, over all ranks. The sampler and the reference follow the policy."""

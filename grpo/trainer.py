@@ -12,6 +12,7 @@ from ._common.global_state import preserved_mode, preserved_random_state
 from ._processes.calls import call_in_process
 from ._running.ahead import Ahead
 from ._running.budget import Budget, total_of
+from ._running.demonstrations import sources_of
 from ._running.first_iteration import check_first_iteration
 from ._running.in_progress import IterationInProgress
 from ._running.interrupts import Interrupts
@@ -22,7 +23,6 @@ from ._running.restoring import load_into
 from ._running.run import Run, at_least_one, opened_folder, samples_of, set_learning_rate
 from ._running.safe_points import SafePoints
 from ._running.state import RunState
-from ._running.state_source import StateSource
 from ._updating.requirements import settings_of_a_run
 from ._updating.update_rows import UpdateRows
 from .checkpoint import CheckpointFolder, require_encodable, write_checkpoint
@@ -93,17 +93,17 @@ class GRPOTrainer(Learner):
         return self._collected(states, more_states)
 
     @on_all_ranks
-    def update(self, batch: ExperienceBatch) -> dict[str, float]:
-        """The second half of `step`: all optimizer steps on one batch, from `collect` or from your own code."""
+    def update(self, *batches: ExperienceBatch) -> dict[str, float]:
+        """The second half of `step`: all optimizer steps on the rows of batches, from `collect` or from your own code."""
         self.ahead.require_train("update")
-        return super().update(batch)
+        return super().update(*batches)
 
     @on_all_ranks
-    def prepared(self, batch: ExperienceBatch) -> UpdateRows:
+    def prepared(self, *batches: ExperienceBatch) -> UpdateRows:
         """Compute advantages, and add rows of earlier iterations. An iteration that was stopped is given up."""
         self.in_progress.give_up(is_loaded=self.progress.is_loaded)
         self.progress.unrecorded = None
-        return super().prepared(batch)
+        return super().prepared(*batches)
 
     @on_all_ranks
     def improve(self, rows: UpdateRows) -> dict[str, float]:
@@ -114,7 +114,7 @@ class GRPOTrainer(Learner):
             has_own = self.reference_policy is None
             check_first_iteration(rows, metrics, self.updates.context, self.optimizer_step, has_own_reference=has_own)
         self.advisor.log(metrics)
-        if self.samples is not None:
+        if self.samples is not None and rows.all_ranks.batch.num_rows:
             self.samples.append(samples_of(rows.given))
         self.in_progress.rows = None
         return metrics
@@ -152,6 +152,7 @@ class GRPOTrainer(Learner):
         self,
         states: Any,
         *,
+        demonstrations: Any = None,
         num_iterations: int | None = None,
         num_epochs: float | None = None,
         budget: tuple[str, int] | None = None,
@@ -173,12 +174,16 @@ class GRPOTrainer(Learner):
         The policy ends in `train()`.
 
         Args:
-            states: A sequence or tensor of states, an iterable, or a sampler `iteration -> states`; see `StateSource`.
+            states: A sequence or tensor of states, an iterable, or a sampler `iteration -> states`; see `StateSource`. None:
+                train on demonstrations alone, which is supervised learning. No reward is then asked for.
+            demonstrations: Actions to imitate, with the weight `config.objective.demonstration_coef`: a batch of
+                `ExperienceBatch.from_demonstrations`, or a function `iteration -> batch`. Each iteration has the next
+                `config.num_demonstrations_per_iteration`, in shuffled epochs.
             num_iterations: The total number of iterations, those before this call included. A learning rate schedule covers
                 them; `step` has no schedule.
             num_epochs: Passes over the states in total, instead of `num_iterations`. One pass takes
                 `len(states) / config.num_states_per_iteration` iterations; the last iteration may begin another pass. States
-                that dynamic sampling draws in addition are not counted.
+                that dynamic sampling draws in addition are not counted. Without states: passes over the demonstrations.
             budget: A metric that sampling reports and its total, such as `("episodes/steps", 100_000)`, instead of
                 `num_iterations`. The last iteration is the one that reaches it; what dynamic sampling leaves out counts.
                 Learning rate schedules, `eval_every` and `checkpoint_every` are then counted in it, too.
@@ -215,15 +220,16 @@ class GRPOTrainer(Learner):
             if not self.progress.is_loaded:  # what an earlier call left unfinished is given up
                 self.in_progress.rows, self.progress.unrecorded, self.ahead.pending = None, None, []
             first = 0 if self.progress.is_loaded else self.progress.num_draws
-            source = StateSource(states, self.config.num_states_per_iteration, self.counters.data_seed, first)
+            source, given = sources_of(states, demonstrations, self.config, self.counters.data_seed, first)
             run = Run(
                 config=self.config,
                 progress=self.progress,
                 counters=self.counters,
                 source=source,
+                demonstrations=given,
                 engine=self.engine,
                 budget=Budget(
-                    *total_of(source, num_iterations, num_epochs, budget),
+                    *total_of(source or given, num_iterations, num_epochs, budget),
                     self.progress,
                     self.counters,
                     self.in_progress,
@@ -276,14 +282,20 @@ class GRPOTrainer(Learner):
         """One iteration of a run, or the rest of an iteration that was stopped."""
         rows = self.in_progress.rows
         if rows is None:
-            ahead = self.ahead.next_rows(run.draw, run.budget.num_to_sample)  # sampled earlier, or none
-            rows = self.prepared(self._collected(run.draw(), run.draw) if ahead is None else ahead)
+            rows = self.prepared(*self._sampled(run), *run.draw_demonstrations())
         done, size = run.budget.done, run.budget.size_of(rows.all_ranks.batch.metrics)
         set_learning_rate(self.optimizer, self.config, done, size, run.budget.total)
         metrics = self.improve(rows)
         self.progress.unrecorded = metrics
         self.safe_points.reached()
         return metrics
+
+    def _sampled(self, run: Run) -> list[ExperienceBatch]:
+        """The sampled rows of the next iteration of a run. Empty: it has demonstrations only."""
+        if run.source is None:
+            return []
+        ahead = self.ahead.next_rows(run.draw, run.budget.num_to_sample)  # sampled earlier, or none
+        return [self._collected(run.draw(), run.draw) if ahead is None else ahead]
 
     def _collected(self, states: Rows, more_states: Callable[[], Rows] | None) -> ExperienceBatch:
         with self.interrupts.at_once():

@@ -11,14 +11,12 @@ Four kinds of log-probabilities never share a name:
 - `ref_log_probs`: under the reference policy.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ._common.conversion import (
@@ -26,42 +24,19 @@ from ._common.conversion import (
     as_mask,
     as_rewards,
     as_state_keys,
-    describe,
     require_lengths,
+    require_like_mask,
     require_rows,
 )
+from ._common.rows import RowIndex, Rows, repeat_rows, select_rows
 from ._common.tensors import TensorFields, as_group_ids, require_finite_values
 from .errors import ContractError, RewardError
 
-Rows: TypeAlias = Sequence[Any] | Tensor | NDArray[Any]
-"""States or actions, one per row: a list, or a tensor or array with the rows on its first axis. The core never looks inside."""
+__all__ = ["CONTINUES", "ActionScores", "ExperienceBatch", "ObjectiveInputs", "ObjectiveOutput", "SampledActions"]
+__all__ += ["RowIndex", "Rows", "repeat_rows", "row_totals", "select_rows", "zero_outside"]
 
 CONTINUES = -(2**63)
 """State key of a step that continues the decision of the step before it: a turn of many tokens is one decision."""
-
-RowIndex: TypeAlias = Tensor | slice
-"""Selects rows: an int64 tensor on the CPU, or a slice (which copies nothing)."""
-
-
-def select_rows(rows: Rows, index: RowIndex) -> Rows:
-    """The rows at `index`. Tensors and arrays keep their type; anything else becomes a list."""
-    if isinstance(index, slice):
-        has_slices = isinstance(rows, list | tuple | Tensor | np.ndarray)  # a Sequence need not have them
-        return rows[index] if has_slices else [rows[i] for i in range(len(rows))[index]]
-    if isinstance(rows, Tensor):
-        return rows[index.to(rows.device)]
-    if isinstance(rows, np.ndarray):
-        return rows[index.numpy()]  # type: ignore[no-any-return]
-    return [rows[i] for i in index.tolist()]
-
-
-def repeat_rows(states: Rows, times: int) -> Rows:
-    """Repeat each state `times` times: first state 0, then state 1, and so on. In a list, the copies are the same object."""
-    if isinstance(states, Tensor):
-        return states.repeat_interleave(times, dim=0)
-    if isinstance(states, np.ndarray):
-        return states.repeat(times, axis=0)
-    return [state for state in states for _ in range(times)]
 
 
 def zero_outside(values: Tensor, mask: Bool[Tensor, "N T"]) -> Tensor:
@@ -143,6 +118,8 @@ class ExperienceBatch(TensorFields):
     state_keys: Int[Tensor, "N T"] | None = None
     """The state in which each step was taken, as an integer that is equal for equal states of a group. `CONTINUES`: the step
     continues the decision of the step before it. For `credit="gigpo"`."""
+    is_demonstration: Bool[Tensor, " N"] | None = None
+    """True at rows to imitate, on the CPU. Nobody sampled them, and nothing reads their rewards. None: there are none."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each of `reward_components`. The weight of a missing name is 1."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -192,18 +169,14 @@ class ExperienceBatch(TensorFields):
         require_rows(f"{owner}: actions", actions)
         require_lengths(owner, count, states=states, actions=actions)
         rewards = as_rewards(f"{owner}: rewards", rewards, count)
-        per_step = {"rewards per step": rewards if rewards.dim() == 2 else None}
+        per_step = {"rewards per step": rewards} if rewards.dim() == 2 else {}
         if behaviour_log_probs is not None:
             behaviour_log_probs = as_log_probs(f"{owner}: behaviour_log_probs", behaviour_log_probs, count)
             per_step["behaviour_log_probs"] = behaviour_log_probs
         if state_keys is not None:
             per_step["state_keys"] = state_keys = as_state_keys(owner, state_keys)
         mask = as_mask(owner, mask, (count, 1) if behaviour_log_probs is None else behaviour_log_probs.shape)
-        for name, values in per_step.items():
-            if values is not None and values.shape != mask.shape:
-                raise ContractError(
-                    f"{owner}: {name} must be like mask, {list(mask.shape)}; got {describe(values)}. Pass one value per step."
-                )
+        require_like_mask(owner, mask, **per_step)
         rewards = rewards if rewards.dim() == 1 else zero_outside(rewards, mask.cpu())  # padding may be NaN
         require_finite_values(f"{owner}: rewards", rewards, error=RewardError)
         return cls(
@@ -214,6 +187,34 @@ class ExperienceBatch(TensorFields):
             mask=mask,
             behaviour_log_probs=behaviour_log_probs,
             state_keys=state_keys,
+        )
+
+    @classmethod
+    def from_demonstrations(cls, states: Rows, actions: Rows, mask: Any = None) -> "ExperienceBatch":
+        """Make a batch of actions to imitate, for `train(demonstrations=...)` and `update`.
+
+        Args:
+            states: N states, one per row.
+            actions: N actions, as the policy returns them.
+            mask: [N, T] bool, the policy's own steps. None: an update asks the policy, which scores the rows once more if it
+                has several steps per row.
+
+        Raises:
+            ContractError: Lengths or shapes do not agree, or there are no rows.
+        """
+        owner = "ExperienceBatch.from_demonstrations"
+        require_rows(f"{owner}: states", states)
+        require_rows(f"{owner}: actions", actions)
+        require_lengths(owner, count := len(states), actions=actions)
+        if count == 0:
+            raise ContractError(f"{owner}: there must be a row to imitate; got none.")
+        return cls(
+            states=states,
+            actions=actions,
+            group_ids=torch.arange(count),
+            rewards=torch.zeros(count),
+            mask=as_mask(owner, mask, (count, 0)),  # no column: the steps are not known
+            is_demonstration=torch.ones(count, dtype=torch.bool),
         )
 
 

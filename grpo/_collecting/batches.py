@@ -25,7 +25,7 @@ FILLS = {"final_values": 0.0, "behaviour_log_probs": float("nan")}
 
 def select_batch(batch: ExperienceBatch, index: Tensor) -> ExperienceBatch:
     """Return a batch with the rows at `index`, and the metrics of the whole batch."""
-    names = ("states", "actions", "group_ids", "rewards", "mask", *OPTIONAL)
+    names = ("states", "actions", "group_ids", "rewards", "mask", "is_demonstration", *OPTIONAL)
     present = {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
     chosen: dict[str, Any] = {name: select_rows(rows, index) for name, rows in present.items()}
     components = {name: part[index] for name, part in batch.reward_components.items()}
@@ -55,6 +55,22 @@ def join_batches(batches: Sequence[ExperienceBatch]) -> ExperienceBatch:
         **{name: join_field(name, [getattr(batch, name) for batch in batches], masks) for name in OPTIONAL},
         metrics=add_metrics([batch.metrics for batch in batches]),
     )
+
+
+def apart(batches: Sequence[ExperienceBatch]) -> tuple[ExperienceBatch, list[ExperienceBatch]]:
+    """The sampled rows of these batches as one batch, which may be empty, and their demonstrations as batches."""
+    sampled, given = [], []
+    for batch in batches:
+        flags = batch.is_demonstration
+        if flags is None:
+            sampled.append(batch)
+            continue
+        given += [select_batch(batch, flags.nonzero().squeeze(1))] if bool(flags.any()) else []
+        if not bool(flags.all()):
+            sampled.append(replace(select_batch(batch, (~flags).nonzero().squeeze(1)), is_demonstration=None))
+    if not sampled:
+        sampled = [replace(select_batch(batches[0], torch.zeros(0, dtype=torch.int64)), is_demonstration=None)]
+    return join_batches(sampled), given
 
 
 def join_rows(parts: Sequence[Any]) -> Rows:
@@ -102,6 +118,12 @@ def gather_rewards(batch: ExperienceBatch, engine: Engine) -> tuple[ExperienceBa
         raise ContractError(
             f"Every rank's batch must hold the same fields; they hold {held}. Make the policy return the same scores on every "
             "rank, and the reward model the same parts."
+        )
+    num_rows = [other.num_rows for other in of_ranks]
+    if 0 in num_rows and any(num_rows):
+        raise ContractError(
+            f"update: either every rank has sampled rows, or no rank has; they have {num_rows}. Give each rank its share of "
+            "the states, or update on demonstrations alone."
         )
     all_ranks = join_batches(of_ranks)
     totals = dict(all_ranks.metrics)

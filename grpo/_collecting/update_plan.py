@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from grpo._common.conversion import as_tensor, require_rows
@@ -12,21 +12,29 @@ from grpo.types import RowIndex
 
 
 def epoch_of_updates(
-    group_ids: Int[Tensor, " N"], batch_size: int | None, generator: torch.Generator
+    group_ids: Int[Tensor, " N"],
+    batch_size: int | None,
+    generator: torch.Generator,
+    is_demonstration: Bool[Tensor, " N"] | None = None,
 ) -> Iterator[RowIndex]:
     """Split one pass over all rows into updates of `batch_size` rows. The last update may be smaller.
 
     Groups are shuffled and the rows of a group stay adjacent, so that a group can share its state's forward pass. An
-    update may contain only part of a group. An update of all rows is a slice, which copies nothing.
+    update may contain only part of a group. An update of all rows is a slice, which copies nothing. Demonstrations are divided
+    evenly among the updates of the sampled rows, and do not count. If all rows are demonstrations, they count.
     """
     num_rows = len(group_ids)
-    if batch_size is None or batch_size >= num_rows:
+    flags = torch.zeros(num_rows, dtype=torch.bool) if is_demonstration is None else is_demonstration
+    counts = ~flags if not bool(flags.all()) else flags
+    if batch_size is None or batch_size >= int(counts.sum()):
         yield slice(0, num_rows)
         return
-    _, groups, counts = group_ids.unique(return_inverse=True, return_counts=True)
-    place = torch.randperm(len(counts), generator=generator)
+    _, groups, sizes = group_ids.unique(return_inverse=True, return_counts=True)
+    place = torch.randperm(len(sizes), generator=generator)
     order = place[groups].argsort(stable=True)
-    yield from order.split(batch_size)
+    updates = order[counts[order]].split(batch_size)
+    others = order[~counts[order]].tensor_split(len(updates))
+    yield from map(torch.cat, zip(updates, others, strict=True))
 
 
 def num_updates_per_epoch(num_rows: int, batch_size: int | None) -> int:

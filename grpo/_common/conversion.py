@@ -96,6 +96,19 @@ def require_lengths(owner: str, num_rows: int, **named: Any) -> None:
             raise ContractError(f"{owner}: {name} must have one entry per row = {num_rows}; got {describe(value)}.")
 
 
+def require_like_mask(owner: str, mask: Bool[Tensor, "N T"], **named: Tensor) -> None:
+    """Check that every named value has the shape of the mask.
+
+    Raises:
+        ContractError: A value has another shape. The message names the first such value.
+    """
+    for name, values in named.items():
+        if values.shape != mask.shape:
+            raise ContractError(
+                f"{owner}: {name} must be like mask, {list(mask.shape)}; got {describe(values)}. Pass one value per step."
+            )
+
+
 def as_float32(values: Tensor) -> Tensor:
     """Convert half precision to float32, and keep the gradient. float32 and float64 are returned unchanged."""
     return values.float() if values.element_size() < 4 else values

@@ -10,6 +10,7 @@ from grpo._updating.parts import Counters
 from grpo.errors import ConfigError
 
 from .ahead import Ahead
+from .demonstrations import DemonstrationSource
 from .in_progress import IterationInProgress
 from .progress import RunProgress
 from .state_source import StateSource
@@ -109,7 +110,7 @@ class Budget:
 
 
 def total_of(
-    source: StateSource, num_iterations: int | None, num_epochs: float | None, budget: Any
+    source: StateSource | DemonstrationSource | None, num_iterations: int | None, num_epochs: float | None, budget: Any
 ) -> tuple[int, str | None]:
     """The total of a run and its unit, from the one of the three arguments that is given."""
     given = {"num_iterations": num_iterations, "num_epochs": num_epochs, "budget": budget}
@@ -117,6 +118,7 @@ def total_of(
         named = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise ConfigError(f"train needs num_iterations, num_epochs or budget; got {named}. Pass exactly one of them.")
     if num_epochs is not None:
+        assert source is not None
         return source.num_iterations(num_epochs), None
     if budget is None:
         return require_count("num_iterations", num_iterations), None

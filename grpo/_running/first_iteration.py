@@ -34,14 +34,14 @@ def check_first_iteration(
 
 
 def _require_dependence(rows: UpdateRows, context: UpdateContext, optimizer_step: OptimizerStep) -> None:
-    """Raise an error if no log-prob of the rows depends on any parameter.
+    """Raise an error if no log-prob of the rows that have an advantage, or are demonstrations, depends on any parameter.
 
     A gradient of 0 alone is no error: equal actions with opposite advantages cancel. Weights that differ from step to step do
     not cancel.
     """
     batch, parameters = rows.data.batch, list(optimizer_step.parameters.values())
     live = rows.data.advantages != 0
-    chosen = (live if live.dim() == 1 else live.any(1)).nonzero().squeeze(1)
+    chosen = ((live if live.dim() == 1 else live.any(1)) | ~rows.data.is_sampled).nonzero().squeeze(1)
     if not len(chosen):
         return
     is_certain = True

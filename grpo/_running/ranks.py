@@ -7,6 +7,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from grpo._ranks.description import kind_of
 from grpo.engine import HasEngine
+from grpo.types import ExperienceBatch
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -40,8 +41,9 @@ def run_on_all_ranks(
 def comparable_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What must be equal on all ranks among the arguments of `train`: otherwise ranks would meet at different places."""
     compared = {name: value for name, value in arguments.items() if name not in _OF_EACH_RANK}
-    states = compared.pop("states")
+    states, given = compared.pop("states"), compared.pop("demonstrations")
     compared |= {name: _Given(compared[name] is not None) for name in _GIVEN_OR_NONE}
+    compared["the number of demonstrations"] = given.num_rows if isinstance(given, ExperienceBatch) else kind_of(given)
     return compared | {"the number of states": len(states) if isinstance(states, Sized) else kind_of(states)}
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import TqdmWarning, tqdm
 
+from grpo._collecting.batches import select_batch
 from grpo._common.checks import require_count
 from grpo._updating.parts import Counters
 from grpo._updating.training_rows import TrainingRows
@@ -23,9 +25,10 @@ from grpo.config import GRPOConfig
 from grpo.engine import Engine
 from grpo.errors import ConfigError, warn_user
 from grpo.sinks import GuardedSinks, MetricSink, Samples, run_settings
-from grpo.types import Rows, row_totals, select_rows, zero_outside
+from grpo.types import ExperienceBatch, Rows, row_totals, select_rows, zero_outside
 
 from .budget import Budget
+from .demonstrations import DemonstrationSource
 from .progress import History, RunProgress
 from .silent_parts import SilentParts
 from .state_source import StateSource
@@ -43,8 +46,10 @@ class Run:
     """The progress of the run. This call updates it."""
     counters: Counters
     """The number of finished iterations."""
-    source: StateSource
-    """Returns the states of an iteration."""
+    source: StateSource | None
+    """Returns the states of an iteration. None: there are demonstrations only."""
+    demonstrations: DemonstrationSource | None
+    """Returns the demonstrations of an iteration. None: there are none."""
     engine: Engine
     """Joins the ranks. Each rank takes its share of the states."""
     budget: Budget
@@ -82,7 +87,7 @@ class Run:
         self._checkpoint_every: int | timedelta = (
             every if isinstance(every, timedelta) else at_least_one("checkpoint_every", every, budget.total // 10)
         )
-        if self.folder is not None and self.source.first is not None:
+        if self.folder is not None and self.source is not None and self.source.first is not None:
             require_encodable(self.source.first, "states[0]")
         if self.folder is not None:
             require_encodable(callbacks.state_dict(), "callbacks")
@@ -146,16 +151,29 @@ class Run:
 
     def draw(self) -> Rows:
         """Draw the next states, and return this rank's share of them."""
+        assert self.source is not None
         states = self.source(self.progress.num_draws)
         self.progress.num_draws += 1
-        num_ranks = self.engine.num_ranks
-        if num_ranks == 1:
+        if self.engine.num_ranks == 1:
             return states
-        if len(states) < num_ranks:
-            raise ConfigError(
-                f"Every one of {num_ranks} ranks needs a state; got {len(states)}. Raise num_states_per_iteration."
-            )
-        return select_rows(states, torch.arange(len(states)).tensor_split(num_ranks)[self.engine.rank])
+        return select_rows(states, self._share_of(len(states), "a state", "num_states_per_iteration"))
+
+    def draw_demonstrations(self) -> list[ExperienceBatch]:
+        """This rank's share of the iteration's demonstrations. Empty: there are none."""
+        if self.demonstrations is None:
+            return []
+        drawn = self.demonstrations(self.counters.iteration)
+        if self.engine.num_ranks == 1:
+            return [drawn]
+        share = self._share_of(drawn.num_rows, "a demonstration", "num_demonstrations_per_iteration")
+        return [select_batch(drawn, share)]
+
+    def _share_of(self, count: int, what: str, setting: str) -> Tensor:
+        """This rank's share of `count` rows, as positions."""
+        num_ranks = self.engine.num_ranks
+        if count < num_ranks:
+            raise ConfigError(f"Every one of {num_ranks} ranks needs {what}; got {count}. Raise {setting}.")
+        return torch.arange(count).tensor_split(num_ranks)[self.engine.rank]
 
     def evaluation_of(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """The metrics of the evaluation with which an iteration ends. Empty: it ends without one."""
@@ -185,7 +203,9 @@ class Run:
         except BaseException:
             self.history.pop()  # a resumed run records the iteration again
             raise
-        self._bar.set_postfix(reward=f"{metrics['rewards/mean']:.3f}", refresh=False)
+        shown = {"reward": "rewards/mean", "demonstration_loss": "train/demonstration_loss"}
+        values = {label: f"{metrics[name]:.3f}" for label, name in shown.items() if name in metrics}
+        self._bar.set_postfix(values, refresh=False)
         self._bar.update(round(after) - round(done))
         self.budget.record(after)
         return is_due or (self._is_stopped and self.folder is not None)
@@ -228,7 +248,7 @@ def set_learning_rate(optimizer: Any, config: GRPOConfig, done: float, size: flo
 def samples_of(rows: TrainingRows) -> Samples:
     """The new rows of an iteration as sinks record them."""
     batch, mask = rows.batch, rows.batch.mask
-    new = slice(0, batch.num_rows - rows.num_replayed)
+    new = slice(0, int(rows.is_sampled.sum()) - rows.num_replayed)  # replayed rows and demonstrations are after them
     advantages = rows.advantages
     if advantages.dim() == 2:
         advantages = zero_outside(advantages, mask.to(advantages.device)).sum(1) / mask.sum(1).clamp(min=1).cpu()

@@ -1,17 +1,24 @@
-"""The loss that updates call: `grpo_objective`, compiled or not, or the user's own. Its metrics are added up."""
+"""The loss that updates call: `grpo_objective`, compiled or not, or the user's own, and the cross-entropy of demonstrations.
 
-from functools import partial
+Its metrics are added up.
+"""
+
+from functools import partial, reduce
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from grpo._common.conversion import describe, widest_float
+from grpo._common.conversion import as_float32, describe, widest_float
 from grpo._objective.metrics import Measured, MeasuredLoss
 from grpo._objective.sampler import sampler_divergence
 from grpo.config import GRPOConfig
 from grpo.errors import ContractError, warn_user
-from grpo.grpo_objective import Objective, unchecked_objective
+from grpo.grpo_objective import Objective, cross_entropy, unchecked_objective
 from grpo.metrics import Meter
-from grpo.types import ObjectiveInputs, ObjectiveOutput
+from grpo.types import ObjectiveInputs, ObjectiveOutput, zero_outside
+
+from .update import Given, Scored
 
 REPORTED_AS = {"kl_coef": "kl_penalty", "entropy_coef": "entropy_bonus"}
 REPORTED_AS |= {"value_coef": "value_loss", "auxiliary_loss": "auxiliary_loss"}
@@ -19,7 +26,7 @@ REPORTED_AS |= {"value_coef": "value_loss", "auxiliary_loss": "auxiliary_loss"}
 
 
 class MeteredObjective:
-    """Calls the loss, checks its result, and adds its metrics to a meter."""
+    """Calls the loss, checks its result, and adds its metrics to a meter. The cross-entropy of demonstrations is beside it."""
 
     def __init__(self, config: GRPOConfig, own: Objective | None, meter: Meter) -> None:
         self._config, self._meter = config.objective, meter
@@ -28,8 +35,25 @@ class MeteredObjective:
         self._ours = torch.compile(ours) if config.compile_objective else ours
         self._own = own
 
-    def __call__(self, inputs: ObjectiveInputs) -> MeasuredLoss | ObjectiveOutput:
-        """The loss of one micro-batch. Any result of the user's objective but `ObjectiveOutput` raises a `ContractError`."""
+    def __call__(self, scored: Scored) -> Float[Tensor, ""]:
+        """The loss of one micro-batch: the objective of its sampled rows, and the cross-entropy of its demonstrations."""
+        losses = [] if scored.inputs is None else [self.of_sampled(scored.inputs).loss]
+        if scored.demonstrations is not None:
+            losses.append(self._of_demonstrations(scored.demonstrations))
+        return reduce(torch.add, losses)
+
+    def _of_demonstrations(self, given: Given) -> Float[Tensor, ""]:
+        terms = {"demonstration_loss": self._config.demonstration_coef * cross_entropy(given.log_probs, given.weights)}
+        if given.auxiliary_loss is not None:
+            auxiliary = zero_outside(as_float32(given.auxiliary_loss), given.weights > 0)
+            terms["auxiliary_loss"] = (given.weights.to(auxiliary.dtype) * auxiliary).sum()
+        loss = reduce(torch.add, terms.values())
+        measured = {name: term.detach() for name, term in {**terms, "total_loss": loss}.items()}
+        self._meter.add(Measured(terms=measured, per_step={}, mask=given.weights > 0))
+        return loss
+
+    def of_sampled(self, inputs: ObjectiveInputs) -> MeasuredLoss | ObjectiveOutput:
+        """The loss of sampled rows. Any result of the user's objective but `ObjectiveOutput` raises a `ContractError`."""
         if self._own is not None:
             return self._call_own(self._own, inputs)
         output = self._ours(inputs)

@@ -48,12 +48,15 @@ class IterationReport:
         """The metrics of an iteration by name, after its updates."""
         num_applied = self._optimizer_step.num_applied
         seen = None if self._sharing is None else self._sharing.collected_statistics()
-        own = rows.num_skipped, rows.data.num_replayed, self._meter.totals(), self._collector.costs.of_this_rank(), seen
-        num_skipped, num_replayed, totals, costs, seen_by = zip(*self._engine.gather_objects(own), strict=True)
+        num_rows = rows.num_skipped, rows.data.num_replayed, rows.num_demonstrations
+        own = num_rows, self._meter.totals(), self._collector.costs.of_this_rank(), seen
+        of_ranks, totals, costs, seen_by = zip(*self._engine.gather_objects(own), strict=True)
+        num_skipped, num_replayed, num_demonstrations = (float(sum(each)) for each in zip(*of_ranks, strict=True))
         if self._sharing is not None:
             self._sharing.share_statistics(seen_by)
         measured = self._meter.report(rows.num_planned - rows.num_dead, totals)
-        metrics = {**self._defaults, "train/learning_rate": self._optimizer_step.learning_rate}
+        defaults = self._defaults if rows.all_ranks.batch.num_rows else ABSENT  # the objective is of sampled rows
+        metrics = {**defaults, "train/learning_rate": self._optimizer_step.learning_rate}
         for name, (mean, std) in measured.items():
             if name in WITH_STD:
                 metrics |= {f"train/{name}_mean": mean, f"train/{name}_std": std}
@@ -64,12 +67,14 @@ class IterationReport:
         metrics |= {
             "train/num_updates": float(num_applied),
             "train/skipped_updates": float(rows.num_planned - num_applied),
-            "rows/skipped_zero_advantage": float(sum(num_skipped)),
-            "rows/replayed": float(sum(num_replayed)),
+            "rows/skipped_zero_advantage": num_skipped,
+            "rows/replayed": num_replayed,
             **batch_metrics(rows.all_ranks),
             **self._collector.costs.agree(costs),
             **self._coefficients.report(""),
         }
+        if num_demonstrations:
+            metrics["rows/demonstrations"] = num_demonstrations
         self._coefficients.follow(measured)
         metrics |= self._coefficients.report("_next")
         seconds = self._meter.seconds
@@ -92,6 +97,8 @@ def effective_sample_size(mean: float, std: float) -> float:
 def batch_metrics(all_ranks: TrainingRows) -> dict[str, float]:
     """Metrics of the rewards, advantages, groups and lengths of all ranks' rows, and the costs of collecting the rows."""
     batch, advantages = all_ranks.batch, all_ranks.advantages
+    if not batch.num_rows:  # demonstrations alone
+        return dict(batch.metrics)
     mask = batch.mask.cpu()
     rewards = row_totals(batch.rewards, mask)
     lengths = mask.sum(1).numpy()

@@ -1,5 +1,6 @@
 """Checks that the policy, its reference and the other arguments of a trainer fit the settings."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -111,18 +112,25 @@ def require_optimizer(optimizer: Any) -> None:
         raise ConfigError(f"optimizer must have param_groups; got {describe(optimizer)}. Pass a torch optimizer.")
 
 
-def require_batch(batch: Any) -> None:
+def require_batches(batches: Sequence[Any]) -> None:
     """Check that the rows of an update are complete, and that their rewards are finite numbers on the CPU."""
+    if not batches:
+        raise ContractError("update needs at least one batch; got none. Pass the result of collect().")
+    for batch in batches:
+        _require_batch(batch)
+
+
+def _require_batch(batch: Any) -> None:
     if not isinstance(batch, ExperienceBatch):
         raise ContractError(
             f"update needs an ExperienceBatch; got {describe(batch)}. Pass the result of collect() or "
-            "ExperienceBatch.from_rows()."
+            "ExperienceBatch.from_rows() or from_demonstrations()."
         )
     if batch.num_rows == 0:
         raise ContractError("update needs at least one row; the batch has none.")
     require_lengths("update: the batch", batch.num_rows, states=batch.states, actions=batch.actions)
     for name, values in ((field.name, getattr(batch, field.name)) for field in fields(batch)):
-        on_host = name in ("rewards", "group_ids")
+        on_host = name in ("rewards", "group_ids", "is_demonstration")
         if isinstance(values, Tensor) and (values.is_meta or (on_host and values.device.type != "cpu")):
             wanted = "on the CPU" if on_host else "on a device with values"
             raise ContractError(f"update: the batch's {name} must be {wanted}; got {values.device}. Pass {name}.cpu().")

@@ -1,7 +1,7 @@
 """The rows that an iteration trains on, with advantages. Rows of earlier iterations can be added, and rows split into steps."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo._collecting.batches import gather_rewards, join_batches, without_content
+from grpo._collecting.batches import OPTIONAL, gather_rewards, join_batches, join_rows, without_content
 from grpo._common.conversion import as_advantages, describe, join_steps, require_rows
 from grpo.advantage_estimator import AdvantageEstimator
 from grpo.engine import Engine
@@ -43,6 +43,45 @@ class TrainingRows:
         advantages = self.advantages
         return advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand(self.batch.mask.shape)
 
+    @property
+    def is_sampled(self) -> Bool[Tensor, " N"]:
+        """True at rows that were sampled; False at demonstrations."""
+        flags = self.batch.is_demonstration
+        return torch.ones(self.batch.num_rows, dtype=torch.bool) if flags is None else ~flags
+
+    def with_demonstrations(self, given: Sequence[ExperienceBatch]) -> "TrainingRows":
+        """These rows, followed by demonstrations. What only sampled rows have is 0 there, and is never read."""
+        if not given:
+            return self
+        batch, num_given = self.batch, sum(part.num_rows for part in given)
+        width = max(part.mask.shape[1] for part in (batch, *given))
+        new_ids = torch.arange(num_given) + (int(batch.group_ids.max()) + 1 if batch.num_rows else 0)
+        present = [part for part in (batch, *given) if part.num_rows]
+
+        def followed(values: Tensor | None) -> Any:
+            if values is None:
+                return None
+            columns = (0, width - values.shape[1]) if values.dim() == 2 else ()
+            return torch.nn.functional.pad(values, (*columns, 0, num_given))
+
+        joined = replace(
+            batch,
+            states=join_rows([part.states for part in present]),
+            actions=join_rows([part.actions for part in present]),
+            group_ids=torch.cat([batch.group_ids, new_ids]),
+            rewards=followed(batch.rewards),
+            reward_components={name: followed(part) for name, part in batch.reward_components.items()},
+            mask=join_steps([part.mask.to(given[0].mask.device) for part in (batch, *given)], width),
+            is_demonstration=torch.arange(batch.num_rows + num_given) >= batch.num_rows,
+            **{name: followed(getattr(batch, name)) for name in OPTIONAL},
+        )
+        return replace(
+            self,
+            batch=joined,
+            advantages=followed(self.advantages),
+            returns=followed(self.returns),
+        )
+
     def without_content(self) -> "TrainingRows":
         """The rows without states, actions and log-probs. Metrics need the other fields only."""
         return replace(self, batch=without_content(self.batch))
@@ -67,7 +106,9 @@ def with_advantages(
     all_ranks, own = gather_rewards(batch, engine)
     width = batch.mask.shape[1]
     returns = None
-    if isinstance(advantages, AdvantageEstimator):
+    if not all_ranks.num_rows:
+        found = everything = torch.zeros(0)
+    elif isinstance(advantages, AdvantageEstimator):
         estimate = advantages.estimate(all_ranks)
         everything = as_advantages(estimate.advantages, all_ranks.mask)
         found = everything[own] if everything.dim() == 1 else everything[own, :width]
@@ -81,7 +122,7 @@ def with_advantages(
 
 def split_steps(rows: TrainingRows, policy: SplitsSteps) -> TrainingRows:
     """Turn every valid step into a row with T = 1. Steps are in order, row by row."""
-    batch, mask = rows.batch, rows.batch.mask
+    batch, mask, flags = rows.batch, rows.batch.mask, rows.batch.is_demonstration
     num_steps = int(mask.sum())
     owner = f"{type(policy).__name__}.split_steps"
     split_rows: Any = policy.split_steps(batch.states, batch.actions)
@@ -110,6 +151,7 @@ def split_steps(rows: TrainingRows, policy: SplitsSteps) -> TrainingRows:
         mask=torch.ones(num_steps, 1, dtype=torch.bool, device=mask.device),
         final_values=None,
         state_keys=None,
+        is_demonstration=None if flags is None else flags.repeat_interleave(mask.sum(1).cpu()),
         **{
             name: at_mask(getattr(batch, name))
             for name in ("old_log_probs", "behaviour_log_probs", "ref_log_probs", "entropy", "values")
@@ -132,7 +174,7 @@ class ReplayBuffer:
 
     def join(self, rows: TrainingRows) -> TrainingRows:
         """Return `rows` followed by the kept rows of earlier iterations, newest first. Keep `rows` for later iterations."""
-        if self._limit == 0:
+        if self._limit == 0 or not rows.batch.num_rows:  # demonstrations alone
             return rows
         iterations = [rows, *reversed(self._recent)]
         self._recent.append(rows)

@@ -1,8 +1,9 @@
 """One update: the weights of its steps, its forward passes, and the inputs of the loss."""
 
-from collections.abc import Iterator
-from functools import partial, reduce
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,7 +12,6 @@ from torch import Tensor
 from grpo._collecting.update_plan import compose_index, num_selected
 from grpo._common.conversion import pad_steps, widest_float
 from grpo._objective.selection import kept_by_entropy, selected_by
-from grpo._objective.weights import step_weights
 from grpo.errors import ConfigError, ContractError
 from grpo.types import ActionScores, ObjectiveInputs, RowIndex, select_rows, zero_outside
 
@@ -19,22 +19,41 @@ from .first_ratio import warns_of_ratio
 from .requirements import require_probabilities
 from .training_rows import TrainingRows
 from .update_context import UpdateContext
+from .update_weights import weights_of
 
 _SAME_STEPS = "Score the same steps every time. If you made the rollouts, pass their mask to ExperienceBatch.from_rows."
 
 
+class Given(NamedTuple):
+    """Steps that somebody else took, as the loss reads them."""
+
+    log_probs: Float[Tensor, "M S"]
+    """Their log-probs under the current policy, with gradient."""
+    weights: Float[Tensor, "M S"]
+    """Their weights in the cross-entropy, 0 outside their mask."""
+    auxiliary_loss: Float[Tensor, "M S"] | None = None
+    """The policy's own loss per step, with gradient. None: there is none."""
+
+
+class Scored(NamedTuple):
+    """The rows of a micro-batch with their scores, as the terms of the loss read them."""
+
+    inputs: ObjectiveInputs | None
+    """The sampled rows, for the objective. None: there are none."""
+    demonstrations: Given | None
+    """The demonstrations. None: there are none."""
+
+
 def counts_of(rows: TrainingRows, selected: RowIndex, context: UpdateContext) -> list[float]:
     """What the weights of an update need from all ranks: the numbers of this rank's rows that may have a gradient, and of
-    what the loss and the entropy term are averaged over."""
+    what each term of the loss is averaged over."""
     counts = [float(num_selected(live_positions(rows, selected)))]
 
     def note(count: Tensor) -> Tensor:
         counts.append(float(count))
         return count
 
-    for aggregation in (context.config.objective.aggregation, context.config.objective.entropy_aggregation):
-        if aggregation is not None:
-            _weigh(rows, selected, context)(aggregation, reduce=note)
+    weights_of(rows, selected, context.config.objective, note)
     return counts
 
 
@@ -62,17 +81,16 @@ class Update:
         """The rows of the update."""
         self._compares_modes = is_first and rows.num_replayed == 0 and not context.has_compared_modes
         self._sums: list[Tensor] = []
-        config, batch, weigh = context.config.objective, rows.batch, _weigh(rows, selected, context)
+        config, batch = context.config.objective, rows.batch
         totals = None if counts is None else iter(counts[1:])
         of_all_ranks = None if totals is None else lambda own: own.new_tensor(next(totals))
-        self.weights: Float[Tensor, "n T"] = weigh(config.aggregation, reduce=of_all_ranks)
-        """The weight of each step in the loss."""
-        self.entropy_weights: Float[Tensor, "n T"] | None = None
-        """The weight of each step in the entropy term. None: `weights`."""
-        if config.entropy_aggregation is not None:
-            self.entropy_weights = weigh(config.entropy_aggregation, reduce=of_all_ranks)
+        self.weights = weights_of(rows, selected, config, of_all_ranks)
+        """The weights of the steps in each term of the loss."""
+        self._is_sampled = rows.is_sampled[selected]
         self.keep = self.chosen = None
-        mask = batch.mask[selected]
+        if not bool(rows.is_sampled.any()):
+            return
+        mask = batch.mask[selected] & self._is_sampled.unsqueeze(1).to(batch.mask.device)
         if not context.has_own_loss:  # the steps that the surrogate counts
             at_collection = None if batch.entropy is None else batch.entropy[selected]
             self.keep = kept_by_entropy(mask, at_collection, config.top_entropy_fraction, context.engine.gather)
@@ -108,31 +126,43 @@ class Update:
 
         self._context.engine.accompany(self._context.collector.policy, loss)
 
-    def inputs(self, micro: RowIndex) -> ObjectiveInputs:
-        """Score the rows of a micro-batch with gradient, and combine the scores with everything known about the rows."""
-        rows, batch = self._rows, self._rows.batch
+    def scored(self, micro: RowIndex) -> Scored:
+        """Score the rows of a micro-batch with gradient, in one forward pass."""
+        batch = self._rows.batch
         selected = compose_index(self.selected, micro)
         scores = self._context.collector.scorer(
             select_rows(batch.states, selected), select_rows(batch.actions, selected), batch.group_ids[selected]
         )
         self._check(scores, batch.mask[selected])
-        width, device = scores.log_probs.shape[1], scores.log_probs.device
+        is_sampled = self._is_sampled[micro]
+        if bool(is_sampled.all()):
+            return Scored(self._inputs(scores, micro), None)
+        given = self._given(*_part(scores, micro, ~is_sampled))
+        return Scored(self._inputs(*_part(scores, micro, is_sampled)) if bool(is_sampled.any()) else None, given)
+
+    def _given(self, scores: ActionScores, micro: RowIndex) -> Given:
+        """Combine the scores of demonstrations with their weights."""
+        assert self.weights.demonstrations is not None
+        read = [values for values in (scores.log_probs, scores.auxiliary_loss) if values is not None]
+        self._sums.append(_sum_of(read, scores.mask))
+        return Given(scores.log_probs, _beside(scores, self.weights.demonstrations, micro), scores.auxiliary_loss)
+
+    def _inputs(self, scores: ActionScores, micro: RowIndex) -> ObjectiveInputs:
+        """Combine the scores of sampled rows with everything known about the rows."""
+        rows, batch = self._rows, self._rows.batch
+        selected = compose_index(self.selected, micro)
 
         def beside(values: Tensor | None, index: RowIndex = selected) -> Any:
-            """Return the values of this micro-batch's rows, cut to the width of its scores and moved to their device."""
-            if values is None:
-                return None
-            values = values[index] if values.dim() == 1 else values[index, :width]
-            return values.to(device, widest_float(device) if values.dtype == torch.float64 else values.dtype)
+            return None if values is None else _beside(scores, values, index)
 
         inputs = ObjectiveInputs(
             log_probs=scores.log_probs,
             old_log_probs=None if rows.old_is_current else beside(batch.old_log_probs),
             advantages=beside(rows.advantages),
             mask=scores.mask,
-            weights=beside(self.weights, micro),
+            weights=beside(self.weights.steps, micro),
             entropy=scores.entropy,
-            entropy_weights=beside(self.entropy_weights, micro),
+            entropy_weights=beside(self.weights.entropy, micro),
             ref_log_probs=beside(batch.ref_log_probs),
             behaviour_log_probs=beside(batch.behaviour_log_probs),
             kl=scores.kl,
@@ -145,16 +175,12 @@ class Update:
             old_values=beside(batch.values),
             returns=beside(rows.returns),
         )
-        self._sums.append(self._sum_of_scores(scores))
+        self._sums.append(_sum_of(self._read(scores), scores.mask))
+        if self._context.traits.for_probabilities:
+            require_probabilities(self._context.config.objective.surrogate, scores.log_probs, scores.mask)
         if self._compares_modes:
             self._compare_modes(inputs)
         return inputs
-
-    def _sum_of_scores(self, scores: ActionScores) -> Float[Tensor, ""]:
-        """The sum of all scores that the loss or the metrics read. It is finite only if all of them are."""
-        dtype = widest_float(scores.mask.device)
-        sums = (zero_outside(values.detach(), scores.mask).sum(dtype=dtype) for values in self._read(scores))
-        return reduce(torch.add, sums)
 
     def _read(self, scores: ActionScores) -> list[Tensor]:
         """The scores that the loss or the metrics read."""
@@ -191,8 +217,6 @@ class Update:
             raise ContractError(
                 f"{name} must return the mask of the batch in an update; the masks differ. {_SAME_STEPS}"
             )
-        if self._context.traits.for_probabilities:
-            require_probabilities(config.objective.surrogate, scores.log_probs, scores.mask)
 
     def _compare_modes(self, inputs: ObjectiveInputs) -> None:
         """Warn once if log-probs differ between train() and eval(), because the first ratio is then not 1."""
@@ -206,7 +230,26 @@ class Update:
         self._sums.clear()
 
 
-def _weigh(rows: TrainingRows, selected: RowIndex, context: UpdateContext) -> Any:
-    """`step_weights` for the rows of an update."""
-    batch, fixed_length = rows.batch, context.config.objective.fixed_length
-    return partial(step_weights, batch.mask[selected], fixed_length=fixed_length, group_ids=batch.group_ids[selected])
+def _part(scores: ActionScores, micro: RowIndex, chosen: Bool[Tensor, " n"]) -> tuple[ActionScores, RowIndex]:
+    """The scores of some rows of a micro-batch, and these rows as positions within the update."""
+    rows = chosen.nonzero().squeeze(1)
+    here = rows.to(scores.mask.device)
+    present = {
+        name: values
+        for name, values in ((f.name, getattr(scores, f.name)) for f in fields(scores))
+        if values is not None
+    }
+    return replace(scores, **{name: values[here] for name, values in present.items()}), compose_index(micro, rows)
+
+
+def _beside(scores: ActionScores, values: Tensor, index: RowIndex) -> Tensor:
+    """The values of the rows at `index`, cut to the width of the scores and moved to their device."""
+    device = scores.log_probs.device
+    values = values[index] if values.dim() == 1 else values[index, : scores.log_probs.shape[1]]
+    return values.to(device, widest_float(device) if values.dtype == torch.float64 else values.dtype)
+
+
+def _sum_of(read: Iterable[Tensor], mask: Bool[Tensor, "n T"]) -> Float[Tensor, ""]:
+    """The sum of scores that the loss or the metrics read. It is finite only if all of them are."""
+    dtype = widest_float(mask.device)
+    return reduce(torch.add, (zero_outside(values.detach(), mask).sum(dtype=dtype) for values in read))

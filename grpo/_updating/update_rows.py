@@ -33,14 +33,16 @@ class UpdateRows:
         """The rows of this rank, before they are split into steps."""
         has_other_terms = rows.returns is not None or context.coefficients.may_be_positive
         skips = context.traits.zero_advantage_is_inert and not has_other_terms
-        self.num_skipped = int((~has_advantage(rows.advantages)).sum()) if skips else 0
+        self.num_skipped = int((~has_advantage(rows.advantages) & rows.is_sampled).sum()) if skips else 0
         """Number of rows without an advantage, which no update forwards."""
+        self.num_demonstrations = int((~rows.is_sampled).sum())
+        """Number of demonstrations."""
         if context.splitter is not None:
             rows = split_steps(rows, context.splitter)
         if context.traits.for_probabilities:
             require_discrete(context.config.objective.surrogate, rows.batch.actions)
         if skips:
-            live = has_advantage(rows.advantages)
+            live = has_advantage(rows.advantages) | ~rows.is_sampled
             rows = rows if bool(live.all()) else replace(rows, live=live)
         self.data = rows
         """The rows of this rank. With `split_steps`, each step is a row."""
@@ -96,7 +98,9 @@ class UpdateRows:
         context, batch = self._context, self.data.batch
         context.row_order.set_state(self._row_order)
         epochs = [
-            list(epoch_of_updates(batch.group_ids, context.config.batch_size, context.row_order))
+            list(
+                epoch_of_updates(batch.group_ids, context.config.batch_size, context.row_order, batch.is_demonstration)
+            )
             for _ in range(context.config.num_epochs_per_update)
         ]
         if context.engine.num_ranks == 1:

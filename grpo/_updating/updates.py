@@ -1,14 +1,15 @@
 """From a batch to the rows of its updates: scores, advantages, and rows of earlier iterations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
+from grpo._collecting.batches import apart
 from grpo._collecting.update_plan import num_updates_per_epoch
 from grpo.types import ExperienceBatch
 
-from .requirements import refuse_probabilities, require_batch
+from .requirements import refuse_probabilities, require_batches
 from .training_rows import ReplayBuffer, with_advantages
 from .update_context import UpdateContext
 from .update_rows import UpdateRows
@@ -29,17 +30,21 @@ class Updates:
             self._completed = self.context.collector.complete(batch, several_updates=num_updates > 1)
         return self._completed
 
-    def prepared(self, batch: ExperienceBatch) -> UpdateRows:
-        """Compute advantages, and add rows of earlier iterations. With `split_steps`, each step becomes a row."""
-        require_batch(batch)
+    def prepared(self, batches: Sequence[ExperienceBatch]) -> UpdateRows:
+        """Compute advantages, and add rows of earlier iterations and demonstrations. With `split_steps`, each step becomes a
+        row."""
+        require_batches(batches)
+        batch, demonstrations = apart(batches)
         if batch.behaviour_log_probs is not None:
             refuse_probabilities(batch.behaviour_log_probs[batch.mask], batch.actions)
-        batch, self._completed = self.completed(batch), None
+        if batch.num_rows:
+            batch, self._completed = self.completed(batch), None
         rows, all_ranks = with_advantages(batch, self._advantages, self.context.engine)
         is_fresh = self.context.collector.scores_itself and self._num_updates(batch) == 1
         rows = self.replay.join(replace(rows, old_is_current=is_fresh))
         if rows.num_replayed:  # a reference that has moved has to score them again
             rows, self._completed = replace(rows, batch=self.completed(rows.batch)), None
+        rows = rows.with_demonstrations([self.context.collector.with_steps(part) for part in demonstrations])
         return UpdateRows(rows, self.context, all_ranks)
 
     def _num_updates(self, batch: ExperienceBatch) -> int:

@@ -66,6 +66,7 @@ class Course:
         """Take the metrics of the next iteration."""
         self.metrics = metrics
         self.has_clipped |= self("train/clip_fraction") > 0
+        self.is_supervised |= self.has_demonstrations
         # Rows that nobody sampled in this iteration are a log or demonstrations. Equal advantages above 0 imitate the rows.
         imitates = self("train/advantages_std") == 0 < self("train/advantages_mean")
         self.is_supervised |= imitates or self("time/sample") == 0
@@ -113,7 +114,13 @@ class Course:
         dead = self("group_stats/zero_variance_fraction")
         are_skipped = self("rows/skipped_zero_advantage") >= MANY * self.num_rows
         is_dead = dead == 1 and self.is_without_advantage and self.learns_from_rewards_only
-        return dead >= MANY and (are_skipped or is_dead) and self("group_stats/avg_group_size") != 1
+        is_taught = self.has_demonstrations
+        return dead >= MANY and (are_skipped or is_dead) and self("group_stats/avg_group_size") != 1 and not is_taught
+
+    @property
+    def has_demonstrations(self) -> bool:
+        """Whether rows of the iteration were actions to imitate."""
+        return self("rows/demonstrations") > 0
 
     @property
     def learns_from_rewards_only(self) -> bool:
@@ -285,7 +292,9 @@ RULES = (
         text="In all updates of an iteration the gradient was exactly 0 although rows have advantages. Either the advantages "
         "of equal actions cancel, or every action is certain, or the trained parameters do not reach the log-probabilities. "
         "train/zero_gradients is the fraction of such updates.",
-        is_seen=lambda run: run("train/zero_gradients") == 1 and not run("train/clip_fraction") > 0,
+        is_seen=lambda run: (
+            run("train/zero_gradients") == 1 and not run("train/clip_fraction") > 0 and not run.has_demonstrations
+        ),
         patience=1,
     ),
     Advice(

@@ -57,11 +57,11 @@ def scored_rows(states: Any, actions: Any) -> int:
 
 def limit_updates(trainer: Any, memory: SmallMemory) -> SmallMemory:
     """Make each forward pass of an update use the memory, after the policy has scored its rows."""
-    objective = trainer.objective
+    objective = trainer.objective.of_sampled
 
     def limited(inputs: Any) -> Any:
         memory.use(len(inputs.mask))
         return objective(inputs)
 
-    trainer.objective = limited
+    trainer.objective.of_sampled = limited
     return memory

@@ -158,6 +158,7 @@ FIELDS = {
         "aggregation": choice(*AGGREGATIONS),
         "fixed_length": integer(0, -1, optional=True, allowed=Range(st.none(), [])),
         "value_coef": number(*BELOW_ZERO, allowed=AT_LEAST_0),
+        "demonstration_coef": number(*BELOW_ZERO, 0.0, allowed=ABOVE_0),
         "value_clip": number(0.0, *BELOW_ZERO, optional=True, allowed=ABOVE_0),
     },
     KLControl: {
@@ -188,6 +189,7 @@ FIELDS = {
     GRPOConfig: {
         "group_size": integer(0, -1, allowed=POSITIVE),
         "num_states_per_iteration": integer(0, -1, optional=True, allowed=POSITIVE),
+        "num_demonstrations_per_iteration": integer(0, -1, optional=True, allowed=POSITIVE),
         "batch_size": integer(0, -1, optional=True, allowed=POSITIVE),
         "micro_batch_size": integer(0, -1, optional=True, allowed=POSITIVE),
         "num_epochs_per_update": integer(0, -1, allowed=POSITIVE),

@@ -112,7 +112,9 @@ def test_none_in_quotes_switches_the_correction_off_and_none_leaves_it_to_the_it
         pytest.raises(ConfigError, match=r"sampler_correction must be one of .*; got a numpy array \[2\] float64"),
     ):
         ObjectiveConfig(sampler_correction=np.ones(2))
-    with pytest.raises(ConfigError, match="sampler_correction must be one of 'truncate', 'mask', 'kpop', 'none', an object"):
+    with pytest.raises(
+        ConfigError, match="sampler_correction must be one of 'truncate', 'mask', 'kpop', 'none', an object"
+    ):
         ObjectiveConfig(sampler_correction="off")
 
 

@@ -19,6 +19,7 @@ from grpo import (
     ActionScores,
     AdvantageConfig,
     EntropyControl,
+    ExperienceBatch,
     GRPOConfig,
     GRPOTrainer,
     KLControl,
@@ -101,6 +102,8 @@ class Scene:
     """This many calls of the rewards raise, and the later ones do not."""
     awaited: bool = False
     """The reward has two parts that are awaited for a while, and tell how many are awaited at the same time."""
+    demonstrations: bool = False
+    """There are demonstrations, too."""
     credit: Literal["gae"] | None = None
     """`gae` trains a critic."""
 
@@ -175,7 +178,8 @@ def outcome(config: GRPOConfig, scene: Scene) -> str:
         try:
             trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards, reference_policy=reference)
             trainer.collector.ask_for_rewards.sleep = slept.append
-            trainer.train([0, 1, 2, 3], num_iterations=2, progress=False)
+            given = ExperienceBatch.from_demonstrations([0, 1], [(1, 2), (2,)]) if scene.demonstrations else None
+            trainer.train([0, 1, 2, 3], demonstrations=given, num_iterations=2, progress=False)
         except GRPOError as raised:
             error = f"{type(raised).__name__}: {raised}"
     calls = sorted(policy.calls.items())
@@ -191,6 +195,7 @@ PLAIN, STEPS, SEVERAL, DEAD = Scene(), Scene(per_step=True), Scene(several_rewar
 NAN, RAISES, AWAITED = Scene(first_is_nan=True), Scene(calls_that_raise=1), Scene(awaited=True)
 OUTAGE = Scene(calls_that_raise=20)  # of 16 rows: a call for all rows, one for each row, and three more
 CRITIC, KEYED = Scene(policy=Critic), Scene(policy=Keyed)
+GIVEN = Scene(demonstrations=True)
 TRAINED_CRITIC = Scene(policy=Critic, credit="gae")
 
 Case = tuple[dict[str, Any], dict[str, Any], Scene]
@@ -201,6 +206,7 @@ CASES: dict[type[Settings], dict[str, Case]] = {
     GRPOConfig: {
         "group_size": ({}, {"group_size": 3}, PLAIN),
         "num_states_per_iteration": ({}, {"num_states_per_iteration": 2}, PLAIN),
+        "num_demonstrations_per_iteration": ({}, {"num_demonstrations_per_iteration": 1}, GIVEN),
         "batch_size": ({}, {"batch_size": 5}, PLAIN),
         "micro_batch_size": ({}, {"micro_batch_size": 2}, PLAIN),
         "num_epochs_per_update": ({}, {"num_epochs_per_update": 3}, PLAIN),
@@ -251,6 +257,7 @@ CASES: dict[type[Settings], dict[str, Case]] = {
         "entropy_aggregation": ({"entropy_coef": 0.5}, {"entropy_aggregation": "step_mean"}, PLAIN),
         "value_coef": ({}, {"value_coef": 1.0}, TRAINED_CRITIC),
         "value_clip": ({}, {"value_clip": 1e-6}, TRAINED_CRITIC),
+        "demonstration_coef": ({}, {"demonstration_coef": 0.5}, GIVEN),
         "aggregation": ({}, {"aggregation": "step_mean"}, PLAIN),
         "fixed_length": ({"aggregation": "fixed_length", "fixed_length": 3}, {"fixed_length": 9}, PLAIN),
     },

@@ -31,13 +31,13 @@ def test_old_log_probs_are_those_at_the_start_of_the_iteration_that_uses_the_row
         rewards=lambda states, actions: [float(len(action)) for action in actions],
         config={"iterations_ahead": 1, "group_size": 4, "num_epochs_per_update": 2, "seed": 0},
     )
-    objective = trainer.objective
+    objective = trainer.objective.of_sampled
 
     def noting(inputs: Any) -> Any:
         seen.append(inputs)
         return objective(inputs)
 
-    trainer.objective = noting  # type: ignore[assignment]
+    trainer.objective.of_sampled = noting  # type: ignore[method-assign]
     trainer.train([0, 1], num_iterations=3, progress=False)
     first, second, third = seen[::2]
     for inputs in (first, second, third):
@@ -81,14 +81,14 @@ def test_values_and_keys_are_those_at_the_start_of_the_iteration_that_uses_the_r
             "objective": ObjectiveConfig(sampler_correction="none"),
         },
     )
-    objective, old_values, now = trainer.objective, [], []
+    objective, old_values, now = trainer.objective.of_sampled, [], []
 
     def noting(inputs: Any) -> Any:
         old_values.append(inputs.old_values[:, 0])
         now.append(float(policy.value[0].detach()))
         return objective(inputs)
 
-    trainer.objective = noting  # type: ignore[assignment]
+    trainer.objective.of_sampled = noting  # type: ignore[method-assign]
     trainer.train([0, 1], num_iterations=3, progress=False)
     assert now[0] != now[1] != now[2]
     assert [values.unique().tolist() for values in old_values] == [[value] for value in now]
@@ -119,13 +119,13 @@ def test_reference_and_adaptive_coefficient_are_those_of_the_iteration_that_uses
     )
     reference.trainer = trainer
     before: list[float] = []
-    objective = trainer.objective
+    objective = trainer.objective.of_sampled
 
     def noting(inputs: Any) -> Any:
         before.append(inputs.kl_coef)
         return objective(inputs)
 
-    trainer.objective = noting  # type: ignore[assignment]
+    trainer.objective.of_sampled = noting  # type: ignore[method-assign]
     trainer.train(["a", "b"], num_iterations=4, progress=False)
     assert reference.scored_in == [0, 1, 2, 3]  # at their sampling it would be 0, 0, 0, 1
     # the KL is 0 at first: 0.04 / 1.5. Then it is above its target: times 1.5. At their sampling it would be 0.04 three times.

@@ -201,11 +201,11 @@ def test_a_keyboard_interrupt_in_an_update_waits_for_the_optimizer_step() -> Non
     trainer, policy = by_hand(policy=TablePolicy(), config={"batch_size": 2, "group_size": 2})
     inner, calls = trainer.objective, []
 
-    def loss(inputs: Any) -> Any:
+    def loss(scored: Any) -> Any:
         calls.append(len(calls))
         if len(calls) == 4:
             send(signal.SIGINT)
-        return inner(inputs)
+        return inner(scored)
 
     trainer.objective = loss  # type: ignore[assignment]
     steps: list[Any] = []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig, RewardConfig
+from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig, RewardConfig
 from grpo._ranks.equality import comparable_settings, printed
 from grpo._ranks.processes import SeveralProcesses
 from grpo._running.ranks import comparable_arguments
@@ -74,7 +74,8 @@ def test_a_config_of_another_type_is_left_to_the_constructor() -> None:
 
 
 def test_arguments_of_train_are_compared_where_ranks_would_meet_at_different_places() -> None:
-    arguments = {"self": 1, "states": [1, 2], "sinks": [3], "progress": True, "num_iterations": 4}
+    arguments: dict[str, Any] = {"self": 1, "states": [1, 2], "sinks": [3], "progress": True, "num_iterations": 4}
+    arguments["demonstrations"] = ExperienceBatch.from_demonstrations(["a"] * 3, [0] * 3)
     found = comparable_arguments({**arguments, "eval_states": [1], "evaluation": None, "checkpoint_dir": None})
     words = {name: repr(value) for name, value in found.items()}
     assert words == {
@@ -83,6 +84,7 @@ def test_arguments_of_train_are_compared_where_ranks_would_meet_at_different_pla
         "evaluation": "None",
         "checkpoint_dir": "None",
         "the number of states": "2",
+        "the number of demonstrations": "3",
     }
     source = comparable_arguments(
         {**arguments, "states": iter([]), "eval_states": None, "evaluation": max, "checkpoint_dir": "x"}
@@ -144,7 +146,7 @@ def test_every_method_of_the_trainer_shares_its_errors(subtests: pytest.Subtests
 USER = """
 import copy, sys, tempfile, warnings
 import torch
-from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
 from tests.support.policies import TablePolicy
 
 def trainer(group_size):

@@ -72,7 +72,7 @@ def warnings_of(settings: dict[str, Any], own: Any, *, has_critic: bool = True, 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(num_calls):
-            loss(inputs_for(config, has_critic=has_critic))
+            loss.of_sampled(inputs_for(config, has_critic=has_critic))
     assert all(warning.category is GRPOWarning for warning in caught)
     return [str(warning.message) for warning in caught]
 
@@ -155,7 +155,7 @@ def test_a_dropped_loss_of_the_policy_is_named(recwarn: pytest.WarningsRecorder)
     config = ObjectiveConfig()
     inputs = replace(inputs_for(config, has_critic=False), auxiliary_loss=torch.tensor([[1.0]]))
     for own in (that_reports("auxiliary_loss"), total):
-        MeteredObjective(GRPOConfig(), own, Meter())(inputs)
+        MeteredObjective(GRPOConfig(), own, Meter()).of_sampled(inputs)
     (warning,) = recwarn
     assert "the terms of auxiliary_loss=" in str(warning.message)
 

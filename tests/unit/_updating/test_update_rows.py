@@ -56,9 +56,9 @@ def test_rows_without_an_advantage_are_not_forwarded_but_count_in_the_weights() 
     assert rows_of(rows, update.selected) == list(range(7))
     assert [rows_of(rows, micro) for micro in update.micro_batches()] == [[2, 3]]
     assert rows.num_skipped == 5
-    assert update.weights.tolist() == [[pytest.approx(1 / 7)]] * 7
+    assert update.weights.steps.tolist() == [[pytest.approx(1 / 7)]] * 7
     (micro,) = update.micro_batches()
-    inputs = update.inputs(micro)
+    inputs = update.scored(micro).inputs
     assert inputs.advantages.tolist() == [-1.0, 1.0]
     assert inputs.weights.tolist() == [[pytest.approx(1 / 7)]] * 2
 
@@ -121,7 +121,7 @@ def test_the_policys_plan_covers_the_live_rows_of_each_update() -> None:
     rows = trainer.prepared(ExperienceBatch.from_rows(**ROLLOUTS))
     (update,) = rows.updates()
     assert [rows_of(rows, micro) for micro in update.micro_batches()] == [[2], [0]]
-    given = [update.inputs(micro) for micro in update.micro_batches()]
+    given = [update.scored(micro).inputs for micro in update.micro_batches()]
     assert [inputs.advantages.tolist() for inputs in given] == [[1.0], [3.0]]
     assert [inputs.mask.shape[1] for inputs in given] == [2, 3]  # each as wide as its own rows
     assert [inputs.weights.shape[1] for inputs in given] == [2, 3]
@@ -132,7 +132,7 @@ def test_the_sum_of_scores_covers_the_passes_since_the_last_attempt() -> None:
     rows = prepared([0.0, 1.0, 2.0, 4.0], [0, 0, 0, 0], micro_batch_size=3, batch_size=4)
     (update,) = rows.updates()
     for micro in update.micro_batches():
-        update.inputs(micro)
+        update.scored(micro)
     assert update.sum_of_scores().item() == pytest.approx(4 * math.log(0.5))
     update.forget_scores()
     assert update.sum_of_scores().item() == 0.0
@@ -146,7 +146,7 @@ def test_old_log_probs_are_omitted_only_for_a_single_update_of_own_samples() -> 
         rows = each.prepared(each.collect(["a", "b"]))
         update = next(iter(rows.updates()))
         (micro,) = update.micro_batches()
-        found.append(update.inputs(micro).old_log_probs)
+        found.append(update.scored(micro).inputs.old_log_probs)
     assert found[0] is None
     assert found[1].tolist() == [[pytest.approx(math.log(0.5))]] * 4
 
@@ -174,7 +174,7 @@ def test_the_loss_receives_each_rows_own_fields_cut_to_its_steps() -> None:
     (update,) = rows.updates()
     known, states, actions = rows.data.batch, ROLLOUTS["states"], ROLLOUTS["actions"]
     for row, micro in enumerate(update.micro_batches()):
-        inputs, width = update.inputs(micro), len(actions[row])
+        inputs, width = update.scored(micro).inputs, len(actions[row])
         scores = policy.score_actions(states[row : row + 1], actions[row : row + 1])
         expected = {
             **{name: getattr(scores, name) for name in ("log_probs", "mask", "entropy", "values", "kl")},
@@ -224,7 +224,7 @@ def test_a_surrogates_selection_is_made_once_per_update_from_all_its_steps() -> 
     )
     rows = trainer.prepared(ExperienceBatch.from_rows(**ROLLOUTS))
     (update,) = rows.updates()
-    given = [update.inputs(micro) for micro in update.micro_batches()]
+    given = [update.scored(micro).inputs for micro in update.micro_batches()]
     chosen = [inputs.selected for inputs in given]
     assert [inputs.old_log_probs for inputs in given] == [
         None

@@ -26,8 +26,12 @@ class OtherRank(SeveralProcesses):
         self.num_updates, self.num_live = num_updates, num_live
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Its rewards are those of this rank. It plans one epoch, and counts its live rows and all rows of each update."""
-        return [value, value if isinstance(value, ExperienceBatch) else [[[self.num_live, 2.0]] * self.num_updates]]
+        """Its rewards are those of this rank. It plans one epoch, and counts live rows, all rows and demonstrations of each
+        update."""
+        return [
+            value,
+            value if isinstance(value, ExperienceBatch) else [[[self.num_live, 2.0, 0.0]] * self.num_updates],
+        ]
 
 
 def test_a_rank_takes_part_in_every_update_in_which_another_rank_has_a_live_row(subtests: pytest.Subtests) -> None:
@@ -92,7 +96,7 @@ def read_all(trainer: Any, update: Update) -> None:
     """Read the inputs of every micro-batch, with the policy in train()."""
     trainer.policy.train()
     for micro in update.micro_batches():
-        update.inputs(micro)
+        update.scored(micro)
 
 
 def warnings_of_two_iterations(policy: Any, **settings: Any) -> list[str]:
