@@ -116,8 +116,8 @@ def cross_entropy(log_probs: Float[Tensor, "N T"], weights: Float[Tensor, "N T"]
     """The cross-entropy of given steps, such as those of demonstrations: L = -sum_{n,t} w[n,t] log pi[n,t].
 
     Args:
-        log_probs: log pi of the given steps, with gradient. Half precision is converted to float32.
-        weights: w, as `step_weights` computes them. Log-probs of steps with a weight of 0 are never used.
+        log_probs: The log pi of the given steps, with gradient. Half precision is converted to float32.
+        weights: The w, as `step_weights` computes them. Log-probs of steps with a weight of 0 are never used.
     """
     log_probs = zero_outside(as_float32(log_probs), weights > 0)
     return -(weights.to(log_probs.dtype) * log_probs).sum()

@@ -29,6 +29,7 @@ ONE_BATCH = "needs one update per iteration"
 SETTINGS = {
     "group_size": Setting(trl="num_generations", note="at least 2"),
     "num_states_per_iteration": Setting(trl="generation_batch_size", note="at most the number of states"),
+    "num_demonstrations_per_iteration": Setting(note="TRL imitates in another trainer"),
     "batch_size": Setting(trl="gradient_accumulation_steps", note="divides the rows of an iteration"),
     "micro_batch_size": Setting(trl="per_device_train_batch_size", note="divides the rows of an update"),
     "num_epochs_per_update": Setting(trl="num_iterations"),
@@ -81,6 +82,7 @@ SETTINGS = {
     "objective.entropy_estimator": Setting(note="`exact`, if there is a bonus"),
     "objective.entropy_aggregation": Setting(note="a mean over steps, if there is a bonus"),
     "objective.value_coef": Setting(note=UNREAD),
+    "objective.demonstration_coef": Setting(note="TRL imitates in another trainer"),
     "objective.value_clip": Setting(note=UNREAD),
     "objective.aggregation": Setting(
         trl="loss_type",
