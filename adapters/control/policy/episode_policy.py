@@ -4,35 +4,32 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
-from difflib import get_close_matches
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, assert_never
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-from gymnasium.vector import VectorEnv
 from jaxtyping import Bool, Float, Float64, Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, pad_to_steps
 from adapters.control.environments.masks import KEY, flat_mask, take_mask
-from adapters.control.environments.pools import EnvironmentPool, WorkerLost, environment_keywords, make_pool
+from adapters.control.environments.pools import EnvironmentPool, WorkerLost
 from grpo.arguments import (
     describe,
-    nearest_name,
     refuse_options,
     require_instances,
     require_integers,
     with_checked_arguments,
 )
-from grpo.errors import ArgumentError, ConfigError, ContractError
+from grpo.errors import ConfigError, ContractError
 from grpo.types import ActionScores, SampledActions
 
-from .distributions import ActionDistribution, Gaussian, Kind, SquashedGaussian, distribution_for
+from .building import networks_of, pool_of
+from .distributions import ActionDistribution, Kind, distribution_for
 from .fast_forward import fast_forward
-from .networks import CNNTorso, MixedTorso, SharedStd, linear, mlp_torso, num_outputs
 from .observations import ObservationEncoder, RunningNormalizer, as_batch
 from .open_episodes import OpenEpisodes
 from .options import EpisodeOptions
@@ -44,13 +41,7 @@ ActionMask: TypeAlias = Literal["info"] | Callable[[Tensor], Tensor] | None
 """Source of action masks: `info` takes those of the environment, from `info["action_mask"]`, `action_masks()` or the part
 `action_mask` of its observations; a function maps encoded observations [n, ...] to bool [n, K]."""
 
-DEFAULT_MEMBERS = 16
-"""Number of concurrent environments, unless it is given."""
-
 LOGGER = logging.getLogger("grpo")
-
-HEAD_GAIN = 0.01
-"""Gain of the last layer. A small gain makes the initial policy nearly uniform, or its mean near 0."""
 
 
 class EpisodePolicy(nn.Module):
@@ -99,8 +90,6 @@ class EpisodePolicy(nn.Module):
         require_instances("EpisodePolicy", nn.Module | bool, "True, False or an nn.Module", critic=critic)
         require_instances("EpisodePolicy", EpisodeOptions | None, "EpisodeOptions or None", options=options)
         refuse_options("EpisodePolicy", EpisodeOptions, make)
-        if isinstance(environment, str):
-            _refuse_near_misses(environment, make)
         options = options or EpisodeOptions()
         is_info = isinstance(action_mask, str) and action_mask == "info"
         if not (action_mask is None or is_info or callable(action_mask)):
@@ -113,32 +102,9 @@ class EpisodePolicy(nn.Module):
                 f"EpisodePolicy: repeat={options.repeat} and an action mask contradict each other, because an action that is "
                 "repeated may be masked by then. Use repeat=1, or let the environment repeat."
             )
-        if isinstance(environment, EnvironmentPool):
-            self._make_evaluation_pool: Callable[[], EnvironmentPool] | None = None
-            if make or num_members not in (None, environment.num_members):
-                raise ConfigError(
-                    f"EpisodePolicy: num_members and keywords of make_pool have no effect on an existing pool of "
-                    f"{environment.num_members} members; got num_members={num_members} and {sorted(make)}. Leave them out."
-                )
-            self.pool = environment
-        else:
-            default = environment.num_envs if isinstance(environment, VectorEnv) else DEFAULT_MEMBERS
-            members = default if num_members is None else num_members
-
-            def new_pool() -> EnvironmentPool:
-                return make_pool(environment, members, infos=action_mask == "info", **make)
-
-            self._make_evaluation_pool = None if isinstance(environment, VectorEnv) else new_pool
-            try:
-                self.pool = new_pool()
-            except TypeError as error:
-                strange = [name for name in make if repr(name) in str(error)]
-                if not strange:
-                    raise
-                raise ArgumentError(
-                    f"EpisodePolicy and its environment have no argument {strange[0]!r}. "
-                    f"{nearest_name(strange[0], list(inspect.signature(EpisodePolicy).parameters))}"
-                ) from error
+        self.pool, self._make_evaluation_pool = pool_of(
+            environment, num_members, make, infos=is_info, names=list(inspect.signature(EpisodePolicy).parameters)
+        )
         self.max_episode_steps, self.repeat = options.max_episode_steps, options.repeat
         self.time_limit = self._time_limit(None)
         self.num_steps = options.num_steps
@@ -154,49 +120,13 @@ class EpisodePolicy(nn.Module):
             raise ConfigError(
                 "EpisodePolicy: normalize_observations=True does not support images. Leave it out: CNNTorso scales pixels."
             )
-
-        def new_torso() -> nn.Module:
-            if self.encoder.is_image:
-                return CNNTorso(self.encoder.shape)
-            self.encoder.require_flat()
-            if self.encoder.has_images:
-                return MixedTorso(self.encoder.parts)
-            if len(self.encoder.space.shape or ()) == 3:
-                LOGGER.warning(
-                    "EpisodePolicy: %s is smaller than 36 x 36, so the default network takes it as a row of %d numbers. Pass "
-                    "torso=... for another network.",
-                    self.encoder.space,
-                    self.encoder.shape[0],
-                )
-            return mlp_torso(self.encoder.shape[0], options.hidden, options.activation)
-
-        def outputs_of(module: nn.Module) -> int:
-            return num_outputs(module, self.encoder.shape, self.encoder.dtype)
-
-        body = new_torso() if torso is None else torso
-        self.actor = nn.Sequential(body, self._head(outputs_of(body), options))
-        self.critic: nn.Module | None = critic if isinstance(critic, nn.Module) else None
-        if critic is True:
-            own = new_torso() if torso is None else copy.deepcopy(torso)
-            self.critic = nn.Sequential(own, linear(outputs_of(own), 1, gain=1.0))
-        if self.critic is not None and outputs_of(self.critic) != 1:
-            raise ConfigError(
-                "EpisodePolicy: a critic must map observations [n, *shape] to values [n, 1]; got "
-                f"[n, {outputs_of(self.critic)}]. Let its last layer have one output."
-            )
-        self._settings = {
-            "environment": environment if isinstance(environment, str) else type(environment).__name__,
-            "num_members": self.pool.num_members,
-            "torso": None if torso is None else type(torso).__name__,
-            "distribution": distribution if isinstance(distribution, str) else type(distribution).__name__,
-            "critic": critic if isinstance(critic, bool) else type(critic).__name__,
-            "action_mask": action_mask,
-            "options": options.to_dict(),
-            "make": {name: value for name, value in make.items() if isinstance(value, str | int | float | None)},
-        }
-        given = {"environment": environment, "torso": torso, "distribution": distribution, "critic": critic}
+        self.actor, self.critic = networks_of(self.encoder, self.distribution, torso, critic, options)
         self._arguments = {
-            **{name: as_plain(value) for name, value in {**given, "action_mask": action_mask}.items()},
+            "environment": as_plain(environment),
+            "torso": as_plain(torso),
+            "distribution": as_plain(distribution),
+            "critic": as_plain(critic),
+            "action_mask": as_plain(action_mask),
             "num_members": self.pool.num_members,
             "options": options.to_dict(),
             "make": {} if isinstance(environment, EnvironmentPool) else {k: as_plain(v) for k, v in make.items()},
@@ -205,7 +135,7 @@ class EpisodePolicy(nn.Module):
             "observations": list(self.encoder.shape),
             "actions": str(self.pool.action_space),
             "distribution": type(self.distribution).__name__,
-            "torso": type(body).__name__ if torso is not None else [list(options.hidden), options.activation],
+            "torso": [list(options.hidden), options.activation] if torso is None else type(torso).__name__,
             "std": options.std,
             "normalize_observations": options.normalize_observations,
             "critic": self.critic is not None,
@@ -216,37 +146,13 @@ class EpisodePolicy(nn.Module):
         )
         self._has_said_masks = False
         self.register_buffer("_sampled_with", torch.full_like(self._fingerprint(), torch.nan))
-        if options.split_steps:
-            self.split_steps = (
-                self._split_steps
-            )  # an attribute, because a method would declare the capability in both cases
+        if options.split_steps:  # an attribute, because a method would declare the capability in both cases
+            self.split_steps = self._split_steps
 
     def _time_limit(self, max_steps: int | None) -> int:
         """The maximum length of an episode: `max_steps` and the environment's limit, or else `max_episode_steps`."""
         limits = [limit for limit in (max_steps, self.pool.max_episode_steps) if limit is not None]
         return min(limits, default=self.max_episode_steps or MAX_STEPS)
-
-    def _head(self, num_features: int, options: EpisodeOptions) -> nn.Module:
-        num_parameters, std, initial_log_std = self.distribution.num_parameters, options.std, options.initial_log_std
-        if not isinstance(self.distribution, Gaussian | SquashedGaussian):
-            if std != "shared" or initial_log_std != 0.0:
-                raise ConfigError(
-                    f"EpisodePolicy: std and initial_log_std are for the Gaussian actions of a single Box; got std={std!r}, "
-                    f"initial_log_std={initial_log_std} with {type(self.distribution).__name__}. Leave them out. In Dict and "
-                    "Tuple spaces, each standard deviation depends on the observation and is initially about 1."
-                )
-            return linear(num_features, num_parameters, HEAD_GAIN)
-        num_actions = num_parameters // 2
-        match std:
-            case "shared":
-                return SharedStd(num_features, num_actions, gain=HEAD_GAIN, initial_log_std=initial_log_std)
-            case "observation":
-                head = linear(num_features, num_parameters, HEAD_GAIN)
-                with torch.no_grad():
-                    head.bias[num_actions:] = initial_log_std
-                return head
-            case _:
-                assert_never(std)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EpisodePolicy":
         """Copy the weights and share the environments. Use copies for scoring, or let only one policy sample at a time."""
@@ -633,7 +539,7 @@ class EpisodePolicy(nn.Module):
 
     def settings(self) -> dict[str, Any]:
         """The arguments of the policy, which are the same on all ranks: a name in place of an environment or a network."""
-        return self._settings
+        return {name: value[1] if isinstance(value, list) else value for name, value in self._arguments.items()}
 
     def collected_statistics(self) -> Tensor | None:
         """Count, mean and summed squared deviations of this rank's new observations. None: nothing is normalised."""
@@ -717,19 +623,3 @@ def _seeded(start: EpisodeStart) -> EpisodeStart:
     if start.seed is not None or start.snapshot is not None:
         return start
     return replace(start, seed=draw_seed() % 2**32)
-
-
-def _refuse_near_misses(env_id: str, make: Mapping[str, Any]) -> None:
-    """Refuse keywords that nearly are those of the policy, because an environment with `**kwargs` would swallow them.
-
-    Raises:
-        ArgumentError: Names the keyword that was meant.
-    """
-    own = [*inspect.signature(EpisodePolicy).parameters, *(field.name for field in fields(EpisodeOptions))]
-    for name in sorted(make.keys() - {*environment_keywords(env_id), *inspect.signature(make_pool).parameters}):
-        meant = nearest_name(name, own)
-        if get_close_matches(name, own, n=1, cutoff=0.8) or not meant.startswith(("Did you mean", "There are")):
-            raise ArgumentError(
-                f"EpisodePolicy and {env_id} have no argument {name!r}. {meant} If the environment takes it among its "
-                f"**kwargs, pass a function that creates it: lambda: gymnasium.make({env_id!r}, {name}=...)."
-            )
