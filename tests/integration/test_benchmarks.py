@@ -26,6 +26,7 @@ from benchmarks import (
     control_fitted,
     control_learning,
     control_speed,
+    distillation,
     import_time,
     objective,
     overhead,
@@ -75,6 +76,20 @@ TYPED = {
     "control_fitted": ["--envs", "CartPole-v1", "--seeds", "0", "--steps", "600"],
     "control_learning": ["--envs", "CartPole-v1", "--seeds", "1", "--steps", "2000"],
     "control_speed": ["--quick"],
+    "distillation": [
+        *(
+            "--ppo-steps",
+            "512",
+            "--student-steps",
+            "512",
+            "--teacher-steps",
+            "25",
+            "--limit",
+            "25600",
+            "--iterations",
+            "2",
+        ),
+    ],
     "iterations_ahead": ["--seeds", "1", "--iterations", "20", "--timed", "15"],
     "objective": ["--rows", "64", "--steps", "32", "--repeats", "3"],
     "overhead": ["--rows", "64", "128", "--repeats", "3"],
@@ -158,6 +173,26 @@ def test_the_benchmark_of_fitted_values_makes_a_run_once(run: Run, tmp_path: Pat
         "learned)",
     ]
     assert len(path.read_text().splitlines()) == 4
+
+
+@pytest.mark.slow
+def test_cartpole_is_learned_from_a_teacher_in_3_000_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The teacher is a rule, nearly certain of its action, in place of a policy that has to be trained."""
+
+    class Rule:
+        def evaluate_actions(self, observations: torch.Tensor, actions: torch.Tensor) -> tuple[Any, torch.Tensor, Any]:
+            pushes_right = observations @ torch.tensor([0.1, 0.2, 1.0, 0.5], dtype=observations.dtype)
+            return None, torch.nn.functional.logsigmoid(20.0 * pushes_right * (2 * actions - 1)), None
+
+        def set_training_mode(self, mode: bool) -> None: ...
+
+    monkeypatch.setattr(distillation, "ppo_teacher", lambda seed, steps: (SimpleNamespace(policy=Rule()), 500.0))
+    printed = distillation.control(0, teacher_steps=0)
+    found = re.fullmatch(r"control, seed 0: teacher 500, student (\d+) -> (\d+) in ([\d,]+) steps", printed)
+    assert found is not None
+    assert int(found[1]) < 50
+    assert int(found[2]) > 475
+    assert int(found[3].replace(",", "")) <= 3_000
 
 
 @pytest.mark.slow
