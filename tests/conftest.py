@@ -1,14 +1,15 @@
-"""What holds for every test: one thread unless OMP_NUM_THREADS says more, a fixed seed, and the right `adapters`."""
+"""What holds for every test: one thread unless OMP_NUM_THREADS says more, a fixed seed, no deadline, the right `adapters`."""
 
 import gc
 import importlib.util
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import jaxtyping
 import pytest
 import torch
@@ -37,6 +38,10 @@ def checking_outer_functions(jaxtyped: Callable[..., Any]) -> Callable[..., Any]
 
 
 jaxtyping.jaxtyped = checking_outer_functions(jaxtyping.jaxtyped)
+
+# How long an example takes depends on what else this machine does.
+hypothesis.settings.register_profile("without a deadline", deadline=None)
+hypothesis.settings.load_profile("without a deadline")
 
 
 def foreign_adapters() -> str | None:
@@ -72,3 +77,13 @@ def pytest_collection_finish() -> None:
 def fixed_seed() -> None:
     """Every test starts from the same random state, whichever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def without_type_checks() -> Iterator[None]:
+    """Type checks before each call into grpo, which users have not, are off: where values have wrong types, where checks take
+    most of the time, and where Python's global generator counts, from which beartype draws the items that it looks at."""
+    from tests.support.objective_inputs import as_users_run_it  # not earlier: it imports grpo, which pytest wraps first
+
+    with as_users_run_it():
+        yield

@@ -4,8 +4,6 @@ Every day: a short horizon and ten runs; one seed of the dynamic bandit is in `t
 benchmark has it.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -13,14 +11,8 @@ from adapters.bandits import SoftmaxPolicy, abrupt_testbed, cumulative_regret
 from adapters.bandits.demo import summarise, train_naive, train_tuned
 from benchmarks import bandits
 from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
-from tests.support.objective_inputs import as_users_run_it
 
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it() -> Iterator[None]:
-    """The type checks at every call would take most of the time."""
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 def mean(runs: list[dict[str, float]], name: str) -> float:

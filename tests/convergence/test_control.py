@@ -1,21 +1,13 @@
 """Short runs of control: CartPole and Acrobot are learned by the presets, and by nothing that has the sign wrong."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from adapters.control import EnvironmentReward, LearningCurve, episode_starts, preset_for, train_control
-from tests.support.objective_inputs import as_users_run_it
+
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
-
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it() -> Iterator[None]:
-    """The type checks at every call would take most of the time."""
-    with as_users_run_it():
-        yield
 
 
 def learn(env_id: str, seed: int, reward_model: object = None) -> tuple[LearningCurve, int | None]:

@@ -5,7 +5,7 @@ up to four updates, so that ratios leave 1 and clips act. Two seeds are slow tes
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,8 +19,9 @@ from adapters.bandits.demo import NUM_ARMS, PULLS_PER_STEP, ProbabilityRecorder
 from grpo import AdvantageEstimator, ExperienceBatch, GRPOConfig, GRPOTrainer
 from grpo.surrogates import Cispo, Clip, Gmpo
 from tests.support.configs import PRESETS
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.sequence_task import Writer, all_states, exactly_right, fraction_right
+
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 Change = Callable[[Tensor], Tensor]
 """Turns right advantages into those of a broken estimator."""
@@ -70,12 +71,6 @@ REQUIRED = {
 def test_every_preset_is_here_but_the_one_that_learns_from_a_teacher() -> None:
     """It has tests of its own in `tests/unit/distillation`."""
     assert set(PRESETS) - set(REQUIRED) == {"on_policy_distillation"}
-
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it() -> Iterator[None]:
-    with as_users_run_it():
-        yield
 
 
 def follow_the_bandit(config: GRPOConfig, seed: int, change: Change | None = None) -> float:

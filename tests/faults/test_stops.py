@@ -1,6 +1,5 @@
 """Runs of 30 iterations of every adapter, stopped at every update and in every collection, end like unbroken runs."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,23 +7,16 @@ import pytest
 
 from tests.support.adapter_runs import RUNS
 from tests.support.checkpoint_runs import CASES, built
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.stopped_runs import Build, Unbroken, by_exception, by_signal
 
 pytestmark = [
+    pytest.mark.usefixtures("without_type_checks"),
     pytest.mark.faults,
     pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore:.*the first ratio is not 1:grpo.errors.GRPOWarning"),
     pytest.mark.filterwarnings("ignore:.*so there is nothing left to do:grpo.errors.GRPOWarning"),
 ]
 WAYS = [by_exception, by_signal]
-
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """beartype draws the items it looks at from Python's global generator, which users' runs have to themselves."""
-    with as_users_run_it():
-        yield
 
 
 def quiet(build: Build) -> Build:

@@ -6,7 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,21 +15,13 @@ import torch
 from grpo import CheckpointError
 from grpo.checkpoint import CheckpointFolder, open_checkpoint, read_checkpoint, write_checkpoint
 from tests.support.imitated_ranks import ImitatedRank, on_ranks
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.storage_faults import SCENARIOS
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.usefixtures("without_type_checks"), pytest.mark.faults, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = ["SIGKILL", "ENOSPC", "EIO", "EACCES", "EMFILE"]
 FEWEST_CALLS = {"save and prune": 100, "replace": 100, "load": 50}
 """Fewer calls would say that strace has missed some."""
-
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """Thousands of loads would check the same types."""
-    with as_users_run_it():
-        yield
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

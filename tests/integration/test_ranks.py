@@ -3,7 +3,6 @@
 One launch runs `on_each_rank.py` on both ranks; the tests look at what it wrote. A rank that waits for ever fails the launch.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,10 +15,13 @@ from grpo.engine import Engine, OneProcess
 from tests.support import on_each_rank
 from tests.support.configs import EVERY, Rows, update
 from tests.support.launches import run_with_children
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.on_each_rank import DIFFERENT, IDLE, PATTERNS, UNEQUAL
 
-pytestmark = [pytest.mark.filterwarnings("ignore:objective.kl_estimator='k1'"), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.usefixtures("without_type_checks"),
+    pytest.mark.filterwarnings("ignore:objective.kl_estimator='k1'"),
+    pytest.mark.slow,
+]
 SECONDS = 240
 """Many times what the launch takes, and less than the time limit of a test."""
 COUNTED = ["rows/skipped_zero_advantage", "rows/dropped", "rows/replayed"]
@@ -40,12 +42,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     for rank, result in enumerate(results):
         result["checkpoints"] = (folder / f"checkpoints{rank}.txt").read_text(), folder / "checkpoints"
     return results
-
-
-@pytest.fixture(autouse=True)
-def as_users() -> Iterator[None]:
-    with as_users_run_it():
-        yield
 
 
 def assert_equal_to_one_process(done: dict[str, Any], name: str, dtype: torch.dtype) -> None:

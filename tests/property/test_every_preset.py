@@ -1,7 +1,6 @@
 """Every preset, and every choice of the loss that no preset makes: however rows are split, it is the same update."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import cycle
 from typing import Any
@@ -28,18 +27,14 @@ from tests.support.configs import (
     make_trainer,
     update,
 )
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import ExactSampling, GroupScoring, RowScoring
 
-pytestmark = pytest.mark.filterwarnings("ignore:objective.kl_estimator='k1'")
+pytestmark = [
+    pytest.mark.usefixtures("without_type_checks"),
+    pytest.mark.filterwarnings("ignore:objective.kl_estimator='k1'"),
+]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 TERMS = ["total_loss", "policy_loss", "kl_penalty", "entropy_bonus", "value_loss", "kl_mean", "entropy"]
-
-
-@pytest.fixture(autouse=True)
-def as_users() -> Iterator[None]:
-    with as_users_run_it():
-        yield
 
 
 def as_a_whole(name: str, dtype: torch.dtype = torch.float64) -> Done:
@@ -225,7 +220,7 @@ def evaluate(inputs: ObjectiveInputs, config: ObjectiveConfig) -> tuple[Tensor, 
     return output.loss.detach(), torch.stack(found), dict(output.metrics)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), name=st.sampled_from([*EVERY]), seed=SEEDS, dtype=st.sampled_from([*TOLERANCE]))
 def test_the_losses_of_any_parts_add_up_to_the_loss_of_the_whole(data, name, seed, dtype):
     config = EVERY[name].objective

@@ -5,7 +5,6 @@ through the trainer.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import cycle, product
 from typing import Any
@@ -31,16 +30,12 @@ from grpo.config import SURROGATES
 from grpo.grpo_objective import unchecked_objective
 from grpo.surrogates import Cispo, Clip, Dppo, Dro, KlCov, Reinforce, Sapo
 from tests.support.configs import EVERY, PRESETS, Rows, make_policy, make_trainer
-from tests.support.objective_inputs import FourActions, as_users_run_it, objective_inputs
+from tests.support.objective_inputs import FourActions, objective_inputs
 from tests.support.policies import RowScoring, TablePolicy, gradient_of, weights_of
 
+pytestmark = pytest.mark.usefixtures("without_type_checks")
+
 NO_BOUND = {"low": 1.0, "high": 1e9}
-
-
-@pytest.fixture(autouse=True)
-def as_users() -> Iterator[None]:
-    with as_users_run_it():
-        yield
 
 
 # One decision: the terms of the loss

@@ -22,7 +22,7 @@ from grpo.surrogates import Clip
 
 KL_ESTIMATORS = ["k1", "k2", "k3", "k3_weighted"]
 SEEDS = st.integers(0, 2**32 - 1)
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def test_the_order_of_rows_changes_no_advantage(data):
 POISONED = ["log_probs", "old", "ref", "entropy", "advantages"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(POISONED),
     update=updates(torch.float32),

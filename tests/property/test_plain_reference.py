@@ -5,7 +5,6 @@ gradients of `grpo_objective` have to be those of the reference, for every surro
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any, get_args
@@ -18,7 +17,9 @@ from grpo import Mask, ObjectiveConfig, ObjectiveInputs, Truncate, grpo_objectiv
 from grpo._objective.ratios import RatioLevel
 from grpo.divergence import KLEstimator
 from grpo.surrogates import SURROGATES, Clip, Dppo, Surrogate
-from tests.support.objective_inputs import WITHOUT_LEVEL, as_users_run_it
+from tests.support.objective_inputs import WITHOUT_LEVEL
+
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 LEAVES = ("log_probs", "entropy", "kl", "values")
 NAN = math.nan
@@ -28,13 +29,6 @@ MASK = torch.tensor(
 COMBINATIONS = [
     (name, level) for name in SURROGATES for level in (["step"] if name in WITHOUT_LEVEL else get_args(RatioLevel))
 ]
-
-
-@pytest.fixture(autouse=True)
-def without_type_checks() -> Iterator[None]:
-    """The type checks of pytest double the time, and other tests have them."""
-    with as_users_run_it():
-        yield
 
 
 def surrogate_at(name: str, level: str, **bounds: float) -> Surrogate:

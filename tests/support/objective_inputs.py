@@ -16,6 +16,11 @@ WITHOUT_LEVEL = [name for name, kind in SURROGATES.items() if "level" not in kin
 """Names of the surrogates that have no setting `level`."""
 
 
+def double(values: Any) -> Tensor:
+    """Numbers in float64."""
+    return torch.tensor(values, dtype=torch.float64)
+
+
 def objective_inputs(log_probs: Tensor, advantages: Tensor, **others: Any) -> ObjectiveInputs:
     """Inputs with every step valid, valid steps of weight 1, and the current policy as the old one, unless told otherwise."""
     mask = others.get("mask", torch.ones(log_probs.shape, dtype=torch.bool))

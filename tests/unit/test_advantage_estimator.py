@@ -20,14 +20,11 @@ from grpo import (
     group_relative_returns,
 )
 from grpo.advantage_estimator import Baseline, Scale, group_statistics
+from tests.support.objective_inputs import double
 
 RELATIVE = ["group_mean", "group_median", "leave_one_out"]
 BASELINES = [*RELATIVE, "global_mean", "none"]
 SCALES = ["none", "group", "batch"]
-
-
-def double(values: list) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def ids(*values: int) -> Tensor:
@@ -151,7 +148,7 @@ def exact_advantages(
     return result
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     rows=st.lists(st.tuples(st.integers(-40, 40), st.integers(-2, 2)), min_size=1, max_size=12),
     baseline=st.sampled_from(BASELINES),

@@ -6,7 +6,6 @@ The whole run, with 20,000 inputs: `tests/faults/test_bad_inputs.py`.
 import math
 import re
 from collections import deque
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,17 +47,11 @@ from tests.support.bad_input_places import (
     trainer_of,
 )
 from tests.support.bad_inputs import KINDS, Frame, Series, counted, table
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy
 
+pytestmark = pytest.mark.usefixtures("without_type_checks")
+
 NAN, INF = math.nan, math.inf
-
-
-@pytest.fixture(autouse=True)
-def without_type_checks() -> Iterator[None]:
-    """Users have no type checks at run time."""
-    with as_users_run_it():
-        yield
 
 
 def test_generated_inputs_give_typed_errors_or_finite_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ So there is no setting that nothing reads.
 import asyncio
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_type_hints
@@ -35,15 +34,9 @@ from grpo.arguments import Settings
 from grpo.config import CORRECTIONS, SURROGATES
 from grpo.errors import GRPOError
 from grpo.surrogates import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, KlCov, Reinforce, Sapo, Vespo
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import ExactSampling, digest, weights_of
 
-
-@pytest.fixture(autouse=True)
-def without_type_checks() -> Iterator[None]:
-    """They take half of the time of these runs."""
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 class Sampler(ExactSampling):

@@ -144,7 +144,7 @@ def test_reward_statistics_of_one_row_have_std_0():
     assert set(statistics.values()) == {0.5}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=40))
 def test_reward_statistics_equal_numpys(rewards):
     q25, median, q75 = np.quantile(rewards, [0.25, 0.5, 0.75])

@@ -5,7 +5,6 @@ The KL, the entropy bonus, the sampler correction and the metrics stay those of 
 
 import copy
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,14 +15,9 @@ from torch import Tensor
 from grpo import AdvantageEstimator, ConfigError, GRPOConfig, GRPOTrainer, ObjectiveConfig, Truncate, step_weights
 from grpo.surrogates import Steps
 from tests.support.configs import Rows, Telling, make_policy, make_trainer
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import RowScoring, TablePolicy, gradient_of
 
-
-@pytest.fixture(autouse=True)
-def as_users() -> Iterator[None]:
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,6 @@ def loss_by_hand(policy: Any, old_policy: Any, config: GRPOConfig, width: float)
     log_probs, old_log_probs, ref_log_probs = (
         one.log_probs[mask] for one in (scores, replace_detached(old), replace_detached(reference))
     )
-    assert batch.behaviour_log_probs is not None
     behaviour = batch.behaviour_log_probs[mask]
     u = (old_log_probs - torch.where(behaviour.isnan(), old_log_probs, behaviour)).exp().clamp(max=HIGH)
     advantages = AdvantageEstimator(config.advantage)(batch).unsqueeze(1).expand(mask.shape)[mask]

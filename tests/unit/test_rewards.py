@@ -63,7 +63,7 @@ def test_the_function_gets_the_rows_of_the_pairs_as_the_policy_made_them() -> No
     assert found.tolist() == [0.0, 1.0, 1.0, 0.0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     half=st.none() | st.integers(1, 5),

@@ -1,8 +1,6 @@
 """What a policy may return: the limits of each rule. That the collector enforces them: `test_experience_collector.py`."""
 
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,19 +16,12 @@ from grpo._collecting.contract import (
     fit_state_keys,
     flatten_actions,
     require_finite,
-    require_same_steps,
 )
-from tests.support.objective_inputs import as_users_run_it
+
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 STEPS = torch.zeros(2, 3)
-
-
-@pytest.fixture(autouse=True)
-def without_type_checks() -> Iterator[None]:
-    """The data classes are checked by beartype in the other tests. Users have no such help."""
-    with as_users_run_it():
-        yield
 
 
 def all_scores(**changes: Any) -> ActionScores:
@@ -137,38 +128,10 @@ def test_state_keys_of_a_wrong_shape_or_dtype_are_refused(subtests: pytest.Subte
             fit_state_keys("Policy.state_keys", keys, MASK)
 
 
-def test_scores_of_other_steps_than_the_batchs_are_refused(subtests: pytest.Subtests) -> None:
-    require_same_steps("Policy", MASK, MASK)
-    require_same_steps("Policy", MASK[:, :2], MASK)
-    cases = {
-        "a step too few": MASK[:, :1],
-        "wider": torch.nn.functional.pad(MASK, (0, 1)),
-        "other steps": ~MASK,
-        "other rows": MASK.flip(0),
-    }
-    for case, scored in cases.items():
-        message = r"Policy must score the batch's steps, but the masks differ"
-        with subtests.test(case=case), pytest.raises(ContractError, match=message):
-            require_same_steps("Policy", scored, MASK)
-
-
 def log_probs(value: float, row: int, step: int) -> Tensor:
     values = torch.full(MASK.shape, -1.0)
     values[row, step] = value
     return values
-
-
-def test_non_finite_log_probs_of_sampled_steps_are_refused(subtests: pytest.Subtests) -> None:
-    names = ["old_log_probs", "ref_log_probs", "behaviour_log_probs"]
-    for bad, name in itertools.product([math.nan, math.inf, -math.inf], names):
-        with subtests.test(bad=bad, name=name):
-            require_finite("Policy", MASK, {name: log_probs(bad, 1, 1)})  # outside the mask
-            if name == "behaviour_log_probs" and math.isnan(bad):
-                require_finite("Policy", MASK, {name: log_probs(bad, 1, 0)})  # the step was not scored
-                continue
-            message = rf"Policy: {name} of sampled steps must be finite; rows \[1\] are not"
-            with pytest.raises(ContractError, match=message):
-                require_finite("Policy", MASK, {"old_log_probs": log_probs(-1.0, 0, 0), name: log_probs(bad, 1, 0)})
 
 
 def test_the_error_for_non_finite_log_probs_names_at_most_16_rows() -> None:

@@ -33,7 +33,7 @@ def updates(group_ids: list[int], batch_size: int | None, seed: int = 0) -> list
 GROUP_IDS = st.lists(st.integers(-3, 3), min_size=1, max_size=20)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(group_ids=GROUP_IDS, batch_size=st.none() | st.integers(1, 25), seed=st.integers(0, 99))
 def test_an_epoch_holds_every_row_once_with_groups_together(group_ids, batch_size, seed):
     parts = updates(group_ids, batch_size, seed)
@@ -47,7 +47,7 @@ def test_an_epoch_holds_every_row_once_with_groups_together(group_ids, batch_siz
             assert members == sorted(members)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(group_ids=GROUP_IDS, batch_size=st.none() | st.integers(1, 25))
 def test_every_update_but_the_last_is_full(group_ids, batch_size):
     sizes = [len(part) for part in updates(group_ids, batch_size)]
@@ -114,7 +114,7 @@ def test_a_plan_that_misses_or_repeats_a_row_is_refused(subtests):
             planned_parts("Policy.plan", plan, 4)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(data=st.data(), num_rows=st.integers(1, 12))
 def test_composed_indices_equal_indexing_twice(data, num_rows):
     def index_into(size: int) -> torch.Tensor | slice:

@@ -58,7 +58,7 @@ def tables(draw: st.DrawFn) -> list[list[int]]:
     return draw(st.lists(st.lists(ZEROS_AND_ONES, min_size=width, max_size=width), min_size=1, max_size=6))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(kind=st.sampled_from(sorted(KINDS)), table=tables())
 def test_rewards_may_be_one_number_per_row_or_per_step(kind, table):
     make, dtype = KINDS[kind]
@@ -70,7 +70,7 @@ def test_rewards_may_be_one_number_per_row_or_per_step(kind, table):
         assert rewards.tolist() == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(kind=st.sampled_from(sorted(KINDS)), table=tables(), case=st.sampled_from(["N 1", "N+1", "0-d", "N T 1", "1 N"]))
 def test_rewards_of_another_shape_are_refused(kind, table, case):
     make, _ = KINDS[kind]

@@ -18,7 +18,7 @@ def test_without_a_number_every_iteration_gets_all_states_in_order():
     assert [source(i) for i in range(3)] == [["a", "b", "c"]] * 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(1, 9), num=st.integers(1, 20), seed=st.integers(0, 99))
 def test_each_pass_takes_every_state_once(size, num, seed):
     source = StateSource(list(range(size)), num, seed)
@@ -28,7 +28,7 @@ def test_each_pass_takes_every_state_once(size, num, seed):
         assert sorted(drawn[start : start + size]) == list(range(size))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(1, 9), num=st.integers(1, 20), iteration=st.integers(0, 30))
 def test_the_states_of_an_iteration_do_not_depend_on_earlier_iterations(size, num, iteration):
     walked = StateSource(list(range(size)), num, seed=3)

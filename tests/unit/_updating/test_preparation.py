@@ -3,7 +3,6 @@
 import copy
 import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,16 +15,10 @@ from grpo._updating.preparation import prepare
 from grpo._updating.reference import MovingReference
 from grpo._updating.sampler import SamplerSync
 from grpo.engine import OneProcess
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy, digest, weights_of
 from tests.support.trainers import SCRIPT, by_hand, quarters
 
-
-@pytest.fixture(autouse=True)
-def without_type_checks() -> Iterator[None]:
-    """beartype draws the items it looks at from Python's global generator, which is compared here."""
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 # Seeds, devices, precision, folders

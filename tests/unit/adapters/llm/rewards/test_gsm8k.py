@@ -6,7 +6,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.llm.completions import Completion
@@ -161,13 +161,11 @@ SPELLINGS = st.sampled_from(["{:f}", "{:,f}", "${:,f}", "{:f}%", "{:,f}.", "**{:
 FORMS = st.sampled_from(["#### {}", "7 + 8\n#### {}\n", "so \\boxed{{{}}} (1)", "The answer is {} for 3", "so {}"])
 
 
-@settings(deadline=None)
 @given(number=NUMBERS, spelling=SPELLINGS, form=FORMS)
 def test_a_number_is_read_as_it_was_written(number: Decimal, spelling: str, form: str) -> None:
     assert extract_answer(form.format(spelling.format(number))) == number
 
 
-@settings(deadline=None)
 @given(number=st.integers(-(10**9), 10**9), form=FORMS)
 def test_the_minus_stands_before_or_after_the_currency(number: int, form: str) -> None:
     sign = "-" if number < 0 else ""
@@ -176,13 +174,11 @@ def test_the_minus_stands_before_or_after_the_currency(number: int, form: str) -
     assert extract_answer(form.format(f"{sign}{abs(number):,}".replace("-", "\u2212"))) == number
 
 
-@settings(deadline=None)
 @given(text=st.text(max_size=200), number=st.integers(0, 10**6))
 def test_the_number_after_the_mark_counts_whatever_the_text_before(text: str, number: int) -> None:
     assert extract_answer(f"{text}\n#### {number}") == number
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="#$\\{}[]boxed answer is:=-.,0123456789\u2212\n%*_", max_size=60))
 def test_any_text_gives_a_finite_number_or_none(text: str) -> None:
     answer = extract_answer(text)
@@ -390,7 +386,6 @@ TEXTS = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(PIECES), max_si
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(texts=st.lists(TEXTS, min_size=2, max_size=8))
 def test_a_right_answer_beats_a_wrong_answer_and_that_beats_no_answer(texts: list[str]) -> None:
     rewards = correctness_first()

@@ -234,7 +234,7 @@ PIECES = st.sampled_from(
 REQUESTS = st.one_of(st.text(max_size=60), st.lists(PIECES, max_size=12).map(" ".join))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(text=REQUESTS, schemas=SCHEMAS, data=st.data())
 def test_any_request_gives_values_that_the_schemas_allow(
     text: str, schemas: dict[str, Any], data: st.DataObject
