@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from grpo.errors import CallError, DeadlineError
 from grpo.rewards import Call, call_in_process
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.reward_faults import children, eventually, is_alive, write_process, written
+from tests.support.threads import run_together
 
 FAST, SLOW = 0.15, 60.0
 """A deadline that a hanging call reaches, and one that no call here reaches."""
@@ -444,9 +446,5 @@ def test_a_thread_can_make_calls_while_another_does() -> None:
         for _ in range(2):
             answers[number] = call(lambda: number)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(*(partial(ask, number) for number in range(4)))
     assert answers == {number: number for number in range(4)}

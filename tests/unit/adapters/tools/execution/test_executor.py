@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from adapters.tools.execution.commands import Command
 from adapters.tools.execution.executor import ToolExecutor
 from adapters.tools.execution.workers import WorkerLimits
 from grpo.errors import ConfigError
+from tests.support.threads import run_together
 from tests.support.tool_executors import (
     CATALOGUE,
     LINUX,
@@ -98,11 +100,7 @@ def test_each_thread_gets_its_own_results(executor: ToolExecutor) -> None:
     def work(i: int) -> None:
         found[i] = [result.output for result in executor.run([call("add", a=1000 * i, b=j) for j in range(20)])]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(*(partial(work, i) for i in range(8)))
     assert found == {i: [1000 * i + j for j in range(20)] for i in range(8)}
 
 

@@ -4,8 +4,8 @@ import asyncio
 import dataclasses
 import json
 import re
-import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from adapters.tools.learning.rewards import ToolRewards
 from adapters.tools.policy.policy import ToolSelectionPolicy
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
 from tests.support.mcp_servers import REAL, ask, by_hand, by_name
+from tests.support.threads import run_together
 from tests.support.tool_executors import LONG, soon
 
 
@@ -126,11 +127,7 @@ def test_event_loops_of_several_threads_can_share_a_server(tools: dict[str, Tool
     def work(number: int) -> None:
         sums[number] = ask(tools["add"], a=number, b=1)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(*(partial(work, number) for number in range(4)))
     assert sums == {0: "1", 1: "2", 2: "3", 3: "4"}
 
 

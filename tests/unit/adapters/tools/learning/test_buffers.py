@@ -1,11 +1,10 @@
 """Buffers by hand, and under eight threads; mini-batches."""
 
 import doctest
+import itertools
 import json
-import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,8 +13,8 @@ import pytest
 from adapters.tools.learning import buffers
 from adapters.tools.learning.buffers import ExperienceBuffer, GroupBuffer, mini_batches
 from grpo import ConfigError, HasState
+from tests.support.threads import NUM_THREADS, run_beside
 
-NUM_THREADS = 8
 PER_THREAD = 2_000
 
 
@@ -32,35 +31,6 @@ class Note:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Note":
         return cls(**values)
-
-
-@pytest.fixture
-def hurried() -> Iterator[None]:
-    """Threads take turns as often as the interpreter lets them."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-def run_together(*works: Callable[[], None]) -> None:
-    """Run each function in its own thread, all starting together, and raise what they raise."""
-    ready = threading.Barrier(len(works))
-    errors: list[BaseException] = []
-
-    def run(work: Callable[[], None]) -> None:
-        ready.wait()
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
@@ -132,30 +102,22 @@ def test_items_that_convert_to_dicts_survive_json() -> None:
     assert buffer.snapshot() == notes[1:]
 
 
-@pytest.mark.usefixtures("hurried")
 def test_eight_threads_add_and_others_drain_and_nothing_is_lost_or_doubled() -> None:
     buffer = ExperienceBuffer[tuple[int, int]](capacity=NUM_THREADS * PER_THREAD)
-    drained: list[list[tuple[int, int]]] = [[], []]
-    finished = [threading.Event() for _ in range(NUM_THREADS)]
+    drained: list[list[tuple[int, int]]] = []
 
     def add(thread: int) -> None:
         for number in range(0, PER_THREAD, 2):
             buffer.add((thread, number))
             buffer.extend([(thread, number + 1)])
-        finished[thread].set()
 
-    def drain(into: list[tuple[int, int]]) -> None:
-        while not all(event.is_set() for event in finished):
-            into += buffer.drain()
-
-    works = [lambda thread=thread: add(thread) for thread in range(NUM_THREADS)]
-    run_together(*works, *(lambda into=into: drain(into) for into in drained))
-    everything = [*drained[0], *drained[1], *buffer.drain()]
-    assert Counter(everything) == Counter((t, n) for t in range(NUM_THREADS) for n in range(PER_THREAD))
+    run_beside(add, *[lambda: drained.append(buffer.drain())] * 2)
+    assert Counter(itertools.chain(*drained, buffer.drain())) == Counter(
+        (t, n) for t in range(NUM_THREADS) for n in range(PER_THREAD)
+    )
     assert buffer.num_dropped == 0
 
 
-@pytest.mark.usefixtures("hurried")
 def test_items_added_together_stay_together() -> None:
     buffer = ExperienceBuffer[int]()
 
@@ -163,7 +125,7 @@ def test_items_added_together_stay_together() -> None:
         for _ in range(100):
             buffer.extend([thread] * 10)
 
-    run_together(*(lambda thread=thread: add(thread) for thread in range(NUM_THREADS)))
+    run_beside(add)
     items = buffer.drain()
     assert len(items) == 8_000
     assert all(len(set(items[start : start + 10])) == 1 for start in range(0, 8_000, 10))
@@ -200,25 +162,17 @@ def test_small_groups_stay_until_they_are_large_enough() -> None:
     assert buffer.drain() == {}
 
 
-@pytest.mark.usefixtures("hurried")
 def test_eight_threads_fill_groups_and_others_drain_and_nothing_is_lost_or_doubled() -> None:
     buffer = GroupBuffer[int, tuple[int, int]]()
-    drained: list[list[dict[int, list[tuple[int, int]]]]] = [[], []]
-    finished = [threading.Event() for _ in range(NUM_THREADS)]
+    drained: list[dict[int, list[tuple[int, int]]]] = []
 
     def add(thread: int) -> None:
         for number in range(PER_THREAD):
             buffer.add(number % 7, (thread, number))
-        finished[thread].set()
 
-    def drain(into: list[dict[int, list[tuple[int, int]]]]) -> None:
-        while not all(event.is_set() for event in finished):
-            into.append(buffer.drain())
-
-    works = [lambda thread=thread: add(thread) for thread in range(NUM_THREADS)]
-    run_together(*works, *(lambda into=into: drain(into) for into in drained))
+    run_beside(add, *[lambda: drained.append(buffer.drain())] * 2)
     found: Counter[tuple[int, int]] = Counter()
-    for groups in [*drained[0], *drained[1], buffer.drain()]:
+    for groups in [*drained, buffer.drain()]:
         for group_id, items in groups.items():
             assert all(number % 7 == group_id for _, number in items)
             found.update(items)
@@ -253,24 +207,17 @@ def test_the_state_of_groups_is_a_copy() -> None:
     assert again.drain() == {"a": [1, 3]}
 
 
-@pytest.mark.usefixtures("hurried")
 def test_saving_and_loading_beside_eight_threads_loses_and_doubles_nothing() -> None:
     """What each state holds is a run of every thread's items; the last one has all."""
     groups, items = GroupBuffer[int, Note](item_type=Note), ExperienceBuffer[Note](item_type=Note)
-    finished = [threading.Event() for _ in range(NUM_THREADS)]
     seen: list[tuple[Any, Any]] = []
 
     def add(thread: int) -> None:
         for number in range(200):
             groups.add(thread, Note("", number))
             items.add(Note(str(thread), number))
-        finished[thread].set()
 
-    def save() -> None:
-        while not all(event.is_set() for event in finished):
-            seen.append((groups.state_dict(), items.state_dict()))
-
-    run_together(*(lambda thread=thread: add(thread) for thread in range(NUM_THREADS)), save)
+    run_beside(add, lambda: seen.append((groups.state_dict(), items.state_dict())))
     seen.append((groups.state_dict(), items.state_dict()))
     for of_groups, of_items in (seen[0], seen[len(seen) // 2], seen[-1]):
         again, again_items = GroupBuffer[int, Note](item_type=Note), ExperienceBuffer[Note](item_type=Note)

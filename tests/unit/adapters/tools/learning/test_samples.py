@@ -5,8 +5,8 @@ import json
 import math
 import pickle
 import struct
-import threading
 from dataclasses import FrozenInstanceError, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from adapters.tools.learning.sample_batches import batch_from_groups, groups_fro
 from adapters.tools.learning.tasks import ToolTask
 from grpo import ActionScores, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig, SampledActions
 from tests.support.plain_states import assert_same, through_checkpoint
+from tests.support.threads import run_together
 
 TASK = ToolTask(
     text="paint it black",
@@ -265,7 +266,6 @@ def test_a_batch_of_groups_equals_hand_worked_tensors() -> None:
         (batch.values, [[0.5, 0.25], [1.0, 0.0], [0.5, 0.25]]),
         (batch.final_values, [0.125, 0.125, 0.0]),
     ]:
-        assert values is not None
         assert values.tolist() == expected
     assert batch.old_log_probs is None
 
@@ -286,7 +286,6 @@ def test_truncated_and_terminated_samples_are_distinguished() -> None:
     batch = batch_from_groups(
         [ToolGroup(id=0, samples=(sample(final_value=-0.5), sample(done=True, final_value=None)))]
     )
-    assert batch.final_values is not None
     assert batch.final_values.tolist() == [-0.5, 0.0]
     back = groups_from_batch(batch)[0].samples
     assert [(one.done, one.final_value) for one in back] == [(False, -0.5), (True, None)]
@@ -324,8 +323,6 @@ def test_a_batch_read_back_from_json_trains_the_same(subtests: pytest.Subtests) 
             assert [len(group.samples) for group in groups] == [5, 5]
             restored = batch_from_groups(groups)
             assert torch.equal(restored.mask, batch.mask)
-            assert restored.behaviour_log_probs is not None
-            assert batch.behaviour_log_probs is not None
             assert torch.equal(restored.behaviour_log_probs.float()[batch.mask], batch.behaviour_log_probs[batch.mask])
             direct, read = one.update(batch), other.update(restored)
             assert torch.equal(one.policy.logits, other.policy.logits)
@@ -402,11 +399,7 @@ def test_decisions_of_several_threads_train_through_a_buffer() -> None:
                 )
                 buffer.add(f"{thread}.{number}", one)
 
-    threads = [threading.Thread(target=serve, args=(thread,)) for thread in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(*(partial(serve, thread) for thread in range(8)))
     metrics = trainer.update(batch_from_groups(buffer.drain()))
     assert (metrics["group_stats/num_groups"], metrics["group_stats/avg_group_size"]) == (160.0, 2.0)
     assert len(buffer) == 0

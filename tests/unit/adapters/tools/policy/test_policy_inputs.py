@@ -4,9 +4,8 @@ import copy
 import itertools
 import math
 import pickle
-import sys
-import threading
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from adapters.tools.policy.policy import ToolSelectionPolicy
 from adapters.tools.text.encoders import HashingEncoder
 from grpo.checks import check_policy
 from grpo.errors import ConfigError, ContractError
+from tests.support.threads import run_together
 from tests.support.tool_policies import (
     CATALOGUE,
     TEXTS,
@@ -357,29 +357,13 @@ def test_scoring_a_call_of_an_unavailable_tool_is_refused():
 def test_threads_that_draw_from_one_policy_score_their_own_calls():
     """A service draws in several threads. A call drawn in one thread must not be scored with the choices of another."""
     made = policy()
-    wrong: list[object] = []
 
     def serve(text: str) -> None:
         for _ in range(40):
-            try:
-                sampled = made.sample_actions([text], 64)
-                scores = made.score_groups([text], sampled.actions)
-                if not torch.equal(scores.log_probs, sampled.behaviour_log_probs):
-                    wrong.append(text)
-            except Exception as error:
-                wrong.append(error)
+            sampled = made.sample_actions([text], 64)
+            assert torch.equal(made.score_groups([text], sampled.actions).log_probs, sampled.behaviour_log_probs)
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=serve, args=(text,)) for text in TEXTS]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    assert wrong == []
+    run_together(*(partial(serve, text) for text in TEXTS))
 
 
 def test_a_policy_survives_pickle():

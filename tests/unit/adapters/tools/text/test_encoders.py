@@ -2,9 +2,8 @@
 
 import copy
 import pickle
-import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from adapters.tools.text.encoders import CachedEncoder, HashingEncoder, with_own_feature
 from examples.tool_workbench import workbench_catalogue
 from grpo.errors import ConfigError, ContractError
+from tests.support.threads import run_together
 
 ROOT = Path(__file__).resolve().parents[5]
 TEXTS = ["sort these items", "what is 17 percent of 230?", "größer als zwei"]
@@ -239,40 +239,20 @@ def test_a_cached_encoder_frees_the_memory_of_forgotten_texts() -> None:
     assert list(kept.values()) == [64 * 4] * 5
 
 
-@pytest.fixture
-def hurried() -> Iterator[None]:
-    """Threads take turns as often as the interpreter lets them."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("hurried")
 def test_threads_that_evict_each_others_texts_get_correct_vectors() -> None:
     encoder = HashingEncoder(16)
     cached = CachedEncoder(encoder, capacity=8)
     texts = [f"w{letter}" for letter in "abcdefghijklmnop"]
     expected = dict(zip(texts, CachedEncoder(encoder)(texts), strict=True))
-    wrong: list[object] = []
 
     def encode(seed: int) -> None:
         for number in range(300):
             mine = [texts[(seed * number + 5 * place) % 16] for place in range(3)]
-            try:
-                if not torch.equal(cached(mine), torch.stack([expected[text] for text in mine])):
-                    wrong.append(mine)
-                if number % 50 == 0:
-                    copy.deepcopy(cached)
-            except Exception as error:
-                wrong.append(error)
+            assert torch.equal(cached(mine), torch.stack([expected[text] for text in mine]))
+            if number % 50 == 0:
+                copy.deepcopy(cached)
 
-    threads = [threading.Thread(target=encode, args=(seed,)) for seed in (1, 3, 7, 11)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    run_together(*(partial(encode, seed) for seed in (1, 3, 7, 11)))
     assert 4 <= len(cached._cache._known) <= 8
 
 
