@@ -11,12 +11,13 @@ RAISED = ["ContractError", "ZeroDivisionError", "TrainingInterrupted"]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(("engine", "phases"), [("Replicated", [*PHASES, "outage"]), ("Sharded", DIVIDED_PHASES)])
 def test_a_rank_that_ends_or_hangs_in_any_phase_is_named_on_all_others(
-    num_ranks: int, tmp_path: Path, subtests: pytest.Subtests
+    engine: str, phases: list[str], num_ranks: int, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     cases = [
-        Case(phase=phase, fault=fault, culprit=culprit, num_ranks=num_ranks)
-        for phase in [*PHASES, "outage"]
+        Case(phase=phase, fault=fault, culprit=culprit, num_ranks=num_ranks, engine=engine)
+        for phase in phases
         for fault in FAULTS
         for culprit in range(num_ranks)
         if (phase, fault) != ("outage", "asleep")  # a rank that waits sleeps
@@ -27,42 +28,13 @@ def test_a_rank_that_ends_or_hangs_in_any_phase_is_named_on_all_others(
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(("engine", "phases"), [("Replicated", PHASES), ("Sharded", DIVIDED_PHASES)])
 def test_an_error_in_any_phase_is_raised_on_all_ranks(
-    num_ranks: int, tmp_path: Path, subtests: pytest.Subtests
+    engine: str, phases: list[str], num_ranks: int, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     cases = [
-        Case(phase=phase, fault=fault, culprit=culprit, num_ranks=num_ranks, timeout=20.0)
-        for phase in PHASES[1:]  # before there is an engine, nothing can be told
-        for fault in RAISED
-        for culprit in range(num_ranks)
-    ]
-    for outcome in launch(cases, tmp_path):
-        with subtests.test(**outcome["case"]):
-            require_shared(outcome)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_rank_with_a_part_of_the_weights_that_ends_or_hangs_is_named_on_all_others(
-    num_ranks: int, tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    cases = [
-        Case(phase=phase, fault=fault, culprit=culprit, num_ranks=num_ranks, engine="Sharded")
-        for phase in DIVIDED_PHASES
-        for fault in FAULTS
-        for culprit in range(num_ranks)
-    ]
-    for outcome in launch(cases, tmp_path):
-        with subtests.test(**outcome["case"]):
-            require_named(outcome)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_an_error_of_a_rank_with_a_part_of_the_weights_is_raised_on_all_ranks(
-    num_ranks: int, tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    cases = [
-        Case(phase=phase, fault=fault, culprit=culprit, num_ranks=num_ranks, timeout=20.0, engine="Sharded")
-        for phase in DIVIDED_PHASES[1:]
+        Case(phase=phase, fault=fault, culprit=culprit, num_ranks=num_ranks, timeout=20.0, engine=engine)
+        for phase in phases[1:]  # before there is an engine, nothing can be told
         for fault in RAISED
         for culprit in range(num_ranks)
     ]

@@ -11,12 +11,9 @@ from torch import Tensor
 
 from grpo import AdvantageConfig, AdvantageEstimator, ConfigError, ExperienceBatch
 from grpo._advantages.groups import Credit
+from tests.support.objective_inputs import double
 
 NAN = math.nan
-
-
-def double(values: list) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def batch_of(rewards: Tensor, group_ids: list[int], mask: Tensor | None = None, **others) -> ExperienceBatch:

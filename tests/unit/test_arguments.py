@@ -32,11 +32,6 @@ def test_what_is_no_integer_is_refused_by_name(least: int, optional: bool, value
         require_integers("Owner", least, optional=optional, fine=9, size=value)
 
 
-def test_none_is_refused_unless_told_otherwise() -> None:
-    with pytest.raises(ConfigError, match="size must be an integer >= 1; got NoneType None"):
-        require_integers("Owner", 1, size=None)
-
-
 def test_finite_numbers_pass() -> None:
     require_numbers("Owner", a=0, b=-1.5, c=np.float32(2), d=Fraction(1, 3))
 

@@ -175,9 +175,8 @@ def test_rollouts_of_a_wrong_shape_are_refused(subtests: pytest.Subtests) -> Non
 def test_supplied_log_probs_that_are_not_finite_are_refused(subtests: pytest.Subtests) -> None:
     """Only where the policy decided a step: padding may hold anything."""
     actions, mask = [(1, 0), (0,)], torch.tensor([[True, True], [True, False]])
-    for name, bad in itertools.product(
-        ("old_log_probs", "ref_log_probs", "behaviour_log_probs"), (-math.inf, math.nan)
-    ):
+    names = ("old_log_probs", "ref_log_probs", "behaviour_log_probs")
+    for name, bad in itertools.product(names, (-math.inf, math.inf, math.nan)):
         if name == "behaviour_log_probs" and math.isnan(bad):
             continue  # not scored
         with subtests.test(name=name, bad=bad):

@@ -12,14 +12,10 @@ from grpo import ConfigError, ObjectiveConfig, grpo_objective, step_weights
 from grpo._objective.ratios import RatioLevel
 from grpo.metrics import Meter
 from grpo.surrogates import SURROGATES, Clip, Dppo, Gmpo, Vespo
-from tests.support.objective_inputs import WITHOUT_LEVEL, loss_and_gradient, objective_inputs
+from tests.support.objective_inputs import WITHOUT_LEVEL, double, loss_and_gradient, objective_inputs
 
 KL_ESTIMATORS = ["k1", "k2", "k3", "k3_weighted"]
 LOG2 = math.log(2)
-
-
-def double(values: list) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def shares(inputs, config) -> dict[str, float]:

@@ -9,13 +9,9 @@ from torch import Tensor
 
 from grpo import ConfigError, ObjectiveConfig, ObjectiveInputs, Truncate, grpo_objective
 from grpo.surrogates import Dppo
-from tests.support.objective_inputs import objective_inputs
+from tests.support.objective_inputs import double, objective_inputs
 
 NAN = math.nan
-
-
-def double(values: list) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 # One row of two steps and a hole, on policy, A = 0 unless said otherwise: only the other terms are left. Weights .5, .25.

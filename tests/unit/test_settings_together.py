@@ -22,6 +22,9 @@ from grpo import (
     WeightedRewards,
 )
 from tests.support.policies import RowScoring, TablePolicy
+from tests.support.trainers import trainer_of
+
+DROP = RewardConfig(non_finite="drop")
 
 
 def totals(states: Any, actions: Any) -> list[float]:
@@ -51,13 +54,8 @@ class Keyed(RowScoring):
 
 
 def test_the_values_of_a_critic_at_collection_do_not_change_in_updates() -> None:
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=4, num_epochs_per_update=2, seed=0, advantage=AdvantageConfig(credit="gae")),
-        policy=Critic(),
-        reward_model=totals,
-    )
+    trainer = trainer_of(Critic(), totals, num_epochs_per_update=2, seed=0, advantage=AdvantageConfig(credit="gae"))
     batch = trainer.collect([0, 1])
-    assert batch.values is not None
     before = batch.values.clone()
     trainer.update(batch)
     assert torch.equal(batch.values, before)
@@ -65,13 +63,10 @@ def test_the_values_of_a_critic_at_collection_do_not_change_in_updates() -> None
 
 
 def test_state_keys_may_be_narrower_after_the_longest_row_was_dropped() -> None:
-    trainer = GRPOTrainer(
-        config=GRPOConfig(
-            group_size=4, advantage=AdvantageConfig(credit="gigpo"), reward=RewardConfig(non_finite="drop")
-        ),
-        policy=Keyed(),
-        reward_model=lambda states, actions: [math.nan if len(action) == 3 else float(action[0]) for action in actions],
-    )
+    def reward(states: Any, actions: Any) -> list[float]:
+        return [math.nan if len(action) == 3 else float(action[0]) for action in actions]
+
+    trainer = trainer_of(Keyed(), reward, advantage=AdvantageConfig(credit="gigpo"), reward=DROP)
     assert trainer.step([0, 1])["rows/dropped"] == 2
 
 
@@ -80,20 +75,15 @@ def test_state_keys_of_another_shape_are_refused() -> None:
         def state_keys(self, states: Any, actions: Any) -> torch.Tensor:
             return super().state_keys(states, actions)[:, :1]
 
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=4, advantage=AdvantageConfig(credit="gigpo")), policy=Wrong(), reward_model=totals
-    )
+    trainer = trainer_of(Wrong(), totals, advantage=AdvantageConfig(credit="gigpo"))
     with pytest.raises(ContractError, match=r"Wrong.state_keys must return integers \[4, 3\]"):
         trainer.step([0])
 
 
 def test_dynamic_sampling_sees_differences_between_steps() -> None:
     """The totals are equal, the steps are not: the group stays."""
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=2, dynamic_sampling_rounds=1),
-        policy=PairWriter(),
-        reward_model=lambda states, actions: [[1.0, 0.0], [0.0, 1.0]],
-    )
+    rewards = [[1.0, 0.0], [0.0, 1.0]]
+    trainer = trainer_of(PairWriter(), lambda states, actions: rewards, group_size=2, dynamic_sampling_rounds=1)
     batch = trainer.collect([0], more_states=lambda: pytest.fail("nothing is missing"))
     assert batch.num_rows == 2
 
@@ -104,33 +94,24 @@ class PairWriter(RowScoring):
 
 
 def test_dynamic_sampling_replaces_groups_whose_rewards_failed() -> None:
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=2, dynamic_sampling_rounds=3, reward=RewardConfig(non_finite="drop")),
-        policy=TablePolicy(range(4), script=None),
-        reward_model=lambda states, actions: [math.nan if state == 0 else float(i) for i, state in enumerate(states)],
-    )
+    def reward(states: Any, actions: Any) -> list[float]:
+        return [math.nan if state == 0 else float(i) for i, state in enumerate(states)]
+
+    trainer = trainer_of(TablePolicy(range(4)), reward, group_size=2, dynamic_sampling_rounds=3, reward=DROP)
     batch = trainer.collect([0, 1], more_states=lambda: [2])
     assert sorted(set(batch.states)) == [1, 2]
     assert batch.metrics["group_stats/num_rounds"] == 1
 
 
 def test_rows_with_and_without_named_rewards_are_replayed_together() -> None:
-    policy = TablePolicy()
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=2, replay_iterations=1, seed=0),
-        policy=policy,
-        reward_model=WeightedRewards({"x": lambda states, actions: [float(action) for action in actions]}),
-    )
+    rewards = WeightedRewards({"x": lambda states, actions: [float(action) for action in actions]})
+    trainer = trainer_of(TablePolicy(), rewards, group_size=2, replay_iterations=1, seed=0)
     trainer.update(ExperienceBatch.from_rows(["a", "a"], [0, 1], [0.0, 1.0], [0, 0]))
     assert trainer.step(["a", "b"])["rows/replayed"] == 2
 
 
 def test_entropy_control_without_an_exact_entropy_is_refused_at_the_first_step() -> None:
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=4, entropy_control=EntropyControl(target=0.5), seed=0),
-        policy=TablePolicy(),
-        reward_model=lambda states, actions: [float(action) for action in actions],
-    )
+    trainer = trainer_of(TablePolicy(), entropy_control=EntropyControl(target=0.5), seed=0)
     with pytest.raises(ConfigError, match=r"entropy_control needs an exact entropy, and TablePolicy gives none"):
         trainer.step(["a", "b"])
 
@@ -148,11 +129,7 @@ def test_a_critic_without_values_in_updates_is_refused() -> None:
             scores = super().score_actions(states, actions)
             return dataclasses.replace(scores, values=None) if self.training else scores
 
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=2, advantage=AdvantageConfig(credit="gae"), seed=0),
-        policy=SilentInUpdates(),
-        reward_model=totals,
-    )
+    trainer = trainer_of(SilentInUpdates(), totals, group_size=2, advantage=AdvantageConfig(credit="gae"), seed=0)
     with pytest.raises(ContractError, match=r"the critic would not be trained"):
         trainer.step([0, 1])
 
@@ -197,11 +174,12 @@ def test_a_moved_reference_scores_replayed_rows_again() -> None:
 
 def test_dynamic_sampling_compares_clipped_rewards() -> None:
     """5 and 6 are the same once rewards are at most 1: the group teaches nothing, and is left out."""
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=2, dynamic_sampling_rounds=1, advantage=AdvantageConfig(reward_clip=1.0)),
-        policy=TablePolicy(range(4)),
-        reward_model=lambda states, actions: [5.0, 6.0] if states[0] == 0 else [0.0, 1.0],
-    )
+
+    def reward(states: Any, actions: Any) -> list[float]:
+        return [5.0, 6.0] if states[0] == 0 else [0.0, 1.0]
+
+    clipped = AdvantageConfig(reward_clip=1.0)
+    trainer = trainer_of(TablePolicy(range(4)), reward, group_size=2, dynamic_sampling_rounds=1, advantage=clipped)
     batch = trainer.collect([0], more_states=lambda: [1])
     assert batch.states == [1, 1]
     assert batch.metrics["group_stats/num_left_out"] == 1
@@ -213,11 +191,7 @@ def test_dropped_rows_of_discarded_draws_are_counted_too() -> None:
     def reward(states: Any, actions: Any) -> list[float]:
         return [math.nan, 1.0, 1.0] if next(count) < 2 else [math.nan, 0.0, 1.0]
 
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=3, dynamic_sampling_rounds=3, reward=RewardConfig(non_finite="drop")),
-        policy=TablePolicy(range(4)),
-        reward_model=reward,
-    )
+    trainer = trainer_of(TablePolicy(range(4)), reward, group_size=3, dynamic_sampling_rounds=3, reward=DROP)
     batch = trainer.collect([0], more_states=lambda: [1])
     assert batch.metrics["group_stats/num_rounds"] == 2
     assert trainer.update(batch)["rows/dropped"] == 3

@@ -23,11 +23,7 @@ from grpo.surrogates import (
     Surrogate,
     Vespo,
 )
-from tests.support.objective_inputs import objective_inputs
-
-
-def double(values: list) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+from tests.support.objective_inputs import double, objective_inputs
 
 
 def rows_of(ratio: Any, advantages: Any, log_probs: float = -1.0, **others: Any) -> ObjectiveInputs:

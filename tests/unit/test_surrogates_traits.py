@@ -20,14 +20,10 @@ from grpo.surrogates import (
     SurrogateTraits,
     traits_of,
 )
-from tests.support.objective_inputs import loss_and_gradient, objective_inputs
+from tests.support.objective_inputs import double, loss_and_gradient, objective_inputs
 
 LEVELS = get_args(RatioLevel)
 AT_ANY_LEVEL = ["clip", "cispo", "sapo", "dro", "dppo", "kl_cov", "clip_cov"]
-
-
-def double(values: list) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def test_a_function_without_attributes_has_the_default_traits():

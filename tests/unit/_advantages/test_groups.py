@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo._advantages.groups import Groups, batch_std, has_advantage, live_rows, mean_and_std, run_bounds
-
-
-def double(values: list) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+from tests.support.objective_inputs import double
 
 
 def ids(*values: int) -> Tensor:

@@ -14,13 +14,10 @@ from torch import Tensor
 
 from grpo import ConfigError, RewardError, group_relative_advantages
 from grpo._advantages.rows import MAX_BETA_WEIGHT
+from tests.support.objective_inputs import double
 
 OWN_BASELINES = ["group_mean", "group_median", "leave_one_out", "length_weighted", "max_at_k"]
 SCALES = ["none", "group", "batch", "whiten", "beta", "mean"]
-
-
-def double(values: list) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def ids(*values: int) -> Tensor:

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo._advantages.rows import decoupled_advantages
-
-
-def double(values: list) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+from tests.support.objective_inputs import double
 
 
 def ids(*values: int) -> Tensor:

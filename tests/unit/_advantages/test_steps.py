@@ -21,15 +21,12 @@ from grpo._advantages.steps import (
     step_rewards,
 )
 from grpo.types import CONTINUES
+from tests.support.objective_inputs import double
 
 NAN = math.nan
 
 BY_MEAN = partial(group_relative_advantages, baseline="group_mean", scale="none")
 BY_STD = partial(group_relative_advantages, baseline="group_mean", scale="group")
-
-
-def double(values: list) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def ids(*values: int) -> Tensor:

@@ -6,7 +6,6 @@ from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor
 
 from grpo._objective.ratios import (
     MAX_LOG_RATIO,
@@ -16,12 +15,9 @@ from grpo._objective.ratios import (
     log_ratio_at_level,
     past_bounds,
 )
+from tests.support.objective_inputs import double
 
 LEVELS = ["step", "row", "row_sum", "row_step", "none"]
-
-
-def double(values: list) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def test_the_allowed_ratio_levels_are_the_tested_ones():

@@ -19,11 +19,7 @@ from grpo._objective.selection import (
     top_entropy_steps,
 )
 from grpo.surrogates import ClipCov, KlCov
-from tests.support.objective_inputs import loss_and_gradient, objective_inputs
-
-
-def double(values: list) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+from tests.support.objective_inputs import double, loss_and_gradient, objective_inputs
 
 
 def generator(seed: int = 3) -> torch.Generator:

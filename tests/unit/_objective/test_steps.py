@@ -4,17 +4,12 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from grpo import ConfigError, Mask, Truncate
 from grpo.surrogates import Steps
-from tests.support.objective_inputs import objective_inputs
+from tests.support.objective_inputs import double, objective_inputs
 
 NAN, INF = math.nan, math.inf
-
-
-def double(values: list) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 MASK = torch.tensor([[True, False, True]])
@@ -130,13 +125,6 @@ def test_the_given_selection_is_kept_unchanged():
     selected = torch.tensor([[True, True, False]])
     steps = steps_of(selected=selected)
     assert steps.selected is steps.require_selected() is selected
-
-
-def test_a_missing_selection_is_an_error_where_it_is_needed():
-    assert steps_of().selected is None
-    message = r"reads the steps that its select\(\) chose, and there are none\. Evaluate it through grpo_objective"
-    with pytest.raises(ConfigError, match=message):
-        steps_of().require_selected()
 
 
 def test_steps_are_on_policy_without_old_log_probs():

@@ -8,12 +8,7 @@ import torch
 
 from grpo import ConfigError, ObjectiveConfig, step_weights
 from grpo._objective.weights import Aggregation
-from tests.support.objective_inputs import loss_and_gradient
-
-
-def double(values: list) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
+from tests.support.objective_inputs import double, loss_and_gradient
 
 # Three rows of 3, 1 and 0 steps; the first two are one group.
 MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
