@@ -55,6 +55,5 @@ def test_any_adapter_samples_complete_groups_with_fewer_rows_per_call(subtests: 
             with torch.no_grad():
                 scores = twin.policy.score_actions(batch.states, batch.actions)
             assert torch.equal(scores.mask, batch.mask[:, : scores.mask.shape[1]])
-            assert batch.behaviour_log_probs is not None
             behaviour = batch.behaviour_log_probs[:, : scores.mask.shape[1]]
             torch.testing.assert_close(scores.log_probs[scores.mask], behaviour[scores.mask], rtol=0.0, atol=1e-4)

@@ -72,7 +72,6 @@ def probed(page: Path, profile: Path, *options: str) -> dict[str, Any]:
     document, console = opened(copy, profile, *options)
     assert console == []
     found = re.search(r'data-probe="(.*?)"', document)
-    assert found is not None
     return dict(json.loads(found.group(1).replace("&quot;", '"')))
 
 

@@ -32,8 +32,6 @@ NEEDS_MORE = {"VLLMSampler", "VLLMServerSampler", "MCPServer", "train_with_trl"}
 def loaded(name: str) -> ModuleType:
     """A module of tools/."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -97,8 +95,6 @@ PEERS = {
 def source_of(peer: str) -> str:
     package, files = PEERS[peer]
     spec = importlib.util.find_spec(package)
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
     folder = Path(spec.submodule_search_locations[0])
     return "\n".join((folder / file).read_text(encoding="utf-8") for file in files)
 

@@ -233,7 +233,6 @@ def built(case: str, seed: int) -> tuple[GRPOTrainer, Any, dict[str, Any]]:
 def full_state_of(trainer: GRPOTrainer) -> str:
     """SHA-256 over all that loading may change."""
     optimizer = trainer.optimizer
-    assert optimizer is not None
     return digest(
         weights_of(trainer.policy),
         None if trainer.reference_policy is None else weights_of(trainer.reference_policy),

@@ -229,7 +229,6 @@ class Scripted(gymnasium.Env):
                 time.sleep(60)
             case Command.INTERRUPT:
                 owner = multiprocessing.parent_process()
-                assert owner is not None
                 assert owner.pid is not None
                 os.kill(owner.pid, signal.SIGUSR1)
                 time.sleep(0.1)

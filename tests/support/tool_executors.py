@@ -157,8 +157,6 @@ def open_folder() -> Iterator[Path]:
 def processes_of(executor: ToolExecutor) -> list[int]:
     """Numbers of the executor's processes on this machine: the fork server, or what it runs in, and all below."""
     server = executor._pool._server
-    assert server is not None
-    assert server._process is not None
     return [server._process.pid, *(number for number, _ in tool_functions.descendants(server._process.pid))]
 
 

@@ -202,9 +202,7 @@ def test_samples_have_the_rows_of_the_iteration_with_their_advantages() -> None:
     assert list(samples.states) == ["a", "a", "b", "b"]
     assert samples.group_ids.tolist() == [0, 0, 1, 1]
     assert samples.rewards.tolist() == [0, 1, 1, 1]
-    assert samples.advantages is not None
     assert samples.advantages.tolist() == [-0.5, 0.5, 0, 0]
-    assert samples.num_steps is not None
     assert samples.num_steps.tolist() == [1, 1, 1, 1]
     assert evaluated.advantages is None
     assert list(evaluated.states) == ["b", "b", "a", "a"]

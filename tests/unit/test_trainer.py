@@ -185,7 +185,6 @@ def test_time_update_spans_the_update_and_time_iteration_the_whole_step() -> Non
         return REWARDS
 
     trainer, _ = by_hand(rewards=reward)
-    assert trainer.optimizer is not None
     trainer.optimizer.register_step_post_hook(lambda *_: seconds.append(2.0))
     trainer.meter.clock = lambda: sum(seconds)
     batch = trainer.collect(["a", "b"])

@@ -137,7 +137,6 @@ def test_a_single_update_also_uses_a_samplers_scores_as_old_log_probs() -> None:
     class Lower(ExactSampling):
         def sample_actions(self, states: Any, num_actions_per_state: int) -> Any:
             sampled = super().sample_actions(states, num_actions_per_state)
-            assert sampled.scores is not None
             scores = dataclasses.replace(sampled.scores, log_probs=sampled.scores.log_probs - 0.25)
             return dataclasses.replace(sampled, scores=scores, behaviour_log_probs=None)
 

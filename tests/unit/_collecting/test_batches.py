@@ -32,13 +32,11 @@ def test_a_narrower_batch_is_padded_and_masked() -> None:
 
 def test_missing_final_values_become_0_when_batches_are_joined() -> None:
     joined = join_batches([batch_of([1.0], [0], final_values=torch.tensor([5.0])), batch_of([2.0], [0])])
-    assert joined.final_values is not None
     assert joined.final_values.tolist() == [5, 0]
 
 
 def test_missing_behaviour_log_probs_become_nan_when_batches_are_joined() -> None:
     joined = join_batches([batch_of([1.0], [0], behaviour_log_probs=torch.zeros(1, 2)), batch_of([2.0], [0])])
-    assert joined.behaviour_log_probs is not None
     assert joined.behaviour_log_probs.isnan().tolist() == [[False, False], [True, True]]
 
 
@@ -52,7 +50,6 @@ def test_selected_rows_keep_all_their_fields() -> None:
     part = select_batch(batch, torch.tensor([2, 0]))
     assert (part.states, part.actions) == ([2, 0], ["x", "x"])
     assert part.rewards.tolist() == [3, 1]
-    assert part.values is not None
     assert part.values.tolist() == [[4, 5], [0, 1]]
 
 
@@ -87,7 +84,6 @@ def test_missing_final_values_of_a_rank_are_gathered_as_zeros_in_the_dtype_of_va
     batch = batch_of([1.0], [0], values=torch.ones(1, 2, dtype=dtype))
     assert batch.rewards.dtype == torch.float64
     gathered, own = gather_rewards(batch, TwoRanks(changed(final_values=torch.tensor([5.0], dtype=dtype))))
-    assert gathered.final_values is not None
     assert (gathered.final_values.tolist(), gathered.final_values.dtype) == ([0.0, 5.0], dtype)
     assert own == slice(0, 1)
 

@@ -175,15 +175,12 @@ def test_samples_with_scores_are_joined_and_padded_to_the_most_steps() -> None:
     rows, actions, sampled = SampleCalls(policy)([1, 3, 2], 2)
     assert rows == [1, 1, 3, 3, 2, 2]
     assert actions == [(1,), (1,), (3,), (3,), (2,), (2,)]
-    assert sampled is not None
-    assert sampled.scores is not None
     assert sampled.behaviour_log_probs is not None
     assert sampled.mask.sum(1).tolist() == [1, 1, 3, 3, 2, 2]
     assert torch.equal(sampled.scores.mask, sampled.mask)
     masked = torch.where(sampled.mask, sampled.scores.log_probs, 0.0)
     assert masked.tolist() == [[-1, 0, 0]] * 2 + [[-3, -3, -3]] * 2 + [[-2, -2, 0]] * 2
     assert torch.equal(torch.where(sampled.mask, sampled.behaviour_log_probs, 0.0), masked / 2)
-    assert sampled.scores.final_values is not None
     assert sampled.scores.final_values.tolist() == [1, 1, 3, 3, 2, 2]
     assert sampled.scores.entropy is None
     assert sampled.metrics == {"sampler/tokens": 12.0}
@@ -194,7 +191,6 @@ def test_joined_samples_have_no_scores_if_the_sampler_gives_none() -> None:
     policy.tells_scores = False
     SmallMemory(fits=2).used_by(policy, "sample_actions", sampled_rows)
     _, _, sampled = SampleCalls(policy)([1, 3], 2)
-    assert sampled is not None
     assert sampled.scores is None
     assert sampled.mask.tolist() == [[True, False, False]] * 2 + [[True] * 3] * 2
 

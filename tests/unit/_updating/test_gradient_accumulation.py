@@ -92,7 +92,6 @@ def brute_force(
             before = old.score_actions([STATES[n]], [ACTIONS[n]])
             ref = reference.score_actions([STATES[n]], [ACTIONS[n]])
         advantage = REWARDS[n] - means[GROUP_IDS[n]]
-        assert now.entropy is not None
         for t, token in enumerate(ACTIONS[n]):
             if token is None:
                 continue

@@ -63,7 +63,6 @@ def test_without_replay_every_row_is_used_once() -> None:
 def test_the_ratio_of_a_replayed_row_is_to_the_policy_that_scored_it() -> None:
     seen, _ = seen_by({"replay_iterations": 1}, num_steps=2)
     old = seen[1].old_log_probs
-    assert old is not None
     new_rows, replayed = old[:4], old[4:]
     assert torch.equal(new_rows, seen[1].log_probs[:4])  # the ratio of new rows is 1
     assert torch.equal(replayed, seen[0].log_probs)  # that of the others has moved on with the policy
@@ -145,7 +144,6 @@ def test_returns_are_joined_only_if_every_iteration_has_them() -> None:
     buffer = ReplayBuffer(1)
     buffer.join(with_returns)
     joined = buffer.join(also)
-    assert joined.returns is not None
     assert joined.returns.tolist() == [[4.0, 5.0, 6.0], [7.0, 0.0, 0.0], [1.0, 0.0, 0.0], [2.0, 3.0, 0.0]]
     buffer.join(PER_STEP)
     assert buffer.join(also).returns is None
@@ -246,7 +244,6 @@ def test_the_returns_of_a_critic_are_those_of_this_ranks_rows() -> None:
     estimator = AdvantageEstimator(AdvantageConfig(credit="gae", gae_lambda=1.0))
     batch = replace(own_batch([[1.0, 2.0], [4.0, 0.0]]), values=torch.zeros(2, 2))
     rows, all_ranks = with_advantages(batch, estimator, OneProcess())
-    assert rows.returns is not None
     assert rows.returns.tolist() == [[3.0, 2.0], [4.0, 0.0]]
     assert rows.advantages.shape == all_ranks.advantages.shape == (2, 2)
 
@@ -276,7 +273,6 @@ def test_split_steps_keep_all_their_fields() -> None:
     split = split_steps(rows, Splitting())
     assert (split.batch.states, split.batch.actions) == ([10, 11, 12], [20, 21, 22])
     assert split.advantages.tolist() == [0.5, 0.5, -1.5]
-    assert split.returns is not None
     assert split.returns.tolist() == [[7.0], [8.0], [9.0]]
     for place, name in enumerate(known):
         assert getattr(split.batch, name).tolist() == [[1.0 + place], [2.0 + place], [3.0 + place]], name

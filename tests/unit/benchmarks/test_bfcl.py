@@ -272,7 +272,6 @@ def test_wordllamas_vectors_are_means_of_token_vectors_of_length_1() -> None:
     assert np.allclose([miles @ miles, units @ units], 1)
     assert miles @ units > 0.3 > miles @ pasta
     spec = importlib.util.find_spec("wordllama")
-    assert spec is not None
     assert spec.origin is not None
     path = Path(spec.origin).parent / "weights/l2_supercat_256.safetensors"
     hello = (

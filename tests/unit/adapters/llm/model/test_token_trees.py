@@ -129,7 +129,6 @@ def test_rows_of_a_tree_are_planned_into_one_pass_where_they_fit() -> None:
 def test_values_and_final_values_follow_the_rows() -> None:
     """Three rows are cut: at a leaf, at a fork where another row goes on, and after a prompt alone."""
     policy = policy_of(tiny_model(), value_head=ValueHead(32, dropout=0.0))
-    assert policy.value_head is not None
     with torch.no_grad():
         policy.value_head.layers[-1].weight.normal_(generator=torch.Generator().manual_seed(0))
     reasons = ["end", "length", "end", "end", "length", "length", "end"]

@@ -50,7 +50,6 @@ def test_log_probs_and_entropy_are_those_of_the_softmax_for_any_size(subtests: p
             torch.testing.assert_close(
                 log_probs.double(), exact.gather(1, tokens[:, None]).squeeze(1), atol=1e-5, rtol=0
             )
-            assert entropy is not None
             torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(1), atol=1e-5, rtol=1e-5)
             running = exact.exp().cumsum(1)  # inversion of the distribution function, in float64
             expected = (running <= uniforms[:, None]).sum(1).clamp(max=size - 1)
@@ -79,13 +78,11 @@ def test_extreme_logits_stay_finite(subtests: pytest.Subtests) -> None:
             peaked[0, 600] = 1e4  # exp(-1e4) is 0: nothing else has any weight
             tokens, log_probs, entropy = draw(peaked, torch.tensor([uniform]).double(), True)
             assert (tokens.item(), log_probs.item()) == (600, 0.0)
-            assert entropy is not None
             assert entropy.item() == 0.0
             flat = torch.full((1, 700), -1e4)
             tokens, log_probs, entropy = draw(flat, torch.tensor([uniform]).double(), True)
             assert tokens.item() == (0 if uniform == 0 else 699)
             assert log_probs.item() == pytest.approx(-math.log(700), abs=2e-3)  # float32 has 1/1024 at 1e4
-            assert entropy is not None
             assert entropy.item() == pytest.approx(math.log(700), abs=2e-3)
 
 
@@ -182,7 +179,6 @@ def test_each_setting_draws_from_its_distribution_and_reports_it(subtests: pytes
                     )
                     policy = (given[step, row] / config.scoring_temperature).double().log_softmax(0)
                     assert float(drawn.policy_log_probs[row, step]) == pytest.approx(policy[token].item(), abs=1e-5)
-                    assert drawn.entropies is not None
                     entropy = -(policy.exp() * policy).sum().item()
                     assert float(drawn.entropies[row, step]) == pytest.approx(entropy, abs=1e-5)
 

@@ -76,7 +76,6 @@ def test_tools_may_be_defined_in_the_main_program_and_end_with_it(tmp_path: Path
 @pytest.mark.parametrize("kind", BUBBLEWRAP_DAILY)
 def test_a_program_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path, kind: str) -> None:
     process = start(tmp_path, MAIN, str(tmp_path / "script_with_tools.py"), "1000", kind)
-    assert process.stdout is not None
     started, root = seen_in([process.stdout.readline() for _ in range(3)])
     assert len(started) >= 2
     assert all(exists(pid) for pid in started)
