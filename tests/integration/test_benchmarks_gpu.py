@@ -14,8 +14,6 @@ from benchmarks import gpu
 from benchmarks.objective import HAS_TRL, INSTALL
 from tests.support.objective_inputs import as_users_run_it
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT uses the old name
-
 ROOT = Path(__file__).resolve().parents[2]
 LINES = [("all", "4"), ("LoRA", "8"), ("all", "8"), ("LoRA", "4")]
 

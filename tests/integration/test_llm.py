@@ -33,10 +33,6 @@ from tests.support.llm_models import (
 )
 from tests.support.objective_inputs import as_users_run_it
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing.*:FutureWarning",  # transformers renames it; PEFT asks for it
-)
-
 STATES = ["1+1=", "12+30=?", "abc"]
 
 

@@ -18,9 +18,6 @@ from adapters.llm import HFPolicy, SamplingConfig
 from examples import arithmetic_llm, gsm8k_qwen
 from grpo import ConfigError, GRPOWarning
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # PEFT asks transformers for it
-)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<user>{{ message['content'] }}<end>{% endfor %}<assistant>"
     "{% if enable_thinking %}I think: {% endif %}"
@@ -110,8 +107,6 @@ def test_arithmetic_improves_from_below_40_to_above_90_per_cent(run: Run) -> Non
     for before, after in shares.values():
         assert before < 0.4, printed
         assert after > 0.9, printed
-    [worked] = re.findall(r"processor time (\d+) s", printed)
-    assert int(worked) < 600, "the example says about four minutes; other processors may take ten"
 
 
 def test_arithmetic_holds_out_sums_that_are_not_trained_on() -> None:

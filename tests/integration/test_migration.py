@@ -20,10 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "migration"
 MAX_CHANGED = 15
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing.*:FutureWarning",  # PEFT uses the old name
-)
-
 
 def code_of(name: str) -> list[str]:
     """The lines of a script without its docstring and without empty lines."""

@@ -19,7 +19,6 @@ from tests.support.launches import run_with_children
 from tests.support.sharded_ranks import CASES, KEPT, trained
 from tests.support.sharded_results import assert_right
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 SLOW, LONG = pytest.mark.slow, pytest.mark.faults
 SECONDS = 200
 FEW = [

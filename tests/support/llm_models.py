@@ -243,3 +243,26 @@ def forward_shapes(model: Any) -> list[tuple[int, ...]]:
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     return shapes
+
+
+def gaps_after_updates(policy: HFPolicy, states: list[str], *, autocast: bool) -> list[float]:
+    """The largest difference of sampled and scored log-probs: at first, after an update in place, and by replacement.
+
+    A sampler that keeps the first weights would be off by more than 1 nat.
+    """
+    weights = list(policy.model.parameters())
+
+    def gap() -> float:
+        with torch.autocast(weights[0].device.type, dtype=torch.bfloat16, enabled=autocast), torch.no_grad():
+            sampled = policy.sample_actions(states, 4)
+            scored = policy.score_groups(states, sampled.actions).log_probs
+        return float((sampled.behaviour_log_probs - scored)[sampled.mask].abs().max())
+
+    gaps = [gap()]
+    with torch.no_grad():
+        for weight in weights:
+            weight.mul_(1.3)
+    gaps.append(gap())
+    for weight in weights:
+        weight.data = weight.data * 0.7
+    return [*gaps, gap()]

@@ -11,10 +11,6 @@ from adapters.llm import CompletionRewards, HFPolicy, SamplingConfig, add_lora, 
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, presets
 from tests.support.llm_models import character_tokenizer, tiny_model
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing.*:FutureWarning",  # PEFT uses the old name
-)
-
 
 def changed(values: Any, defaults: Any) -> set[str]:
     return {field.name for field in fields(values) if getattr(values, field.name) != getattr(defaults, field.name)}

@@ -13,11 +13,6 @@ from adapters.llm.model.shared_prompts import hidden_with_shared_prompts
 from adapters.llm.model.token_log_probs import token_log_probs
 from benchmarks._memory import peak_extra_memory
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)  # PEFT uses the old name
-
-
 HIDDEN, ROWS, STEPS, RANK = 16, 16, 40, 2
 
 BLOCK_BYTES = 3 * 2**20

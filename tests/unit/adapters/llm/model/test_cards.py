@@ -21,10 +21,6 @@ from adapters.llm import CompletionRewards, HFPolicy, SamplingConfig, add_lora
 from grpo import ConfigError, GRPOConfig, GRPOTrainer
 from tests.support.llm_models import character_tokenizer, tiny_model
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing.*:FutureWarning",  # PEFT uses the old name
-)
-
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 

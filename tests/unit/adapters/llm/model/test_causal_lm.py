@@ -114,7 +114,6 @@ def test_models_that_are_not_decoders_with_a_head_are_refused() -> None:
             CausalLM(model)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT uses the old name
 def test_adapters_in_layers_are_unwrapped_and_virtual_tokens_are_refused() -> None:
     adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
     lm = CausalLM(adapted)
@@ -136,7 +135,6 @@ def test_float32_and_float64_without_autocast_count_as_float32(subtests: pytest.
                 assert not lm.computes_in_float32
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_gradient_checkpointing_counts_in_training_mode_only() -> None:
     model = tiny_model()
     lm = CausalLM(model)

@@ -34,10 +34,6 @@ from tests.support.llm_models import (
 )
 from tests.support.tiny_architectures import tiny_of
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing.*:FutureWarning",  # PEFT uses the old name
-)
-
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 

@@ -23,7 +23,6 @@ from adapters.llm.model.merged_weights import merged_weights
 from grpo.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT uses the old name
     "ignore:.*ensure_weight_tying:UserWarning",  # PEFT warns of what the test refuses
 )
 

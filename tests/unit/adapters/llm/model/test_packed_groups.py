@@ -13,7 +13,6 @@ from grpo import GRPOConfig, GRPOTrainer
 from tests.support.llm_models import FLOAT64, gradients, policy_of, relative_difference, tiny_model
 from tests.support.tiny_architectures import model_types, tiny_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 PROMPTS = [[5, 6, 7, 8], [9], [1, 2]]
 ROWS = torch.tensor([0, 1, 0, 1, 0, 2])
 TOKENS = torch.arange(24).view(6, 4)

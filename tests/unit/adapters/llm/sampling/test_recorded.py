@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +17,14 @@ from adapters.llm.sampling.recorded.model import FusedNorms
 from adapters.llm.sampling.recorded.room import HostReads, NotRecordable
 from adapters.llm.sampling.recorded.sampler import RecordedSampler
 from grpo import GRPOConfig, GRPOTrainer
-from tests.support.llm_models import adapted_model, character_tokenizer, encoded, policy_of, tiny_model
+from tests.support.llm_models import (
+    adapted_model,
+    character_tokenizer,
+    encoded,
+    gaps_after_updates,
+    policy_of,
+    tiny_model,
+)
 from tests.support.tiny_architectures import model_types, tiny_of
 
 TOKENIZER = character_tokenizer()
@@ -131,27 +137,9 @@ def test_each_size_is_one_graph(monkeypatch: pytest.MonkeyPatch, small_sizes: No
 @pytest.mark.parametrize("autocast", [False, True])
 def test_sampled_equals_scored_after_updates_in_place_and_by_replacement(autocast: bool) -> None:
     policy = policy_of(sampler="recorded", max_new_tokens=6)
-    weights = list(policy.model.parameters())
-
-    def gap() -> float:
-        around = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext()
-        with around, torch.no_grad():
-            sampled = policy.sample_actions(["1+1=", "abc"], 4)
-            scored = policy.score_groups(["1+1=", "abc"], sampled.actions).log_probs
-        return (sampled.behaviour_log_probs - scored).abs().max().item()
-
-    tolerance = 0.3 if autocast else PLACES
-    assert gap() < tolerance
-    with torch.no_grad():
-        for weight in weights:
-            weight.mul_(1.3)
-    assert gap() < tolerance
-    for weight in weights:
-        weight.data = weight.data * 0.7
-    assert gap() < tolerance
+    assert max(gaps_after_updates(policy, ["1+1=", "abc"], autocast=autocast)) < (0.3 if autocast else PLACES)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT uses the old name
 def test_recordings_are_made_again_for_moved_weights_and_other_adapters() -> None:
     model = adapted_model()
     lm = CausalLM(model)
