@@ -154,6 +154,9 @@ class ObjectiveConfig(Settings):
     """How far a value may move from its value at collection before its error has no gradient. None: no bound."""
     demonstration_coef: float = setting(1.0, above=0.0)
     """Weight of the cross-entropy of demonstrations, if there are any. Larger imitates more, and learns less from rewards."""
+    observation_coef: float = setting(0.0, at_least=0.0)
+    """Weight of the cross-entropy of what the environment answered, which the policy returns in
+    `ActionScores.observed_log_probs`. Larger learns more from answers, also where no row has an advantage. 0: no such term."""
     aggregation: Aggregation = "row_mean"
     """How per-step losses become one number. The trainer turns the choice into weights (see `step_weights`). If the policy has
     `split_steps`, each step is a row, and every choice but `fixed_length` gives each step of the update the same weight."""

@@ -44,7 +44,8 @@ class ExperienceCollector:
         in_process: Makes the calls of `reward.timeout` in another process. None: nobody does.
         engine: Joins the ranks. None: one process.
         group_by: Maps a state to a key; equal keys share a group. None: each position of `states` has a group of its own.
-        needs: The optional batch fields that training reads: any of "old_log_probs", "entropy", "values", "state_keys".
+        needs: The optional batch fields that training reads: any of "old_log_probs", "entropy", "values", "state_keys" and
+            "observed_mask".
 
     Raises:
         ProtocolError: A policy or the reward model lacks methods. The error names all of them.
@@ -125,6 +126,8 @@ class ExperienceCollector:
             require_same_steps(self._name, scores.mask, sampled.mask)
             behaviour = pad_steps(scores.log_probs.detach().clone(), sampled.mask.shape[1], 0.0)
             known["behaviour_log_probs"] = behaviour.to(sampled.mask.device)
+        if sampled.observed_mask is not None:
+            known["observed_mask"] = sampled.observed_mask
         require_finite(self._name, sampled.mask, known)
         times = {"time/sample": sampled_at - start, "time/score": time.perf_counter() - sampled_at}
         return SampledRows(
@@ -184,11 +187,12 @@ class ExperienceCollector:
         return replace(batch, **found, metrics={**batch.metrics, "time/score": seconds})
 
     def with_steps(self, given: ExperienceBatch) -> ExperienceBatch:
-        """Demonstrations with the steps that the policy decides, if they are not known."""
-        if given.mask.shape[1]:
+        """Demonstrations with the steps that the policy decides, and the observations among them, if they are not known."""
+        if given.mask.shape[1] and ("observed_mask" not in self._needs or given.observed_mask is not None):
             return given
         self.policy.eval()
-        return replace(given, mask=self._find_steps(given.states, given.actions, given.group_ids).mask)
+        found = self._find_steps(given.states, given.actions, given.group_ids)
+        return replace(given, mask=found.mask, observed_mask=found.observed_mask)
 
     def sample_with_rewards(
         self, states: Rows, num_actions_per_state: int
@@ -229,7 +233,7 @@ class ExperienceCollector:
         if device is not None:
             return SampledActions(actions=actions, mask=torch.ones(len(group_ids), 1, dtype=torch.bool, device=device))
         scores = self._score(states, actions, group_ids)
-        return SampledActions(actions=actions, mask=scores.mask, scores=scores)
+        return SampledActions(actions=actions, mask=scores.mask, scores=scores, observed_mask=scores.observed_mask)
 
     def _score_batch(self, batch: ExperienceBatch) -> dict[str, Tensor]:
         """Score the batch before any update. Scores are padded to the width of the batch's mask."""
@@ -237,7 +241,7 @@ class ExperienceCollector:
         scores = self._score(batch.states, batch.actions, batch.group_ids)
         require_same_steps(self._name, scores.mask, batch.mask)
         return {
-            name: values if values.dim() == 1 else pad_steps(values, batch.mask.shape[1], 0.0)
+            name: pad_steps(values, batch.mask.shape[1], 0.0) if values.shape == scores.mask.shape else values
             for name, values in batch_fields(scores, self._needs).items()
         }
 

@@ -69,6 +69,10 @@ class ActionScores(TensorFields):
     """Exact KL of each step's distribution to the policy's own reference, with gradient. None: not computed."""
     auxiliary_loss: Float[Tensor, "N T"] | None = None
     """A loss of the policy's own, such as a regulariser, with gradient and coefficient. It is weighted as the step is."""
+    observed_log_probs: Float[Tensor, "N O"] | None = None
+    """Log-probs of what the environment answered, such as O tokens of tools, with gradient. None: not computed."""
+    observed_mask: Bool[Tensor, "N O"] | None = None
+    """True at observations, False at padding. They are no steps, and have no place in [N, T]. None: there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,8 @@ class SampledActions(TensorFields):
     """Log-probs under the distribution that sampled each step. NaN: the step was not scored."""
     scores: ActionScores | None = None
     """The scores that `score_actions` would return before any update. None: the sampler does not know them."""
+    observed_mask: Bool[Tensor, "N O"] | None = None
+    """The `observed_mask` that scoring will return. None: there are no observations, or the sampler does not know."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Costs and counts of the sampling, by metric name; they are added up over rounds and ranks."""
 
@@ -118,6 +124,8 @@ class ExperienceBatch(TensorFields):
     state_keys: Int[Tensor, "N T"] | None = None
     """The state in which each step was taken, as an integer that is equal for equal states of a group. `CONTINUES`: the step
     continues the decision of the step before it. For `credit="gigpo"`."""
+    observed_mask: Bool[Tensor, "N O"] | None = None
+    """True at observations, which the policy scores beside its steps. None: not known, or no setting needs it."""
     is_demonstration: Bool[Tensor, " N"] | None = None
     """True at rows to imitate, on the CPU. Nobody sampled them, and nothing reads their rewards. None: there are none."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)

@@ -155,6 +155,22 @@ def step_mask(conversations: Sequence[Conversation], *, mask_truncated: bool = F
     return torch.arange(max(lengths, default=0)) < torch.tensor(lengths, dtype=torch.int64)[:, None]
 
 
+def observed_mask(conversations: Sequence[Conversation], *, mask_truncated: bool = False) -> Bool[Tensor, "N O"]:
+    """Mask that is True at the observations of each conversation: the tokens after the first sampled token of each context that
+    the policy did not sample. They are what the environment and tools answered, in the words of the template.
+
+    Args:
+        conversations: N conversations.
+        mask_truncated: As in `step_mask`.
+    """
+    lengths = [
+        sum(part.sampled[part.num_context_tokens :].count(False) for part in row.segments)
+        * (not (mask_truncated and row.ended_by == "length"))
+        for row in conversations
+    ]
+    return torch.arange(max(lengths, default=0)) < torch.tensor(lengths, dtype=torch.int64)[:, None]
+
+
 def plain_values(value: Any) -> Any:
     """A copy made of numbers, texts, None, lists and dicts, as checkpoints hold them. Other objects become their `repr`."""
     if value is None or isinstance(value, bool | int | float | str):

@@ -1,14 +1,15 @@
 """A language model that talks and acts over many turns, as a policy."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from adapters.llm import HFPolicy
-from grpo import ActionScores, SampledActions
+from grpo import ActionScores, ExperienceBatch, SampledActions
 from grpo.arguments import describe, require_lengths
 from grpo.errors import ConfigError, ContractError
 from grpo.rewards import is_async
@@ -17,7 +18,7 @@ from grpo.types import CONTINUES
 from .branching import Branch, Branching
 from .call_check import require_readable_calls
 from .chat import Chat, Limits
-from .conversations import Conversation, step_mask
+from .conversations import Conversation, observed_mask, step_mask
 from .environments import EnvironmentLoop
 from .executed_calls import ExecutedCalls
 from .messages import Message
@@ -61,6 +62,9 @@ class AgentPolicy:
         executor: A `ToolExecutor` of `adapters.tools`, which runs the tool calls of environments, and of programs by
             `chat.call_tools(message)`, in processes of its own: a call that hangs ends at its deadline. Each conversation has a
             folder of its own. None: environments' tools are called in threads of this process.
+        observations: Whether to score what the environment and tools answered, too, for `objective.observation_coef`: all
+            tokens after the model's first token that it did not sample, the template's around answers included. The first
+            message does not count. The same forward passes compute these log-probs, at more positions.
         seats: Who may speak in a conversation, for agent programs: the trained policy in several roles, frozen models such as a
             user, a judge or an older self, and functions. Empty: the trained policy alone.
 
@@ -89,6 +93,7 @@ class AgentPolicy:
         one_at_a_time: bool = False,
         branch: Branching | None = None,
         executor: Any = None,
+        observations: bool = False,
         seats: Sequence[Seat] = (),
     ) -> None:
         if not callable(make):
@@ -117,6 +122,7 @@ class AgentPolicy:
             name: Speaker(seat.policy) for name, seat in self.seats.items() if isinstance(seat.policy, HFPolicy)
         }
         self.branch, self.executor, self._concurrency = branch, executor, concurrency
+        self.observations = observations
         self._executed = None if executor is None else ExecutedCalls(executor)
         self.has_dependent_rows = branch is not None
         """Whether rows of a group share steps, so that `max_at_k` is refused."""
@@ -164,11 +170,6 @@ class AgentPolicy:
         Raises:
             ContractError: A conversation ended before its script, or a turn is longer than `sampling.max_new_tokens`.
 
-        Example:
-            One step of supervised training::
-
-                scores = policy.score_actions(states, policy.replay(states, scripts))
-                loss = -scores.log_probs[scores.mask].mean()
         """
         require_lengths("AgentPolicy.replay", len(states), scripts=scripts)
         turns = ScriptedTurns(self.policy, self.template, scripts)
@@ -181,6 +182,27 @@ class AgentPolicy:
                     "script, or raise the limit."
                 )
         return conversations
+
+    def demonstrations(self, states: Sequence[Any], scripts: Sequence[Sequence[str | Message]]) -> ExperienceBatch:
+        """The conversations of `replay` as demonstrations, to imitate.
+
+        Example:
+            A supervised warm start::
+
+                given = policy.demonstrations(states, scripts)
+                trainer.train(None, demonstrations=given, num_iterations=100)
+        """
+        conversations = self.replay(states, scripts)
+        is_masked = self.policy.options.mask_truncated
+        given = ExperienceBatch.from_demonstrations(
+            states, conversations, mask=step_mask(conversations, mask_truncated=is_masked)
+        )
+        return replace(given, observed_mask=self._observed_mask(conversations))
+
+    def _observed_mask(self, conversations: Sequence[Conversation]) -> Bool[Tensor, "N O"] | None:
+        if not self.observations:
+            return None
+        return observed_mask(conversations, mask_truncated=self.policy.options.mask_truncated)
 
     def sample_actions(self, states: Sequence[Any], num_actions_per_state: int) -> SampledActions:
         """Conversations with their log-probs under the sampling distribution and, if sampling is exact, their scores.
@@ -203,12 +225,13 @@ class AgentPolicy:
             mask=mask,
             behaviour_log_probs=behaviour,
             scores=ActionScores(log_probs=behaviour, mask=mask) if turns.is_exact else None,
+            observed_mask=self._observed_mask(conversations),
             metrics=metrics,
         )
 
     def score_actions(self, states: Sequence[Any], actions: Sequence[Conversation]) -> ActionScores:
-        """Scores of N conversations: each sampled token in the context in which it was sampled."""
-        return score_conversations(self.policy, actions)
+        """Scores of N conversations: each sampled token in the context in which it was sampled, and each observation."""
+        return score_conversations(self.policy, actions, with_observations=self.observations)
 
     def get_log_probabilities(self, states: Sequence[Any], actions: Sequence[Conversation]) -> Float[Tensor, " N"]:
         """The sum of the log-probs of each conversation's steps."""

@@ -1,26 +1,36 @@
 """Scores of conversations: each sampled token in the context in which it was sampled."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from adapters.llm import Completion, HFPolicy
 from grpo import ActionScores
 
-from .conversations import Conversation, step_mask
+from .conversations import Conversation, observed_mask, step_mask
 
 
-def score_conversations(policy: HFPolicy, actions: Sequence[Conversation]) -> ActionScores:
+def score_conversations(
+    policy: HFPolicy, actions: Sequence[Conversation], *, with_observations: bool = False
+) -> ActionScores:
     """Score the sampled tokens of N conversations: log-probs [N, T], and entropies and values if the policy computes them.
 
     A conversation can have several contexts, which are called segments here. The language model scores each segment as a row of
     its own. The scores are then joined: a conversation's T steps are the sampled tokens of its segments, in order.
+
+    Args:
+        policy: The language model.
+        actions: The conversations.
+        with_observations: Whether to score the other tokens after the first sampled one, too, in the same passes.
     """
     prompts, completions, row_of_segment = _segments(policy, actions)
+    sampled = [completion.sampled or () for completion in completions]
+    if with_observations:  # all tokens of a completion count then
+        completions = [replace(completion, sampled=None) for completion in completions]
     parts = [
         (part, policy.score_actions([prompts[i] for i in part], [completions[i] for i in part]))
         for part in _passes(policy, prompts, completions)
@@ -30,9 +40,19 @@ def score_conversations(policy: HFPolicy, actions: Sequence[Conversation]) -> Ac
         critic = {} if policy.value_head is None else {"values": nothing, "final_values": torch.zeros(0)}
         parts = [([], ActionScores(log_probs=nothing, mask=nothing.bool(), **critic))]
     mask = step_mask(actions, mask_truncated=policy.options.mask_truncated).to(parts[0][1].mask.device)
+    are_steps = [
+        scores.mask & _flags([sampled[i] for i in part], scores.mask) if with_observations else scores.mask
+        for part, scores in parts
+    ]
     joined: dict[str, Any] = {}
+    if with_observations:
+        places = observed_mask(actions, mask_truncated=policy.options.mask_truncated).to(mask.device)
+        seen = [
+            (part, scores.log_probs, scores.mask & ~are) for (part, scores), are in zip(parts, are_steps, strict=True)
+        ]
+        joined = {"observed_log_probs": _on_steps(seen, len(completions), places), "observed_mask": places}
     for name in (field.name for field in fields(ActionScores)):
-        values = [(part, getattr(scores, name), scores.mask) for part, scores in parts]
+        values = [(part, getattr(scores, name), are) for (part, scores), are in zip(parts, are_steps, strict=True)]
         if name == "mask" or any(value is None for _, value, _ in values):
             continue
         if name == "final_values":
@@ -113,6 +133,14 @@ def _segments(
             )
             rows.append(row)
     return prompts, completions, rows
+
+
+def _flags(rows: Sequence[Sequence[bool]], like: Tensor) -> Bool[Tensor, "S W"]:
+    """The flags of each row as a tensor of the shape and on the device of `like`, False on the right."""
+    flags = torch.zeros(like.shape, dtype=torch.bool)
+    for row, own in zip(flags, rows, strict=True):
+        row[: len(own)] = torch.tensor(own[: len(row)])
+    return flags.to(like.device)
 
 
 def _on_steps(

@@ -13,7 +13,10 @@ from grpo.engine import Engine
 from grpo.errors import ContractError
 from grpo.types import ExperienceBatch, Rows, select_rows
 
-OPTIONAL = ("old_log_probs", "behaviour_log_probs", "ref_log_probs", "entropy", "values", "final_values", "state_keys")
+OPTIONAL = (
+    *("old_log_probs", "behaviour_log_probs", "ref_log_probs", "entropy", "values", "final_values", "state_keys"),
+    "observed_mask",
+)
 """Names of the optional tensors of a batch."""
 
 READ = ("values", "state_keys")
@@ -83,7 +86,7 @@ def join_rows(parts: Sequence[Any]) -> Rows:
 
 
 def join_field(name: str, parts: Sequence[Tensor | None], masks: Sequence[Tensor]) -> Any:
-    """Join one field of several batches, padded to the widest mask. None: a batch lacks the field, and `FILLS` has no value."""
+    """Join one field of several batches, padded to the widest. None: a batch lacks the field, and `FILLS` has no value."""
     is_missing = [part is None for part in parts]
     if all(is_missing) or (any(is_missing) and name not in FILLS):
         return None
@@ -91,7 +94,8 @@ def join_field(name: str, parts: Sequence[Tensor | None], masks: Sequence[Tensor
     present = [
         torch.full(shape, FILLS[name]) if part is None else part for part, shape in zip(parts, shapes, strict=True)
     ]
-    return join_steps([part.to(masks[0].device) for part in present], max(mask.shape[1] for mask in masks))
+    width = max((part.shape[1] for part in present if part.dim() == 2), default=0)
+    return join_steps([part.to(masks[0].device) for part in present], width)
 
 
 def add_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from grpo._common.conversion import are_rows, as_float32, describe, has_values, 
 from grpo.errors import ContractError
 from grpo.types import ActionScores, Rows, SampledActions
 
-SCORES = ("log_probs", "entropy", "values", "kl", "auxiliary_loss", "final_values")
+SCORES = ("log_probs", "entropy", "values", "kl", "auxiliary_loss", "final_values", "observed_log_probs")
 """The tensors of `ActionScores` that hold numbers."""
 IMPOSSIBLE = (
     "A sampled action cannot have probability 0: mask logits with torch.finfo(dtype).min, not -inf, and score the action that "
@@ -47,7 +47,12 @@ def check_scores(owner: str, scores: Any, num_rows: int) -> ActionScores:
             "(state, action) pair, and one column per step."
         )
     device = scores.log_probs.device
-    for field in ("mask", *SCORES):
+    if (scores.observed_log_probs is None) != (scores.observed_mask is None):
+        raise ContractError(
+            f"{owner} must return observed_log_probs and observed_mask together; got one of them. Return True in the mask "
+            "where there is an observation, and False at padding."
+        )
+    for field in ("mask", "observed_mask", *SCORES):
         value = getattr(scores, field)
         if value is not None and value.device != device:
             raise ContractError(

@@ -74,6 +74,8 @@ def sampled_with(
         )
     known = {"behaviour_log_probs": sampled.behaviour_log_probs}
     require_finite(name, sampled.mask, known)
+    if sampled.observed_mask is not None:
+        known["observed_mask"] = sampled.observed_mask
     return SampledRows(
         states=repeat_rows(states, group_size),
         actions=flatten_actions(owner, sampled.actions, len(states), group_size),

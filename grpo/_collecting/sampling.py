@@ -134,6 +134,7 @@ def _joined(parts: Sequence[SampledCall]) -> SampledCall:
         behaviour_log_probs=join_field(
             "behaviour_log_probs", [sampled.behaviour_log_probs for sampled in several], masks
         ),
+        observed_mask=join_field("observed_mask", [sampled.observed_mask for sampled in several], masks),
         scores=joined,
         metrics=add_metrics([sampled.metrics for sampled in several]),
     )

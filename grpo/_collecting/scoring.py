@@ -173,6 +173,8 @@ def batch_fields(scores: ActionScores | None, needs: Collection[str]) -> dict[st
         read["entropy"] = scores.entropy
     if "values" in needs:
         read |= {"values": scores.values, "final_values": scores.final_values}
+    if "observed_mask" in needs:
+        read["observed_mask"] = scores.observed_mask
     return {name: values.detach().clone() for name, values in read.items() if values is not None}
 
 

@@ -1,4 +1,4 @@
-"""The loss that updates call: `grpo_objective`, compiled or not, or the user's own, and the cross-entropy of demonstrations.
+"""The loss that updates call: `grpo_objective`, compiled or not, or the user's own, and the cross-entropies beside it.
 
 Its metrics are added up.
 """
@@ -26,7 +26,7 @@ REPORTED_AS |= {"value_coef": "value_loss", "auxiliary_loss": "auxiliary_loss"}
 
 
 class MeteredObjective:
-    """Calls the loss, checks its result, and adds its metrics to a meter. The cross-entropy of demonstrations is beside it."""
+    """Calls the loss, checks its result, and adds its metrics to a meter. Demonstrations and observations are beside it."""
 
     def __init__(self, config: GRPOConfig, own: Objective | None, meter: Meter) -> None:
         self._config, self._meter = config.objective, meter
@@ -36,14 +36,16 @@ class MeteredObjective:
         self._own = own
 
     def __call__(self, scored: Scored) -> Float[Tensor, ""]:
-        """The loss of one micro-batch: the objective of its sampled rows, and the cross-entropy of its demonstrations."""
+        """The loss of one micro-batch: the objective of its sampled rows, and the cross-entropies of what was given."""
         losses = [] if scored.inputs is None else [self.of_sampled(scored.inputs).loss]
         if scored.demonstrations is not None:
-            losses.append(self._of_demonstrations(scored.demonstrations))
+            losses.append(self._of_given("demonstration_loss", self._config.demonstration_coef, scored.demonstrations))
+        if scored.observations is not None:
+            losses.append(self._of_given("observation_loss", self._config.observation_coef, scored.observations))
         return reduce(torch.add, losses)
 
-    def _of_demonstrations(self, given: Given) -> Float[Tensor, ""]:
-        terms = {"demonstration_loss": self._config.demonstration_coef * cross_entropy(given.log_probs, given.weights)}
+    def _of_given(self, name: str, coef: float, given: Given) -> Float[Tensor, ""]:
+        terms = {name: coef * cross_entropy(given.log_probs, given.weights)}
         if given.auxiliary_loss is not None:
             auxiliary = zero_outside(as_float32(given.auxiliary_loss), given.weights > 0)
             terms["auxiliary_loss"] = (given.weights.to(auxiliary.dtype) * auxiliary).sum()

@@ -52,6 +52,11 @@ def require_consistent(
             f"off_policy_threshold={loss.off_policy_threshold}. Use a surrogate and a correction with level='step' and no "
             "off_policy_threshold, or leave split_steps() out."
         )
+    if isinstance(policy, SplitsSteps) and loss.observation_coef > 0:
+        raise ConfigError(
+            f"objective.observation_coef={loss.observation_coef} needs whole rows, because observations are no steps, and "
+            f"{type(policy).__name__} has split_steps(). Set observation_coef=0, or leave split_steps() out."
+        )
     if config.advantage.baseline == "max_at_k" and getattr(policy, "has_dependent_rows", False):
         raise ConfigError(
             "advantage.baseline='max_at_k' needs the rows of a group to be sampled independently; "
@@ -145,6 +150,17 @@ def _require_batch(batch: Any) -> None:
             )
 
 
+def require_observations(config: GRPOConfig, policy_name: str, batch: ExperienceBatch) -> None:
+    """Refuse a term for observations if the policy gives none."""
+    coef = config.objective.observation_coef
+    if coef > 0 and batch.observed_mask is None:
+        raise ConfigError(
+            f"objective.observation_coef={coef} needs log-probs of observations, and {policy_name} gives none. Return "
+            "ActionScores.observed_log_probs and observed_mask (AgentPolicy does on request: observations=True), or set "
+            "observation_coef=0."
+        )
+
+
 def settings_of_a_run(config: GRPOConfig) -> list[str]:
     """The settings that only a run honours, because it knows the number of iterations or draws states itself."""
     values = {name: getattr(config, name) for name in ("lr_schedule", "warmup_ratio", "iterations_ahead")}
@@ -179,6 +195,7 @@ def required_scores(config: GRPOConfig, *, has_own_loss: bool) -> set[str]:
         "entropy": keeps_by_entropy,
         "values": credit == "gae",
         "state_keys": credit == "gigpo",
+        "observed_mask": config.objective.observation_coef > 0,
     }
     return {name for name, needed in is_read.items() if needed}
 

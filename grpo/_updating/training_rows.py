@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo._collecting.batches import OPTIONAL, gather_rewards, join_batches, join_rows, without_content
+from grpo._collecting.batches import OPTIONAL, gather_rewards, join_batches, join_field, join_rows, without_content
 from grpo._common.conversion import as_advantages, describe, join_steps, require_rows
 from grpo.advantage_estimator import AdvantageEstimator
 from grpo.engine import Engine
@@ -73,7 +73,10 @@ class TrainingRows:
             reward_components={name: followed(part) for name, part in batch.reward_components.items()},
             mask=join_steps([part.mask.to(given[0].mask.device) for part in (batch, *given)], width),
             is_demonstration=torch.arange(batch.num_rows + num_given) >= batch.num_rows,
-            **{name: followed(getattr(batch, name)) for name in OPTIONAL},
+            **{name: followed(getattr(batch, name)) for name in OPTIONAL if name != "observed_mask"},
+            observed_mask=join_field(
+                "observed_mask", [part.observed_mask for part in present], [part.mask for part in present]
+            ),
         )
         return replace(
             self,
@@ -151,6 +154,7 @@ def split_steps(rows: TrainingRows, policy: SplitsSteps) -> TrainingRows:
         mask=torch.ones(num_steps, 1, dtype=torch.bool, device=mask.device),
         final_values=None,
         state_keys=None,
+        observed_mask=None,
         is_demonstration=None if flags is None else flags.repeat_interleave(mask.sum(1).cpu()),
         **{
             name: at_mask(getattr(batch, name))

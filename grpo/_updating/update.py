@@ -42,6 +42,8 @@ class Scored(NamedTuple):
     """The sampled rows, for the objective. None: there are none."""
     demonstrations: Given | None
     """The demonstrations. None: there are none."""
+    observations: Given | None
+    """The observations of all rows. None: the loss does not read them."""
 
 
 def counts_of(rows: TrainingRows, selected: RowIndex, context: UpdateContext) -> list[float]:
@@ -86,11 +88,15 @@ class Update:
         of_all_ranks = None if totals is None else lambda own: own.new_tensor(next(totals))
         self.weights = weights_of(rows, selected, config, of_all_ranks)
         """The weights of the steps in each term of the loss."""
-        self._is_sampled = rows.is_sampled[selected]
         self.keep = self.chosen = None
-        if not bool(rows.is_sampled.any()):
-            return
-        mask = batch.mask[selected] & self._is_sampled.unsqueeze(1).to(batch.mask.device)
+        self._is_sampled: Bool[Tensor, " n"] | None = None
+        mask = batch.mask[selected]
+        if batch.is_demonstration is not None:
+            if bool(batch.is_demonstration.all()):  # nothing to choose from, on all ranks
+                self._is_sampled = torch.zeros(len(mask), dtype=torch.bool)
+                return
+            self._is_sampled = ~batch.is_demonstration[selected]
+            mask = mask & self._is_sampled.unsqueeze(1).to(mask.device)
         if not context.has_own_loss:  # the steps that the surrogate counts
             at_collection = None if batch.entropy is None else batch.entropy[selected]
             self.keep = kept_by_entropy(mask, at_collection, config.top_entropy_fraction, context.engine.gather)
@@ -122,7 +128,12 @@ class Update:
             first, batch, collector = slice(0, 1), self._rows.batch, self._context.collector
             states, actions = select_rows(batch.states, first), select_rows(batch.actions, first)
             scores = collector.scorer(states, actions, batch.group_ids[first])
-            return torch.stack([zero_outside(values, scores.mask).sum() for values in self._read(scores)]).sum()
+            read = [zero_outside(values, scores.mask).sum() for values in self._read(scores)]
+            if self.weights.observations is not None:
+                assert scores.observed_log_probs is not None
+                assert scores.observed_mask is not None
+                read.append(zero_outside(scores.observed_log_probs, scores.observed_mask).sum())
+            return torch.stack(read).sum()
 
         self._context.engine.accompany(self._context.collector.policy, loss)
 
@@ -134,18 +145,33 @@ class Update:
             select_rows(batch.states, selected), select_rows(batch.actions, selected), batch.group_ids[selected]
         )
         self._check(scores, batch.mask[selected])
-        is_sampled = self._is_sampled[micro]
-        if bool(is_sampled.all()):
-            return Scored(self._inputs(scores, micro), None)
-        given = self._given(*_part(scores, micro, ~is_sampled))
-        return Scored(self._inputs(*_part(scores, micro, is_sampled)) if bool(is_sampled.any()) else None, given)
+        if self.weights.observations is not None:
+            assert batch.observed_mask is not None
+            self._check_observations(scores, batch.observed_mask[selected])
+        observed = self._observations(scores, micro)
+        is_sampled = None if self._is_sampled is None else self._is_sampled[micro]
+        if is_sampled is None or bool(is_sampled.all()):
+            return Scored(self._inputs(scores, micro), None, observed)
+        given = self._demonstrations(*_part(scores, micro, ~is_sampled))
+        sampled = self._inputs(*_part(scores, micro, is_sampled)) if bool(is_sampled.any()) else None
+        return Scored(sampled, given, observed)
 
-    def _given(self, scores: ActionScores, micro: RowIndex) -> Given:
+    def _observations(self, scores: ActionScores, micro: RowIndex) -> Given | None:
+        """Combine the scores of observations with their weights."""
+        if self.weights.observations is None:
+            return None
+        assert scores.observed_log_probs is not None
+        assert scores.observed_mask is not None
+        self._sums.append(_sum_of([scores.observed_log_probs], scores.observed_mask))
+        return Given(scores.observed_log_probs, _beside(scores.observed_log_probs, self.weights.observations, micro))
+
+    def _demonstrations(self, scores: ActionScores, micro: RowIndex) -> Given:
         """Combine the scores of demonstrations with their weights."""
         assert self.weights.demonstrations is not None
         read = [values for values in (scores.log_probs, scores.auxiliary_loss) if values is not None]
         self._sums.append(_sum_of(read, scores.mask))
-        return Given(scores.log_probs, _beside(scores, self.weights.demonstrations, micro), scores.auxiliary_loss)
+        weights = _beside(scores.log_probs, self.weights.demonstrations, micro)
+        return Given(scores.log_probs, weights, scores.auxiliary_loss)
 
     def _inputs(self, scores: ActionScores, micro: RowIndex) -> ObjectiveInputs:
         """Combine the scores of sampled rows with everything known about the rows."""
@@ -153,7 +179,7 @@ class Update:
         selected = compose_index(self.selected, micro)
 
         def beside(values: Tensor | None, index: RowIndex = selected) -> Any:
-            return None if values is None else _beside(scores, values, index)
+            return None if values is None else _beside(scores.log_probs, values, index)
 
         inputs = ObjectiveInputs(
             log_probs=scores.log_probs,
@@ -218,6 +244,18 @@ class Update:
                 f"{name} must return the mask of the batch in an update; the masks differ. {_SAME_STEPS}"
             )
 
+    def _check_observations(self, scores: ActionScores, mask: Bool[Tensor, "n O"]) -> None:
+        name, found, width = self._context.policy_name, scores.observed_mask, mask.shape[1]
+        if (
+            found is None
+            or found.shape[1] > width
+            or not torch.equal(pad_steps(found, width, False), mask.to(found.device))
+        ):
+            raise ContractError(
+                f"{name} must return the observed_mask {list(mask.shape)} of the batch in an update; got "
+                f"{'none' if found is None else f'another one, {list(found.shape)}'}. Score the same observations every time."
+            )
+
     def _compare_modes(self, inputs: ObjectiveInputs) -> None:
         """Warn once if log-probs differ between train() and eval(), because the first ratio is then not 1."""
         if inputs.old_log_probs is None or not inputs.log_probs.requires_grad:
@@ -242,10 +280,10 @@ def _part(scores: ActionScores, micro: RowIndex, chosen: Bool[Tensor, " n"]) -> 
     return replace(scores, **{name: values[here] for name, values in present.items()}), compose_index(micro, rows)
 
 
-def _beside(scores: ActionScores, values: Tensor, index: RowIndex) -> Tensor:
+def _beside(scores: Float[Tensor, "n W"], values: Tensor, index: RowIndex) -> Tensor:
     """The values of the rows at `index`, cut to the width of the scores and moved to their device."""
-    device = scores.log_probs.device
-    values = values[index] if values.dim() == 1 else values[index, : scores.log_probs.shape[1]]
+    device = scores.device
+    values = values[index] if values.dim() == 1 else values[index, : scores.shape[1]]
     return values.to(device, widest_float(device) if values.dtype == torch.float64 else values.dtype)
 
 

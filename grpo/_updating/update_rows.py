@@ -32,6 +32,7 @@ class UpdateRows:
         self.given = rows
         """The rows of this rank, before they are split into steps."""
         has_other_terms = rows.returns is not None or context.coefficients.may_be_positive
+        has_other_terms |= context.config.objective.observation_coef > 0
         skips = context.traits.zero_advantage_is_inert and not has_other_terms
         self.num_skipped = int((~has_advantage(rows.advantages) & rows.is_sampled).sum()) if skips else 0
         """Number of rows without an advantage, which no update forwards."""

@@ -26,6 +26,8 @@ class UpdateWeights:
     """The weight of each sampled step in the entropy term. None: `steps`."""
     demonstrations: Float[Tensor, "n T"] | None
     """The weight of each step of a demonstration in the cross-entropy. 0 at sampled rows. None: there are no demonstrations."""
+    observations: Float[Tensor, "n O"] | None
+    """The weight of each observation, of sampled rows and of demonstrations. None: there is no such term."""
 
 
 def weights_of(
@@ -57,4 +59,9 @@ def weights_of(
     demonstrations = None if flags is None else weigh(config.aggregation, flags)
     if flags is None and reduce is not None:
         reduce(torch.zeros(()))  # other ranks may have demonstrations
-    return UpdateWeights(steps=steps, entropy=entropy, demonstrations=demonstrations)
+    observations = None
+    if config.observation_coef > 0:
+        assert batch.observed_mask is not None
+        lengths = {"fixed_length": config.fixed_length, "group_ids": group_ids, "reduce": reduce}
+        observations = step_weights(batch.observed_mask[selected], config.aggregation, **lengths)  # type: ignore[arg-type]
+    return UpdateWeights(steps=steps, entropy=entropy, demonstrations=demonstrations, observations=observations)

@@ -135,6 +135,7 @@ RUN_OF = {
     "eval/steps": "sampler",
     "waited": "ahead",
     "auxiliary": "balanced",
+    "observation": "foreseen",
     "hidden": "ahead",
 }
 """Part of a metric's name, and the run below that measures it. The policy of this run samples with a mask."""
@@ -152,6 +153,9 @@ def metrics_of_small_runs() -> dict[str, dict[str, float]]:
         "drawn": metrics_of(TablePolicy([0, 1], script=half_right), dynamic_sampling_rounds=1),
         "ahead": metrics_of(TablePolicy([0, 1]), iterations_ahead=1),
         "balanced": metrics_of(Balanced(num_actions=2, num_states=2)),
+        "foreseen": metrics_of(
+            Foreseeing(num_actions=2, num_states=2), objective=ObjectiveConfig(observation_coef=0.1)
+        ),
     }
 
 
@@ -161,6 +165,14 @@ class Balanced(SoftmaxPolicy):
     def score_actions(self, states: Any, actions: Any) -> ActionScores:
         scores = super().score_actions(states, actions)
         return replace(scores, auxiliary_loss=scores.log_probs.square())
+
+
+class Foreseeing(SoftmaxPolicy):
+    """It foresees what its environment answers."""
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        scores = super().score_actions(states, actions)
+        return replace(scores, observed_log_probs=scores.log_probs, observed_mask=scores.mask)
 
 
 def metrics_of(policy: Any, reference: Any = None, **settings: Any) -> dict[str, float]:

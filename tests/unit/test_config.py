@@ -153,6 +153,7 @@ FIELDS = {
         "aggregation": choice(*AGGREGATIONS),
         "fixed_length": integer(0, -1, optional=True, allowed=Range(st.none(), [])),
         "value_coef": number(*BELOW_ZERO, allowed=AT_LEAST_0),
+        "observation_coef": number(*BELOW_ZERO, allowed=AT_LEAST_0),
         "demonstration_coef": number(*BELOW_ZERO, 0.0, allowed=ABOVE_0),
         "value_clip": number(0.0, *BELOW_ZERO, optional=True, allowed=ABOVE_0),
     },

@@ -65,6 +65,16 @@ class Critic(Sampler):
         return dataclasses.replace(scores, values=self.value[: scores.mask.shape[1]].repeat(len(actions), 1))
 
 
+class Observing(Sampler):
+    """The policy above, which foresees one answer of the environment after each row."""
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        observed = self._logits(list(states), torch.zeros(len(actions), 1, dtype=torch.int64))[:, :, 0]
+        mask = torch.ones_like(observed, dtype=torch.bool)
+        scores = super().score_actions(states, actions)
+        return dataclasses.replace(scores, observed_log_probs=observed, observed_mask=mask)
+
+
 class Keyed(Sampler):
     """The policy above, with state keys that depend on the last action."""
 
@@ -251,6 +261,7 @@ CASES: dict[type[Settings], dict[str, Case]] = {
         "value_coef": ({}, {"value_coef": 1.0}, TRAINED_CRITIC),
         "value_clip": ({}, {"value_clip": 1e-6}, TRAINED_CRITIC),
         "demonstration_coef": ({}, {"demonstration_coef": 0.5}, GIVEN),
+        "observation_coef": ({}, {"observation_coef": 0.5}, Scene(policy=Observing)),
         "aggregation": ({}, {"aggregation": "step_mean"}, PLAIN),
         "fixed_length": ({"aggregation": "fixed_length", "fixed_length": 3}, {"fixed_length": 9}, PLAIN),
     },

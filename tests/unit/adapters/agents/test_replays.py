@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from adapters.agents import AgentPolicy, ChatTemplate, Message
+from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
 from grpo.errors import ContractError
 from tests.support.agents import (
     CHATML,
@@ -51,19 +52,67 @@ def test_a_replay_is_the_conversation_of_a_model_that_says_the_script(template: 
     assert scores.log_probs.isfinite().all()
 
 
-def test_supervised_steps_make_the_script_likely() -> None:
+def test_a_supervised_run_makes_the_script_likely() -> None:
     """The loop of the documentation."""
     policy = AgentPolicy(language_model(max_new_tokens=20), lambda state: Echo(state, turns=2))
-    conversations = policy.replay(["you"], [["yes", "no"]])
-    optimizer = torch.optim.Adam(policy.get_parameters().values(), lr=3e-2)
-    for _ in range(25):
-        scores = policy.score_actions(["you"], conversations)
-        loss = -scores.log_probs[scores.mask].mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    given = policy.demonstrations(["you"], [["yes", "no"]])
+    assert given.mask.sum().item() == len(given.actions[0])
+    trainer = GRPOTrainer(
+        config=GRPOConfig(learning_rate=3e-2, seed=0, max_grad_norm=None),
+        policy=policy,
+        reward_model=lambda states, actions: [0.0] * len(states),
+    )
+    trainer.train(None, demonstrations=given, num_iterations=25, progress=False)
     ((found,),) = policy.generate_actions(["you"], 1, temperature=0)
     assert [message["content"] for message in found.messages if message["role"] == "assistant"] == ["yes", "no"]
+
+
+@pytest.mark.parametrize("template", [CHATML, FORGETFUL])
+def test_observations_are_the_tokens_that_the_policy_did_not_sample(template: str) -> None:
+    """Their log-probs are those of one forward pass over each context, and the steps have the same scores as without them."""
+    scripts = [[says_call(), "fine"], ["fine"]]
+    model = language_model(tokenizer=chat_tokenizer(template), max_new_tokens=90)
+    policy, plain = AgentPolicy(model, Tools, observations=True), AgentPolicy(model, Tools)
+    conversations = policy.replay(["you", "me"], scripts)
+    with torch.no_grad():
+        scores, without = (each.score_actions(["you", "me"], conversations) for each in (policy, plain))
+    assert scores.observed_log_probs is not None
+    assert scores.observed_mask is not None
+    assert without.observed_log_probs is None
+    torch.testing.assert_close(scores.log_probs, without.log_probs)
+    assert torch.equal(scores.mask, without.mask)
+    for row, conversation in enumerate(conversations):
+        steps: list[float] = []
+        seen: list[float] = []
+        for segment in conversation.segments:
+            tokens = torch.tensor([segment.token_ids])
+            with torch.no_grad():
+                log_softmax = model.model(input_ids=tokens).logits[0].log_softmax(1)
+            for place in range(segment.num_context_tokens, len(segment.token_ids)):
+                (steps if segment.sampled[place] else seen).append(float(log_softmax[place - 1, tokens[0, place]]))
+        for found, mask, expected in (
+            (scores.log_probs, scores.mask, steps),
+            (scores.observed_log_probs, scores.observed_mask, seen),
+        ):
+            torch.testing.assert_close(found[row][mask[row]], torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    assert scores.observed_mask.sum(1).tolist()[1] == 0, "nothing was answered after a single turn"
+    assert int(scores.observed_mask[0].sum()) > 0
+    given = policy.demonstrations(["you", "me"], scripts)
+    assert given.observed_mask is not None
+    assert torch.equal(given.observed_mask, scores.observed_mask)
+
+
+def test_a_model_learns_what_its_environment_answers() -> None:
+    """The environment repeats what it was told. All rewards are equal, so that only its answers teach."""
+    torch.manual_seed(0)
+    policy = AgentPolicy(language_model(max_new_tokens=4), lambda state: Echo(state, turns=2), observations=True)
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, learning_rate=1e-2, seed=0, objective=ObjectiveConfig(observation_coef=1.0)),
+        policy=policy,
+        reward_model=lambda states, actions: [0.0] * len(states),
+    )
+    history = trainer.train(["you"], num_iterations=12, progress=False)
+    assert history[-1]["train/observation_loss"] < history[0]["train/observation_loss"] / 2
 
 
 THINKS_FIRST = {"deepseek_r1_distill", "deepseekv3", *(name for name in ORIGINALS if name.startswith("nemotron"))}
