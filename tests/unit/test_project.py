@@ -151,5 +151,5 @@ def test_the_algorithm_is_as_short_as_promised() -> None:
         waiting |= imported_by(module) - found - {front[-1]}
         found |= imported_by(module)
     assert {module.stem for module in found} >= {*FRONT[:-1], "config", "calls", "optimizer_step"}
-    assert num_lines(found) <= 9_250
+    assert num_lines(found) <= 9_300
     assert len([path for path in (ROOT / "grpo").glob("*.py") if path.name != "__init__.py"]) <= 22

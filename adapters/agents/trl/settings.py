@@ -82,6 +82,7 @@ SETTINGS = {
     "objective.entropy_estimator": Setting(note="`exact`, if there is a bonus"),
     "objective.entropy_aggregation": Setting(note="a mean over steps, if there is a bonus"),
     "objective.value_coef": Setting(note=UNREAD),
+    "objective.observation_coef": Setting(only=(0.0,), note="TRL has no loss of observations"),
     "objective.demonstration_coef": Setting(note="TRL imitates in another trainer"),
     "objective.value_clip": Setting(note=UNREAD),
     "objective.aggregation": Setting(
@@ -124,6 +125,7 @@ SETTINGS = {
     "policy.options.reference": Setting(note=UNREAD),
     "policy.options.chat_template_options": Setting(trl="chat_template_kwargs"),
     "policy.value_head": Setting(note=UNREAD),
+    "agent.observations": Setting(note="read with `observation_coef` only"),
     "agent.make": Setting(trl="environment_factory", note="environments whose tools are functions"),
     "agent.max_turns": Setting(
         trl="max_tool_calling_iterations", note="TRL does not answer the calls of the last turn"
