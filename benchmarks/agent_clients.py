@@ -7,6 +7,7 @@ the connections are measured. Frameworks that are not installed are left out.
 """
 
 import argparse
+import asyncio
 import ctypes
 import gc
 import importlib
@@ -25,6 +26,8 @@ from benchmarks.llm_vs_trl import TINY, make_model
 
 ASKED: Any = [{"role": "user", "content": "w1"}]
 TURNS = 2
+PARALLEL = 4
+"""Requests at the same time, of the programs that are called parallel."""
 
 
 class Says(HFPolicy):
@@ -131,6 +134,40 @@ async def with_agents_sdk(base_url: str) -> float:
     return 1.0
 
 
+async def with_parallel_openai(base_url: str) -> float:
+    """Sub-agents that ask at the same time, with OpenAI's async client."""
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=base_url, api_key="none")
+    for _ in range(TURNS):
+        await asyncio.gather(*(client.chat.completions.create(model="policy", messages=ASKED) for _ in range(PARALLEL)))
+    return 1.0
+
+
+async def with_parallel_pydantic_ai(base_url: str) -> float:
+    """Runs of an agent of Pydantic AI at the same time."""
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    agent = Agent(OpenAIChatModel("policy", provider=OpenAIProvider(base_url=base_url, api_key="none")))
+    for _ in range(TURNS):
+        await asyncio.gather(*(agent.run("w1") for _ in range(PARALLEL)))
+    return 1.0
+
+
+async def with_parallel_agents_sdk(base_url: str) -> float:
+    """Agents of OpenAI's Agents SDK that work at the same time."""
+    from agents import Agent, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+    model = OpenAIChatCompletionsModel("policy", openai_client=AsyncOpenAI(base_url=base_url, api_key="none"))
+    for _ in range(TURNS):
+        await asyncio.gather(*(Runner.run(Agent(name="agent", model=model), "w1") for _ in range(PARALLEL)))
+    return 1.0
+
+
 PROGRAMS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "httpx": ("httpx", with_httpx),
     "openai": ("openai", with_openai),
@@ -141,6 +178,9 @@ PROGRAMS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "langchain": ("langchain_openai", with_langchain),
     "smolagents": ("smolagents", with_smolagents),
     "openai-agents": ("agents", with_agents_sdk),
+    "openai, parallel": ("openai", with_parallel_openai),
+    "pydantic-ai, parallel": ("pydantic_ai", with_parallel_pydantic_ai),
+    "openai-agents, parallel": ("agents", with_parallel_agents_sdk),
 }
 
 
@@ -184,14 +224,14 @@ def main() -> None:
         measure(program, options.conversations)
         return
     print(f"{options.conversations} conversations with {TURNS} turns")
-    print(f"{'':<16}open files   MB in the 2nd half   lines of errors")
+    print(f"{'':<24}open files   MB in the 2nd half   lines of errors")
     for name, (package, _) in PROGRAMS.items():
         if importlib.util.find_spec(package) is not None:
             command = [sys.executable, "-m", "benchmarks.agent_clients", "--only", name]
             command += ["--conversations", str(options.conversations)]
             environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would be fetched
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            print(f"{name:<16}{done.stdout.rstrip() or 'failed':<32} {len(done.stderr.splitlines()):>17}", flush=True)
+            print(f"{name:<24}{done.stdout.rstrip() or 'failed':<32} {len(done.stderr.splitlines()):>17}", flush=True)
             if done.returncode:
                 raise SystemExit(done.stderr)
 

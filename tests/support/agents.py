@@ -3,7 +3,7 @@
 import importlib.util
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -82,12 +82,16 @@ def language_model(
 
 
 class Scripted:
-    """A language model that says given turns, each followed by the end-of-turn token unless it is there."""
+    """A language model that says given turns, each followed by the end-of-turn token unless it is there.
 
-    def __init__(self, turns: Sequence[str], **options: Any) -> None:
+    The turns are a list, or a function of the text before a turn. `said` has the tokens of all turns.
+    """
+
+    def __init__(self, turns: Sequence[str] | Callable[[str], str], **options: Any) -> None:
         self.policy = language_model(**options)
-        self.turns = list(turns)
+        self.turns = turns if callable(turns) else list(turns)
         self.contexts: list[list[int]] = []
+        self.said: list[list[int]] = []
         tokenizer = self.policy.tokenizer
 
         def sample(prompts: Any, num_per_prompt: int, config: Any, *, end_token_ids: Any, seeds: Any) -> Any:
@@ -95,14 +99,16 @@ class Scripted:
 
             self.contexts += [list(prompt) for prompt in prompts]
             rows, reasons = [], []
-            for _ in range(len(prompts) * num_per_prompt):
-                row = tokenizer(self.turns.pop(0), add_special_tokens=False)["input_ids"]
+            for prompt in (prompt for prompt in prompts for _ in range(num_per_prompt)):
+                turn = self.turns(tokenizer.decode(prompt)) if callable(self.turns) else self.turns.pop(0)
+                row = tokenizer(turn, add_special_tokens=False)["input_ids"]
                 is_cut = len(row) >= config.max_new_tokens
                 has_stop = any(stop in tokenizer.decode(row) for stop in config.stop)
                 reasons.append("length" if is_cut else "stop" if has_stop else "end")
                 if reasons[-1] == "end" and row[-1] not in end_token_ids:
                     row = [*row, tokenizer.eos_token_id]
                 rows.append(row[: config.max_new_tokens])
+            self.said += rows
             return SampledTokens(
                 token_ids=rows, finish_reasons=reasons, behaviour_log_probs=[[-1.0] * len(row) for row in rows]
             )

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -25,6 +26,7 @@ def pins(name: str) -> list[Requirement]:
 
 PINS = pins("constraints.txt")
 VLLM_PINS = pins("constraints-vllm.txt")
+FRAMEWORK_PINS = pins("constraints-frameworks.txt")
 DECLARED = [*PROJECT["dependencies"], *(entry for name, extra in EXTRAS.items() if name != "vllm" for entry in extra)]
 RANGES = [requirement for requirement in map(Requirement, DECLARED) if requirement.name != PROJECT["name"]]
 
@@ -57,7 +59,7 @@ def test_all_is_everything_for_users_but_vllm() -> None:
 
 def test_constraints_pin_one_exact_public_version_each(subtests: pytest.Subtests) -> None:
     """A local suffix such as +cpu would make the file useless where only another build exists."""
-    for all_pins in [PINS, VLLM_PINS]:
+    for all_pins in [PINS, VLLM_PINS, FRAMEWORK_PINS]:
         with subtests.test(all_pins=all_pins):
             for pin in all_pins:
                 (specifier,) = pin.specifier
@@ -86,6 +88,17 @@ def test_vllm_is_tested_with_versions_that_are_declared() -> None:
     assert {"vllm", "torch"} <= {requirement.name for requirement in pinned}
     for requirement in pinned:
         assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
+
+
+def test_frameworks_are_tested_with_the_torch_and_transformers_of_the_daily_tests() -> None:
+    own, daily = ({pin.name: str(pin.specifier) for pin in some} for some in (FRAMEWORK_PINS, PINS))
+    assert {name: own[name] for name in ("torch", "transformers")} == {
+        name: daily[name] for name in ("torch", "transformers")
+    }
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (installed,) = re.findall(r'\.\[llm\]" (beartype .*?)\n\t@', makefile, re.DOTALL)
+    names = [Requirement(name).name for name in re.sub(r'[\\"]', "", installed).split()]
+    assert {"verifiers", "langchain"} <= set(names) <= own.keys()
 
 
 def test_the_servers_of_the_tests_are_pinned_and_make_installs_them_before_the_slow_tests() -> None:

@@ -184,8 +184,9 @@ def test_the_longest_tests_run_on_a_schedule_and_print_the_table_of_the_page() -
     assert {"schedule", "workflow_dispatch"} <= jobs[True].keys()  # YAML reads the key `on` as true
     commands = {name: [step.get("run", "") for step in job["steps"]] for name, job in jobs["jobs"].items()}
     assert "make test-faults" in commands["faults"]
+    assert "make test-frameworks" in commands["frameworks"]
     only = {name: job["if"].count("==") for name, job in jobs["jobs"].items()}
-    assert only == {"ci": 0, "versions": 0, "faults": 2}
+    assert only == {"ci": 0, "versions": 0, "faults": 2, "frameworks": 2}
     rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs/reliability.md").read_text(encoding="utf-8"), re.MULTILINE)
     defined = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests/faults").glob("test_*.py"))
     for name, line in LINES.items():
