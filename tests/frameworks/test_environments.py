@@ -1,0 +1,112 @@
+"""Environments of OpenEnv, TextWorld and verifiers, by the code that `docs/agents.md` shows."""
+
+import itertools
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters.agents import AgentPolicy, Conversation
+from tests.support.agents import Scripted
+
+pytest.importorskip("verifiers", reason="the frameworks need a separate environment: make test-frameworks")
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]  # of the packages
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def held(package: str, script: Scripted, state: tuple[str, str]) -> list[Conversation]:
+    """The conversations of the page's code that imports a package. The first of two texts is replaced by the second."""
+    page = (ROOT / "docs/agents.md").read_text(encoding="utf-8")
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if package in code)
+    names: dict[str, Any] = {"AgentPolicy": AgentPolicy, "model": script.policy}
+    assert state[0] in code
+    exec(code.replace(*state), names)
+    (rows,) = names["conversations"]
+    return rows
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of a server of OpenEnv."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, "-m", "tests.frameworks.openenv_server", str(port)], cwd=ROOT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            assert process.poll() is None
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+WORTH = {"it is 1": 0.25, "it is 22": 0.5, "none": 0.0, "it is 4444": 1.0}
+"""What the environment of the server gives for each answer: a quarter for each digit."""
+
+
+def answering() -> Scripted:
+    """Gives the answers in turn."""
+    answers = itertools.cycle(WORTH)
+    return Scripted(lambda text: next(answers), max_new_tokens=100, positions=16_384)
+
+
+def test_an_environment_of_openenv_is_played_over_its_server(server: str) -> None:
+    rows = held("class OpenEnv", answering(), ("http://127.0.0.1:8000", server))
+    assert len(rows) == 8
+    for row in rows:
+        assert row.ended_by == "environment", row.info
+        assert list(row.rewards) == [WORTH[turn.message["content"]] for turn in row.turns]
+        assert [message["content"] for message in row.messages if message["role"] == "user"][:2] == [
+            "a digit please",
+            "another one",
+        ]
+    assert len({row.rewards for row in rows}) > 1
+
+
+def test_an_environment_of_verifiers_is_an_agent_program(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own harness asks the endpoint, and the environment of OpenEnv rewards what was said."""
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")  # uv is there
+    rows = held("import verifiers", answering(), ("http://127.0.0.1:8000", server))
+    assert len(rows) == 2
+    for row in rows:
+        assert row.ended_by == "environment", row.info
+        assert len(row.turns) == 2
+        assert row.reward == sum(WORTH[turn.message["content"]] for turn in row.turns)
+        assert "a digit please" in row.messages[0]["content"]
+
+
+def test_a_game_of_textworld_is_won_with_its_walkthrough(tmp_path: Path) -> None:
+    """Two moves win it. The last one adds the only point."""
+    from textworld import GameOptions, make
+
+    options = GameOptions()
+    options.nb_rooms, options.nb_objects, options.quest_length, options.seeds = 2, 3, 2, 1
+    options.path = str(tmp_path / "game.z8")
+    file, game = make(options)
+    moves = game.metadata["walkthrough"]
+    assert len(moves) == 2
+
+    def plays(text: str) -> str:
+        return moves[text.count("<|im_start|>assistant") - 1]
+
+    rows = held("class TextWorld", Scripted(plays, max_new_tokens=100, positions=16_384), ("game.z8", file))
+    assert len(rows) == 8
+    for row in rows:
+        assert (row.ended_by, row.rewards) == ("environment", (0.0, 1.0)), row.info
+        assert "Your score has just gone up by one point." in row.messages[-1]["content"]
