@@ -220,7 +220,7 @@ class ToolSelectionPolicy(nn.Module):
         reward_model: Any,
         *,
         num_folds: int = 5,
-        num_calls: int = 8,
+        num_calls: int = 32,
         seed: int = 0,
     ) -> FitReport:
         """Train from rewards, and keep a share of the way to the trained weights, as `fit` does.
