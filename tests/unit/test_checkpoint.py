@@ -1,6 +1,5 @@
 """Checkpoints: exact resume from everywhere, and which checkpoints a folder keeps and gives back."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,12 @@ import torch
 from grpo import CheckpointError, ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning
 from grpo.checkpoint import CheckpointFolder, best_checkpoint, read_checkpoint, write_checkpoint
 from tests.support.checkpoint_runs import CASES, built, names_in, small
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import DuckPolicy, digest, weights_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*the first ratio is not 1:grpo.errors.GRPOWarning")
-
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """beartype draws the items it looks at from Python's global generator, which users' runs have to themselves."""
-    with as_users_run_it():
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("without_type_checks"),
+    pytest.mark.filterwarnings("ignore:.*the first ratio is not 1:grpo.errors.GRPOWarning"),
+]
 
 
 PARTS_OF_OTHERS = {

@@ -17,15 +17,9 @@ import torch
 from grpo import CheckpointError, EarlyStopping, GRPOConfig, GRPOTrainer
 from grpo.checkpoint import read_checkpoint, write_checkpoint
 from tests.support.checkpoint_runs import FILES, built, full_state_of, small
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy, VectorPolicy, digest
 
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """beartype draws the items it looks at from Python's global generator, which users' runs have to themselves."""
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 @pytest.fixture(scope="module")

@@ -18,17 +18,11 @@ import torch
 from grpo import CheckpointError
 from grpo.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
 from tests.support.checkpoint_runs import built, names_in, small
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import digest, weights_of
 
+pytestmark = pytest.mark.usefixtures("without_type_checks")
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """beartype draws the items it looks at from Python's global generator, which users' runs have to themselves."""
-    with as_users_run_it():
-        yield
 
 
 class Disk:

@@ -2,7 +2,6 @@
 
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,9 @@ from grpo.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
 from grpo.errors import DamagedCheckpointError
 from tests.support.checkpoint_runs import built, small
 from tests.support.imitated_ranks import on_ranks
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import DuckPolicy, TablePolicy, digest, weights_of
 
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """Stand-ins of this file have no types."""
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 class Holder:

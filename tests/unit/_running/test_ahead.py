@@ -6,7 +6,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,16 +26,10 @@ from grpo.engine import OneProcess
 from grpo.errors import ConfigError, RewardError
 from grpo.rewards import Call, call_in_process
 from tests.support.checkpoint_runs import CountingNetwork, NoisyReward
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import ExactSampling, TablePolicy, VectorPolicy, digest, weights_of
 from tests.support.trainers import by_hand, without_time
 
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """beartype draws from Python's global generator, also in the second thread."""
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 class Versioned(TablePolicy):

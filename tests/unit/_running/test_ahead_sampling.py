@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,13 @@ import torch
 
 from grpo import BeginsSampling, GRPOConfig, GRPOTrainer, SampledActions, TrainingInterrupted
 from grpo.errors import ContractError
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import digest, weights_of
 from tests.support.separate_sampler import Separate
 from tests.support.trainers import without_time
 
+pytestmark = pytest.mark.usefixtures("without_type_checks")
+
 STATES = [0, 1, 2, 3]
-
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """beartype draws from Python's global generator, also in the second thread."""
-    with as_users_run_it():
-        yield
 
 
 def reward(states: Any, actions: Any) -> list[float]:

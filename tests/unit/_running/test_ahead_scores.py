@@ -1,6 +1,5 @@
 """Rows that were sampled ahead have log-probs of the policy that sampled them, and scores of the policy that uses them."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -8,16 +7,10 @@ import pytest
 import torch
 
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, KLControl, ObjectiveConfig, ObjectiveOutput
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import ExactSampling, TablePolicy
 from tests.support.trainers import by_hand
 
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """beartype draws from Python's global generator, also in the second thread."""
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 @pytest.mark.parametrize("tells_scores", [True, False])

@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,10 @@ import torch
 from grpo import GRPOConfig, GRPOTrainer, TrainingInterrupted
 from grpo.checkpoint import read_checkpoint
 from tests.support.checkpoint_runs import built
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import VectorPolicy, digest, weights_of
 from tests.support.stopped_runs import Unbroken, by_exception, by_signal
 
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """beartype draws from Python's global generator, also in the second thread."""
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 @pytest.mark.parametrize("case", ["one iteration ahead, dropout", "ahead, reward with a state"])

@@ -1,7 +1,7 @@
 """A run that is counted in a metric: its end, its schedule, its evaluations, and how it goes on."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,15 @@ from grpo._running.ahead import IN_ORDER
 from grpo.callbacks import EarlyStopping
 from grpo.checkpoint import best_checkpoint
 from tests.support.checkpoint_runs import names_in
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy
 from tests.support.stopped_runs import Calls, assert_same_metrics, by_exception, by_signal, end_of, stopped
 from tests.support.trainers import by_hand
 
+pytestmark = pytest.mark.usefixtures("without_type_checks")
+
 SIZES = (3, 5, 4, 6, 2, 7, 3, 1, 4, 2)
 """What the draws of states count. After n draws: 3, 8, 12, 18, 20, 27, 30, 31, 35, 37."""
 UNIT = "own/size"
-
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    with as_users_run_it():
-        yield
 
 
 class Sized(TablePolicy):

@@ -3,7 +3,6 @@
 import math
 import random
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -16,7 +15,6 @@ import torch
 from grpo import CheckpointError, ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, ObjectiveConfig, RewardConfig
 from grpo.checkpoint import open_checkpoint, read_checkpoint, write_checkpoint
 from tests.support.checkpoint_runs import built, names_in
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy, digest, weights_of
 from tests.support.stopped_runs import (
     Calls,
@@ -29,12 +27,7 @@ from tests.support.stopped_runs import (
 )
 from tests.support.trainers import by_hand
 
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """beartype draws the items it looks at from Python's global generator, which users' runs have to themselves."""
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 def test_resume_auto_starts_in_a_missing_or_empty_folder_and_goes_on_in_a_used_one(

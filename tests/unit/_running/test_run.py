@@ -26,17 +26,11 @@ from grpo import (
 )
 from grpo.checkpoint import best_checkpoint
 from tests.support.checkpoint_runs import built, names_in
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy
 from tests.support.stopped_runs import Calls, assert_same_metrics, by_exception, end_of, stopped
 from tests.support.trainers import by_hand
 
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """beartype draws the items it looks at from Python's global generator, which users' runs have to themselves."""
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 def test_train_reports_evaluations_to_history_and_sinks() -> None:

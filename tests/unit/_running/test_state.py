@@ -2,7 +2,6 @@
 
 import copy
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,15 +9,9 @@ import pytest
 import torch
 
 from grpo import AdvantageConfig, CheckpointError, EntropyControl, GRPOConfig, GRPOTrainer, KLControl, ObjectiveConfig
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy, digest, weights_of
 
-
-@pytest.fixture(autouse=True)
-def without_type_checks() -> Iterator[None]:
-    """beartype draws the items it looks at from Python's global generator, which users' runs have to themselves."""
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 class Remembering(TablePolicy):

@@ -1,21 +1,14 @@
 """A run of any adapter that is stopped at any update continues to the same end as an unbroken run."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.adapter_runs import RUNS
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.stopped_runs import Unbroken, by_exception, by_signal
 
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """beartype draws the items it looks at from Python's global generator, which users' runs have to themselves."""
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 def quiet(build):

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,9 @@ from grpo.checkpoint import CheckpointFolder, open_checkpoint, read_checkpoint, 
 from grpo.errors import ContractError
 from tests.support.checkpoint_runs import names_in, small
 from tests.support.imitated_ranks import ImitatedRank, on_ranks
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import digest
 
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """Values of wrong types are what some of these tests pass."""
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 def written(path: Path, n: int, num_ranks: int = 2, **options: Any) -> list[Any]:

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections import namedtuple
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum
 from pathlib import Path
@@ -19,15 +18,9 @@ from grpo import CheckpointError
 from grpo._storage.decoding import SavedTensor, decode
 from grpo._storage.encoding import MAX_BITS, MAX_DEPTH, SLICE, encode
 from grpo.checkpoint import open_checkpoint, read_checkpoint, require_encodable, write_checkpoint
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import digest
 
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """Users run without the type checks of the tests."""
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 def round_trip(value: Any, folder: Path) -> Any:

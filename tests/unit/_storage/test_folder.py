@@ -5,7 +5,6 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,8 @@ from grpo._storage.files import unreadable
 from grpo.checkpoint import CheckpointFolder, best_checkpoint, open_checkpoint, read_checkpoint
 from tests.support.checkpoint_runs import names_in, small
 from tests.support.imitated_ranks import ImitatedRank, on_ranks
-from tests.support.objective_inputs import as_users_run_it
 
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """Engines of these tests are stand-ins."""
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 def name_of(n: int) -> str:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,11 @@ from grpo._storage.manifest import LARGEST_MANIFEST, read_manifest
 from grpo.checkpoint import best_checkpoint, open_checkpoint, read_checkpoint, write_checkpoint
 from grpo.errors import DamagedCheckpointError, GRPOWarning
 from tests.support.checkpoint_runs import small
-from tests.support.objective_inputs import as_users_run_it
+
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 FIRST = "rank-0/state.json"
 SECOND = "rank-0/tensors.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """Values of wrong types are what these tests read."""
-    with as_users_run_it():
-        yield
 
 
 @pytest.fixture

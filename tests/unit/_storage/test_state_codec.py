@@ -3,7 +3,7 @@
 import gc
 import random
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,9 @@ from torch import Tensor
 
 from grpo import CheckpointError
 from grpo.checkpoint import open_checkpoint, read_checkpoint, write_checkpoint
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import digest
 
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """beartype draws the items it looks at from Python's global generator, which users' runs have to themselves."""
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 def round_trip(value: Any, folder: Path) -> Any:

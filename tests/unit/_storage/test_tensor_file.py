@@ -1,7 +1,6 @@
 """Files of tensors: the safetensors format, written and read in parts, with every header checked before a tensor is read."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,10 @@ from grpo._storage import tensor_file as module
 from grpo._storage.files import FileRecord, new_file, require_hash, require_size
 from grpo._storage.tensor_file import CHUNK, DTYPES, TensorFile, write_tensors
 from grpo.errors import DamagedCheckpointError
-from tests.support.objective_inputs import as_users_run_it
+
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 NAME = "tensors.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    """Headers of wrong types are what these tests read."""
-    with as_users_run_it():
-        yield
 
 
 def write(folder: Path, tensors: dict[str, Any]) -> FileRecord:

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +12,12 @@ from torch import Tensor
 from grpo import ActionScores, GRPOConfig, GRPOTrainer, GRPOWarning, presets
 from grpo.distillation import Hinted, Teachers, exact_kl, no_reward
 from grpo.errors import ConfigError, ContractError, ProtocolError
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import RowScoring, TablePolicy
+
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 KNOWS = [[3.0, -3.0], [-3.0, 3.0]]
 """Logits of a teacher: action 0 in the first state, action 1 in the second, each with probability .9975."""
-
-
-@pytest.fixture(autouse=True)
-def without_type_checks() -> Iterator[None]:
-    """They take most of the time of these runs."""
-    with as_users_run_it():
-        yield
 
 
 def recipe(**changes: Any) -> GRPOConfig:

@@ -4,7 +4,6 @@ import copy
 import logging
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,11 @@ from grpo import (
     WeightedRewards,
 )
 from grpo.evaluation.advice import RULES, Advisor, advice_on
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy
 
+pytestmark = pytest.mark.usefixtures("without_type_checks")
+
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(autouse=True)
-def without_type_checks() -> Iterator[None]:
-    """They take half of the time of these runs of many iterations."""
-    with as_users_run_it():
-        yield
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +12,9 @@ from grpo._rewarding.calls import KeptRewards, RewardCalls
 from grpo.errors import ConfigError, ContractError, RewardError
 from grpo.judges import JudgeReport, KnownPair, ListwiseJudge, RubricJudge, measure_judge
 from grpo.rewards import ask_for_rewards, call_in_process
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy
 
-
-@pytest.fixture(autouse=True)
-def without_type_checks() -> Iterator[None]:
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 def ask(judge: Any, actions: list[Any], group_ids: list[int], **settings: Any) -> KeptRewards:

@@ -45,7 +45,6 @@ class Caller(Echo):
 
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing.*:FutureWarning",  # PEFT uses the old name
     "ignore:AgentPolicy. the prompt ends in <think>:UserWarning",
 )
 

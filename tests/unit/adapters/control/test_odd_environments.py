@@ -1,7 +1,6 @@
 """Odd environments are trained on as they are, or refused by an error that says what to do. None is misread in silence."""
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import gymnasium
@@ -13,7 +12,6 @@ from adapters.control import EpisodeOptions, EpisodePolicy, EpisodeStart, check_
 from adapters.control.policy.networks import CNNTorso, MixedTorso
 from grpo.errors import ArgumentError, ConfigError, ContractError
 from tests.support.control_policies import trainer_of
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.odd_environments import (
     BOX,
     FAULTS,
@@ -29,13 +27,10 @@ from tests.support.odd_environments import (
 
 OPTIONS = EpisodeOptions(hidden=(4,))
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*episodes of a group should differ:grpo.errors.GRPOWarning")
-
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it() -> Iterator[None]:
-    with as_users_run_it():
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("without_type_checks"),
+    pytest.mark.filterwarnings("ignore:.*episodes of a group should differ:grpo.errors.GRPOWarning"),
+]
 
 
 def made(environment: Any, **arguments: Any) -> EpisodePolicy:

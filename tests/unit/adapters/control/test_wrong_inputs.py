@@ -36,7 +36,8 @@ from adapters.control import (
     take_snapshot,
 )
 from grpo.errors import GRPOError
-from tests.support.objective_inputs import as_users_run_it
+
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 WRONG: tuple[Any, ...] = (
     -1,
@@ -52,12 +53,6 @@ WRONG: tuple[Any, ...] = (
     int,
     (1, 2),
 )
-
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it() -> Iterator[None]:
-    with as_users_run_it():
-        yield
 
 
 def cases() -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:

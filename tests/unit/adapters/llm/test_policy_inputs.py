@@ -24,10 +24,6 @@ from tests.support.llm_models import (
 )
 from tests.support.objective_inputs import as_users_run_it
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing.*:FutureWarning",  # PEFT uses the old name
-)
-
 TOKENIZER = character_tokenizer()
 
 # Models

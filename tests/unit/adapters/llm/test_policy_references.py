@@ -34,10 +34,6 @@ from tests.support.llm_models import (
     tiny_model,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing.*:FutureWarning",  # PEFT uses the old name
-)
-
 TOKENIZER = character_tokenizer()
 # References
 

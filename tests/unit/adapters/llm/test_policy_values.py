@@ -26,10 +26,6 @@ from tests.support.llm_models import (
     tiny_model,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing.*:FutureWarning",  # PEFT uses the old name
-)
-
 ROWS = [completion(5, 6, 7, finish_reason="length"), completion(9), completion(4, 12, 30, 2)]
 GAE = AdvantageConfig(credit="gae")
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,9 @@ from adapters.control import Categorical, EpisodeOptions, EpisodePolicy, Episode
 from grpo import load_weights
 from grpo.errors import CheckpointError, ConfigError
 from tests.support.control_policies import made, trainer_of
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.odd_environments import ACTED, Odd
 
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it() -> Iterator[None]:
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 def assert_same(one: EpisodePolicy, other: EpisodePolicy) -> None:

@@ -1,7 +1,6 @@
 """Whole runs: when they evaluate, when they stop, and how an interrupted run resumes."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,9 @@ from grpo.errors import ConfigError, GRPOWarning
 from grpo.sinks import Samples
 from tests.support.control_environments import Chance, Watched
 from tests.support.control_policies import policy_of
-from tests.support.objective_inputs import as_users_run_it
 from tests.support.stopped_runs import Calls, by_exception, by_signal, stopped
 
-
-@pytest.fixture(autouse=True)
-def no_type_checks() -> Iterator[None]:
-    with as_users_run_it():
-        yield
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 class Sink:
