@@ -36,11 +36,14 @@ def test_a_forward_may_leave_out_columns_that_are_masked_for_all_rows() -> None:
     assert trainer.update(batch)["train/num_updates"] == 1
 
 
-def test_rollouts_whose_mask_differs_from_the_policys_are_refused() -> None:
+def test_rollouts_whose_mask_differs_from_the_policys_are_refused(subtests: pytest.Subtests) -> None:
+    """The policy decided two steps and one. The batch says one each, two each, or one and two."""
     trainer = trainer_of(RowScoring(), num_epochs_per_update=2)
-    batch = ExperienceBatch.from_rows([0, 0], [(1, 0), (0,)], [0.0, 1.0], [0, 0])  # one step per row: not so
-    with pytest.raises(ContractError, match=r"masks differ.*ExperienceBatch\.from_rows the mask"):
-        trainer.update(batch)
+    for mask in (None, [[True, True], [True, True]], [[True, False], [True, True]]):
+        batch = ExperienceBatch.from_rows([0, 0], [(1, 0), (0,)], [0.0, 1.0], [0, 0], mask=mask)
+        message = r"masks differ.*ExperienceBatch\.from_rows the mask"
+        with subtests.test(mask=mask), pytest.raises(ContractError, match=message):
+            trainer.update(batch)
 
 
 class OwnReference(RowScoring):
