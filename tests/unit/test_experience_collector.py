@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import ActionScores, ConfigError, ContractError, ExperienceBatch, RewardConfig, SampledActions
+from grpo import ActionScores, ConfigError, ContractError, ExperienceBatch, ProtocolError, RewardConfig, SampledActions
 from grpo.evaluation.measurement import measured_rows
 from grpo.experience_collector import ExperienceCollector
 from tests.support.objective_inputs import as_users_run_it
@@ -41,7 +41,9 @@ def zeros(states: Any, actions: Any) -> list[float]:
 # The constructor
 
 
-def test_a_missing_reference_is_refused_at_construction() -> None:
+def test_missing_requirements_are_named_at_construction() -> None:
+    with pytest.raises(ProtocolError, match=r"^policy must implement PolicyModel; object lacks generate_actions\(\)"):
+        collector_of(object())
     with pytest.raises(ConfigError, match="TablePolicy has no reference_log_probabilities"):
         collector_of(TablePolicy(), use_reference=True)
 
