@@ -220,6 +220,7 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[float], Conversatio
     config = GRPOConfig(
         group_size=8,
         num_states_per_iteration=32,
+        batch_size=256 // args.updates,
         learning_rate=5e-4,
         lr_schedule="linear",
         seed=seed,
@@ -235,14 +236,20 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[float], Conversatio
     return [accuracy(before), accuracy(warm), accuracy(after)], after[0]
 
 
-def main() -> None:
+def arguments(typed: Sequence[str] | None = None) -> argparse.Namespace:
+    """The settings of a run, from what was typed behind the script's name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--scripts", type=int, default=2000, help="scripted conversations (default: %(default)s)")
     parser.add_argument("--warmup-steps", type=int, default=400, help="warm-up steps (default: %(default)s)")
     parser.add_argument("--iterations", type=int, default=60, help="iterations of GRPO (default: %(default)s)")
+    parser.add_argument("--updates", type=int, default=1, help="updates in an iteration (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=Path("runs/tool_agent"))
-    args = parser.parse_args()
+    return parser.parse_args(typed)
+
+
+def main() -> None:
+    args = arguments()
     torch.set_num_threads(1)  # more threads do not help a model this small
     lines = ["| seed | before | warm-up alone | after GRPO | CPU, wall-clock seconds |", "|---|---|---|---|---|"]
     for seed in args.seeds:

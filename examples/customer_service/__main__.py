@@ -12,6 +12,7 @@ evaluation as transcripts.jsonl and transcripts.html.
 import argparse
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,7 +111,8 @@ def run(seed: int, args: argparse.Namespace) -> list[dict[str, float]]:
     return [*reports, report]
 
 
-def main() -> None:
+def arguments(typed: Sequence[str] | None = None) -> argparse.Namespace:
+    """The settings of a run, from what was typed behind the script's name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--profile", choices=PROFILES, default="balanced")
@@ -122,7 +124,11 @@ def main() -> None:
     parser.add_argument("--scripts", type=int, default=2400, help="scripted conversations (default: %(default)s)")
     parser.add_argument("--warmup-steps", type=int, default=900, help="default: %(default)s")
     parser.add_argument("--held-out", type=int, default=100, help="held-out scenarios (default: %(default)s)")
-    args = parser.parse_args()
+    return parser.parse_args(typed)
+
+
+def main() -> None:
+    args = arguments()
     torch.set_num_threads(1)  # more threads do not help a model this small
     lines = []
     for seed in args.seeds:

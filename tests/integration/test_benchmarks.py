@@ -1,6 +1,7 @@
 """Benchmarks run, and both sides of a comparison compute the same. No test checks how fast they are."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -21,6 +22,7 @@ import torch
 from adapters.control import LearningCurve
 from adapters.tools import ToolCall, ToolCatalogue, ToolResult, ToolTask
 from benchmarks import (
+    agent_learning,
     agent_vs_trl,
     bandits,
     control_fitted,
@@ -70,6 +72,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 TYPED = {
     "agents": ["--repeats", "1"],
     "agent_clients": ["--conversations", "40"],
+    "agent_learning": ["--quick", "--seeds", "0"],
     "agent_trees": ["--seeds", "1", "--groups", "5"],
     "bandits": ["--seeds", "1", "--runs", "2"],
     "checkpoints": ["--quick"],
@@ -130,7 +133,7 @@ def test_a_benchmark_runs_as_typed_without_a_warning(name: str, tmp_path: Path) 
     environment = dict(os.environ)
     if name == "control_speed":
         environment["TMPDIR"] = str(tmp_path)  # Stable-Baselines3 leaves folders there
-    if name == "control_fitted":
+    if name in ("agent_learning", "control_fitted"):
         command += ["--file", str(tmp_path / "runs.jsonl")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -193,6 +196,26 @@ def test_cartpole_is_learned_from_a_teacher_in_3_000_steps(monkeypatch: pytest.M
     assert int(found[1]) < 50
     assert int(found[2]) > 475
     assert int(found[3].replace(",", "")) <= 3_000
+
+
+def test_the_benchmark_of_agents_that_learn_names_the_worst_seed(run: Run, tmp_path: Path) -> None:
+    """Quartiles of 70, 80, 90 and 100 % by hand: 77.5, 85 and 92.5. Three reach 78 %. A run in the file is not made again."""
+    path = tmp_path / "runs.jsonl"
+    key = {"task": "customer service", "setting": "as it is"}
+    made = [{**key, "seed": s, "result": {"solved": 1 - s / 10, "seconds": 10.0 + s}} for s in (0, 3, 1)]
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in made))
+
+    def learn(seed: int, folder: str, typed: Sequence[str]) -> float:
+        assert (seed, list(typed)) == (2, [])
+        return 0.8
+
+    task = dataclasses.replace(agent_learning.TASKS["customer service"], learn=learn)
+    typed = ["--settings", "as it is", "--file", str(path), "--seeds", "0", "1", "2", "3"]
+    for _ in range(2):
+        *_, line = run(agent_learning, *typed, TASKS={"customer service": task}).splitlines()
+        columns = ["3 of 4 reach 78%", "77.5 / 85.0 / 92.5", "70.0 (seed 3)", "100.0 90.0 80.0 70.0"]
+        assert line.split(" | ")[:-1] == ["| customer service", "as it is", *columns]
+    assert len(path.read_text().splitlines()) == 4
 
 
 @pytest.mark.slow
