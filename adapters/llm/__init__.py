@@ -1,6 +1,7 @@
 """GRPO for Hugging Face causal language models, with reward functions and samplers of any kind.
 
-Requires transformers and PEFT (`pip install ".[llm]"`). 4-bit and 8-bit models also require `[llm-4bit]`.
+Requires transformers and PEFT (`pip install ".[llm]"`). 4-bit and 8-bit models also require `[llm-4bit]`, and pictures
+`[vision]`.
 
 Example:
     Train a model with a TRL-style reward function::
@@ -33,6 +34,7 @@ else:
 from .completions import Completion, FinishReason
 from .model.loading import add_lora, load_model
 from .model.merged_weights import merged_weights
+from .model.parts import train_parts
 from .model.token_log_probs import token_log_probs
 from .model.value_head import ValueHead
 from .options import HFOptions
@@ -56,5 +58,5 @@ __all__ = [
     "GivesRows", "HFOptions", "HFPolicy", "JSONSchemaMatch", "LimitsRows", "MathMatch", "OverlongPunishment", "PerToken",
     "RegexMatch", "RowLimit", "SampledTokens", "Sampler", "SamplingConfig", "VLLMSampler", "VLLMServerSampler", "ValueHead",
     "add_lora", "correctness_first", "extract_answer", "gsm8k_prompt", "hybrid_reward", "load_gsm8k", "load_model",
-    "lora_start", "merged_weights", "special_tokens", "tags_pattern", "token_log_probs",
+    "lora_start", "merged_weights", "special_tokens", "tags_pattern", "token_log_probs", "train_parts",
 ]  # fmt: skip

@@ -23,10 +23,12 @@ from .model.cards import base_on_hub, save_with_card
 from .model.causal_lm import CausalLM, is_adapted
 from .model.loading import keep_differentiable, load_model, save_model
 from .model.packed_groups import can_pack, pack_of_rows
+from .model.parts import Part
 from .model.references import OwnReference
 from .model.router_balance import RouterBalance
 from .model.value_head import VALUE_HEAD_FILE, ValueHead
 from .options import HFOptions
+from .picture_prompts import Ids, distinct, followed_by
 from .policy_arguments import (
     end_token_ids,
     require_request,
@@ -35,7 +37,8 @@ from .policy_arguments import (
     require_tokenizer,
     value_head_of,
 )
-from .prompts.encoder import PromptEncoder
+from .prompts.encoder import PromptEncoder, trial_prompts
+from .prompts.processor import Processor, is_processor, picture_token_ids, tokenizer_of
 from .prompts.states import Prompt, PromptState, prompt_of
 from .sampling.continuous import ContinuousSampler
 from .sampling.decoding import DecodingSampler
@@ -53,7 +56,7 @@ from .sampling.samplers import (
     sample_by_limit,
 )
 from .sampling.sampling_config import SamplingConfig
-from .scoring import check_scores, score_forked_rows, score_tokens
+from .scoring import check_pictures, check_scores, score_forked_rows, score_tokens
 from .texts import CompletionTexts
 
 
@@ -71,7 +74,8 @@ class HFPolicy:
 
     Args:
         model: A `PreTrainedModel` with an output head, or a PEFT model around one.
-        tokenizer: The model's tokenizer. It needs no padding token, because masks are made from lengths.
+        tokenizer: The model's tokenizer. It needs no padding token, because masks are made from lengths. For prompts with
+            pictures, the processor of an image-text model, with its tokenizer.
         sampling: Sampling settings. The temperature also applies to scoring.
         sampler: "decoding" for the loop of this package, "recorded" for the same loop with steps that a GPU records,
             "generate" for transformers' loop, "continuous" for transformers' continuous batching, or another engine with its
@@ -113,7 +117,9 @@ class HFPolicy:
         require_instances("HFPolicy", HFOptions | None, "HFOptions or None", options=options)
         require_instances("HFPolicy", bool | ValueHead, "True, False or a ValueHead", value_head=value_head)
         self.model = model
-        self.tokenizer = tokenizer
+        self.processor = tokenizer if is_processor(tokenizer) else None
+        """What reads prompts with pictures. None: prompts are texts."""
+        self.tokenizer = tokenizer = tokenizer if self.processor is None else tokenizer_of(tokenizer)
         self.sampling = sampling or SamplingConfig()
         self.options = options = options or HFOptions()
         if self.sampling.temperature == 0:
@@ -125,12 +131,15 @@ class HFPolicy:
         keep_differentiable(model)
         self._lm.check_logits()
         self._lm.value_head = value_head_of(self._lm, value_head)
+        if self.processor is not None:
+            self._lm.picture_token_ids = picture_token_ids(self.processor, self._lm.plain.config)
         self._reference = None if reference_model is None else CausalLM(reference_model)
         if self._reference is not None:
             require_separate(model, reference_model)
             # dropout in the reference would make the KL noise
             reference_model.requires_grad_(False).eval()
             self._reference.check_logits()
+            self._reference.picture_token_ids = self._lm.picture_token_ids
             check_scores(self._reference, None)
             require_same_vocabulary(self._lm, self._reference)
         if options.reference == "base" and self._reference is not None:
@@ -159,8 +168,9 @@ class HFPolicy:
         """Tokens that end a completion."""
         self._texts = CompletionTexts(tokenizer, self.end_token_ids, keeps_special_tokens=options.keep_special_tokens)
         ends = None if options.end_token_ids is not None else (self.end_token_ids, self.sampling.stop)
+        processor = None if self.processor is None else Processor(self.processor, self._lm.picture_token_ids)
         self._encode = PromptEncoder(
-            tokenizer, self._lm.vocabulary_size, options.prompt_column, options.chat_template_options, ends
+            tokenizer, self._lm.vocabulary_size, options.prompt_column, options.chat_template_options, ends, processor
         )
         match sampler:
             case "decoding" | "generate" | "recorded":
@@ -182,7 +192,13 @@ class HFPolicy:
                     f"VLLMSampler(...); got {sampler!r}."
                 )
         self._samples_beside = isinstance(self._sampler, SamplesBeside) and self._sampler.samples_beside
-        check_scores(self._lm, self._sampler if self.samples_itself else None)
+        sampler_here = self._sampler if self.samples_itself else None
+        check_scores(self._lm, sampler_here)
+        if processor is not None:
+            trial = trial_prompts(tokenizer, self._lm.vocabulary_size, options.chat_template_options, processor)
+            check_pictures(self._lm, sampler_here, trial)
+            if self._reference is not None:
+                check_pictures(self._reference, None, trial)
         self._balance = RouterBalance(self._lm, options.router_aux_loss_coef) if options.router_aux_loss_coef else None
         self._lm.balances_experts = self._balance is not None
         self._expert_rounding = ExpertRounding(self._lm)
@@ -202,6 +218,8 @@ class HFPolicy:
         revision: str | None = None,
         device: torch.device | str | None = None,
         trust_remote_code: bool = False,
+        pictures: bool = False,
+        train: Sequence[Part] | None = None,
         **arguments: Any,
     ) -> "HFPolicy":
         """A policy of a model on the hub or in a local folder; see `load_model` for its arguments.
@@ -213,6 +231,10 @@ class HFPolicy:
             A 4-bit model that trains an adapter::
 
                 policy = HFPolicy.from_pretrained("Qwen/Qwen3-0.6B", lora=True, load_in_4bit=True)
+
+            An image-text model::
+
+                policy = HFPolicy.from_pretrained("Qwen/Qwen2.5-VL-3B-Instruct", pictures=True, lora=True)
         """
         refuse_options("HFPolicy", HFOptions, arguments)  # before a long download
         model, tokenizer = load_model(
@@ -225,6 +247,8 @@ class HFPolicy:
             revision=revision,
             device=device,
             trust_remote_code=trust_remote_code,
+            pictures=pictures,
+            train=train,
         )
         if arguments.get("value_head") is True and (Path(name_or_folder) / VALUE_HEAD_FILE).is_file():
             arguments["value_head"] = ValueHead.load(name_or_folder)
@@ -260,7 +284,7 @@ class HFPolicy:
         """
 
         def save() -> None:
-            save_model(self.model, self.tokenizer, folder, merge=merge)
+            save_model(self.model, self.processor or self.tokenizer, folder, merge=merge)
             if self.value_head is not None:
                 self.value_head.save(folder)
 
@@ -343,7 +367,7 @@ class HFPolicy:
 
     def sample_tokens(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Ids],
         *,
         seeds: Sequence[int],
         end_token_ids: Sequence[int] = (),
@@ -375,10 +399,10 @@ class HFPolicy:
         lengths = [len(prompt) + number for prompt, number in zip(prompts, numbers, strict=True)]
         self._require_room(lengths, "prompts with max_new_tokens")
         ends = sorted({*self.end_token_ids, *end_token_ids})
-        distinct = list(dict.fromkeys(map(tuple, prompts)))
-        size, rest = divmod(len(prompts), len(distinct))
-        if rest or [tuple(prompt) for prompt in prompts] != [prompt for prompt in distinct for _ in range(size)]:
-            distinct, size = [tuple(prompt) for prompt in prompts], 1
+        different, places = distinct(prompts)
+        size, rest = divmod(len(prompts), len(different))
+        if rest or places != [place for place in range(len(different)) for _ in range(size)]:
+            different, size = list(prompts), 1
         sampler: Any = self._sampler
         # an ended row stays in the batch for a while, so each needs room for as many tokens as the longest
         room, most = self.max_positions, max(map(len, prompts)) + config.max_new_tokens
@@ -386,7 +410,7 @@ class HFPolicy:
         sample = sampler.sample if limits_rows else partial(sample_by_limit, sampler)
         gives_rows = limits_rows and isinstance(sampler, GivesRows)
         early: dict[str, Any] = {"on_row": on_row} if gives_rows else {}
-        sampled = sample(distinct, size, config, end_token_ids=ends, seeds=seeds, limits=limits, **early)
+        sampled = sample(different, size, config, end_token_ids=ends, seeds=seeds, limits=limits, **early)
         return sampled if self._lm.computes_in_float32 else replace(sampled, policy_log_probs=None)
 
     @contextmanager
@@ -422,6 +446,11 @@ class HFPolicy:
         return isinstance(self._sampler, DecodingSampler | ContinuousSampler)
 
     @property
+    def picture_token_ids(self) -> tuple[int, ...]:
+        """Tokens that stand for pictures in prompts. No completion has them. Empty without a processor."""
+        return self._lm.picture_token_ids
+
+    @property
     def reference_model(self) -> Any:
         """The frozen model of the KL term. None if there is none, or if the trained model gives it."""
         return None if self._reference is None else self._reference.model
@@ -446,7 +475,7 @@ class HFPolicy:
         """Scores of N rows. Equal prompts are computed once."""
         return self._scored_in_full(self._encode(states), actions)
 
-    def _scored_in_full(self, prompts: Sequence[Sequence[int]], actions: Sequence[Completion]) -> ActionScores:
+    def _scored_in_full(self, prompts: Sequence[Ids], actions: Sequence[Completion]) -> ActionScores:
         scores = self._score(*_distinct(prompts), actions, log_probs_only=False)
         self._expert_rounding.scored(actions, scores.log_probs, scores.mask)
         return scores
@@ -475,7 +504,7 @@ class HFPolicy:
         shares_forks = self._lm.shares_forks
         shared = [action.token_ids[: min(action.forks, default=0) if shares_forks else 0] for action in actions]
         pairs = zip(self._encode(states), shared, strict=True)
-        prompts, prompt_of_row = _distinct([[*prompt, *tokens] for prompt, tokens in pairs])
+        prompts, prompt_of_row = _distinct([followed_by(prompt, tokens) for prompt, tokens in pairs])
         own = zip(self._scored_tokens(actions), shared, strict=True)
         lengths = [max(len(tokens) - len(before), 0) for tokens, before in own]
         prompt_lengths, given = [len(prompt) for prompt in prompts], prompt_of_row.tolist()
@@ -489,6 +518,11 @@ class HFPolicy:
     def shard_units(self) -> list[torch.nn.Module]:
         """The layers, and the models around them. From now on, each pass calls each layer equally often: rows that fork are
         scored without sharing what is behind their prompts."""
+        if self.processor is not None:
+            raise ConfigError(
+                "HFPolicy: a model that reads pictures cannot be divided among ranks, because a rank without a picture would "
+                "not call the layers of the vision tower that others wait for. Use Replicated, or pass the tokenizer."
+            )
         models = [lm for lm in (self._lm, self._reference) if lm is not None]
         for lm in models:
             lm.has_equal_passes = True
@@ -628,7 +662,7 @@ class HFPolicy:
 
     def _score(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Ids],
         prompt_of_row: Int[Tensor, " N"],
         actions: Sequence[Completion],
         *,
@@ -675,11 +709,10 @@ class HFPolicy:
         )
 
 
-def _distinct(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], Int[Tensor, " N"]]:
+def _distinct(prompts: Sequence[Ids]) -> tuple[list[Ids], Int[Tensor, " N"]]:
     """The different prompts, and the index of each row's prompt."""
-    known: dict[tuple[int, ...], int] = {}
-    prompt_of_row = [known.setdefault(tuple(prompt), len(known)) for prompt in prompts]
-    return [list(prompt) for prompt in known], torch.tensor(prompt_of_row)
+    different, prompt_of_row = distinct(prompts)
+    return different, torch.tensor(prompt_of_row)
 
 
 def _grouped(completions: list[Completion], size: int) -> list[list[Completion]]:

@@ -19,6 +19,7 @@ from .model.teacher_kl import kl_to_teacher
 from .model.token_log_probs import token_log_probs
 from .model.token_trees import Edges, hidden_of_trees
 from .model.value_head import ValueHead
+from .picture_prompts import Ids, PicturePrompt
 from .sampling.samplers import Sampler
 from .sampling.sampling_config import SamplingConfig
 
@@ -26,11 +27,13 @@ CHECKED_LENGTHS = [((10, 3), 8), ((1, 1), 2)]
 """Lengths of prompts and of completions for the comparison of sampling and scoring with forward passes without padding. The
 first batch has padding. The second batch has prompts of one token, which a model that keeps its state between calls would read
 as a continuation of the first batch."""
+PICTURE_STEPS = 6
+"""Length of the completions in the comparison with pictures."""
 
 
 def score_tokens(
     lm: CausalLM,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Ids],
     prompt_of_row: Int[Tensor, " N"],
     tokens: Int[Tensor, "N T"],
     mask: Bool[Tensor, "N T"],
@@ -122,7 +125,7 @@ def score_tokens(
 
 def score_forked_rows(
     lm: CausalLM,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Ids],
     prompt_of_row: Int[Tensor, " N"],
     tokens: Sequence[Sequence[int]],
     mask: Bool[Tensor, "N T"],
@@ -194,11 +197,44 @@ def check_scores(lm: CausalLM, sampler: Sampler | None) -> None:
     _check_scores(lm, sampler)
 
 
-def _check_scores(lm: CausalLM, sampler: Sampler | None) -> None:
+def check_pictures(lm: CausalLM, sampler: Sampler | None, prompts: Sequence[Ids]) -> None:
+    """Check prompts with and without pictures as `check_scores` does, and that the model reads the pictures.
+
+    A model that fails with shared prompts computes each row as a whole from now on, and is checked again.
+    """
+    longest, room = max(map(len, prompts)), lm.max_positions
+    if room is not None and longest + PICTURE_STEPS > room:
+        raise ContractError(
+            f"HFPolicy: a small picture with {PICTURE_STEPS} tokens behind it must fit into the model's {room} positions; the "
+            f"picture's prompt has {longest} tokens. Lower the size of pictures in the processor."
+        )
+    if lm.shares_prompts:
+        try:
+            _check_batches(lm, sampler, [(prompts, PICTURE_STEPS)])
+        except (ConfigError, ContractError):  # recovery: each row as a whole
+            lm.shares_prompts = False
+    if not lm.shares_prompts:
+        _check_batches(lm, sampler, [(prompts, PICTURE_STEPS)])
+    first = next(prompt for prompt in prompts if isinstance(prompt, PicturePrompt))
+    fields = {name: values.flip(-1) if values.is_floating_point() else values for name, values in first.fields.items()}
     with lm.on_trial():
-        batches = [
-            _drawn(lm, sampler, *lengths) for lengths in CHECKED_LENGTHS
-        ]  # before scoring, which may clear a state
+        seen, flipped = (
+            lm.log_probs_alone(prompt, [0] * PICTURE_STEPS) for prompt in (first, PicturePrompt(first, fields))
+        )
+    if torch.equal(seen, flipped):
+        raise ContractError(
+            f"HFPolicy: the model must read its pictures; {type(lm.plain).__name__} gives a picture and its mirror image equal "
+            f"log-probs. The processor's fields, {sorted(fields)}, may be those of another model. Use the model's processor."
+        )
+
+
+def _check_scores(lm: CausalLM, sampler: Sampler | None) -> None:
+    _check_batches(lm, sampler, [_prompts_of(lm, *lengths) for lengths in CHECKED_LENGTHS])
+
+
+def _check_batches(lm: CausalLM, sampler: Sampler | None, given: Sequence[tuple[Sequence[Ids], int]]) -> None:
+    with lm.on_trial():
+        batches = [_drawn(lm, sampler, *batch) for batch in given]  # before scoring, which may clear a state
         for prompts, tokens, sampled in batches:
             alone = torch.stack([lm.log_probs_alone(*row) for row in zip(prompts, tokens.tolist(), strict=True)]).cpu()
             rows, mask = torch.arange(len(prompts)), torch.ones(tokens.shape, dtype=torch.bool)
@@ -208,19 +244,24 @@ def _check_scores(lm: CausalLM, sampler: Sampler | None) -> None:
             _require_equal(lm, "scoring", scored, alone)
 
 
-def _drawn(
-    lm: CausalLM, sampler: Sampler | None, lengths: tuple[int, ...], steps: int
-) -> tuple[list[list[int]], Int[Tensor, "N T"], Float[Tensor, "N T"] | None]:
-    """Prompts of these lengths, completions of this many steps, and the log-probs of the completions at sampling."""
+def _prompts_of(lm: CausalLM, lengths: tuple[int, ...], steps: int) -> tuple[list[list[int]], int]:
+    """Prompts of these lengths, and the number of steps for which they leave room."""
     limit = lm.max_positions or 1000
     steps = min(steps, max(limit // 2, 1))
     prompts = [
         [(7 * row + step + 1) % lm.vocabulary_size for step in range(length)] for row, length in enumerate(lengths)
     ]
-    prompts = [prompt[: max(limit - steps, 1)] for prompt in prompts]
+    return [prompt[: max(limit - steps, 1)] for prompt in prompts], steps
+
+
+def _drawn(
+    lm: CausalLM, sampler: Sampler | None, prompts: Sequence[Ids], steps: int
+) -> tuple[Sequence[Ids], Int[Tensor, "N T"], Float[Tensor, "N T"] | None]:
+    """The prompts, completions of this many steps, and the log-probs of the completions at sampling."""
     if sampler is None:
         tokens = torch.arange(len(prompts) * steps).view(len(prompts), steps) % lm.vocabulary_size
-        return prompts, tokens, None
+        excluded = torch.isin(tokens, torch.tensor(lm.picture_token_ids, dtype=torch.int64))
+        return prompts, tokens.masked_fill(excluded, 0), None
     config = SamplingConfig(max_new_tokens=steps)
     sampled = sampler.sample(prompts, 1, config, end_token_ids=[], seeds=range(len(prompts)))
     return prompts, torch.tensor(sampled.token_ids), torch.tensor(sampled.behaviour_log_probs)

@@ -46,8 +46,8 @@ def test_versions_of_torch_that_run_code_on_load_are_refused(subtests: pytest.Su
 
 def test_the_package_declares_exactly_the_expected_extras() -> None:
     assert set(EXTRAS) == {
-        "gym", "robots", "llm", "llm-4bit", "vllm", "tools", "tracking", "cli", "math", "notebooks", "docs", "bench", "dev",
-        "all",
+        "gym", "robots", "llm", "vision", "llm-4bit", "vllm", "tools", "tracking", "cli", "math", "notebooks", "docs", "bench",
+        "dev", "all",
     }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import copy
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from grpo.errors import ConfigError, ContractError
 
 from .causal_lm import CausalLM, adapters_of, is_adapted
 from .merged_weights import is_divided, merged_weights
+from .parts import Part, language_layers, train_parts, vision_of
 from .references import trained_outside
 
 WITH_MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
@@ -37,6 +38,8 @@ def load_model(
     revision: str | None = None,
     device: torch.device | str | None = None,
     trust_remote_code: bool = False,
+    pictures: bool = False,
+    train: Sequence[Part] | None = None,
 ) -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer. A folder with a saved adapter gives its base model with the adapter.
 
@@ -44,19 +47,21 @@ def load_model(
         name_or_folder: Name on the hub, or a local folder.
         dtype: Data type of the weights that are not quantised. "auto" uses the saved data type.
         attention: `attn_implementation` of transformers. None uses the model's default.
-        lora: A `peft.LoraConfig`, or True for rank 16 and alpha 32 on all linear layers (Hu et al. 2021, arXiv:2106.09685).
-            Only the adapter is trained.
+        lora: A `peft.LoraConfig`, or True for rank 16 and alpha 32 on all linear layers (Hu et al. 2021, arXiv:2106.09685),
+            of a model with a vision tower on those of the language part. Only the adapter is trained.
         load_in_4bit: Whether to quantise to nf4 with double quantisation (Dettmers et al. 2023, arXiv:2305.14314).
         load_in_8bit: Whether to quantise with LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339).
         revision: Branch, tag or commit on the hub.
         device: Device of the model. None uses CUDA if it is available.
         trust_remote_code: Whether to run code that comes with the model. Trust its authors, and pin `revision`.
+        pictures: Whether to load an image-text model with its processor, which takes the place of the tokenizer.
+        train: Which parts of an image-text model are trained: "language", "projector", "vision". None trains all of them.
 
     Raises:
         ConfigError: Settings exclude each other.
         ImportError: A package is missing. The message names the extra to install.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
     lora = None if lora is False else lora
     folder = Path(name_or_folder)
@@ -70,10 +75,12 @@ def load_model(
         raise ConfigError(
             "load_model: quantised weights cannot be trained. Pass lora=True, or a peft.LoraConfig, to train an adapter."
         )
+    if train is not None and (lora is not None or adapter is not None):
+        raise ConfigError("load_model: an adapter trains itself alone; got train beside it. Leave out one of them.")
     device = torch.device(device or (own_gpu() if torch.cuda.is_available() else "cpu"))
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     base = str(name_or_folder) if adapter is None else adapter["base_model_name_or_path"]
-    model = AutoModelForCausalLM.from_pretrained(
+    model = (AutoModelForImageTextToText if pictures else AutoModelForCausalLM).from_pretrained(
         base,
         dtype=dtype,
         attn_implementation=attention,
@@ -86,7 +93,14 @@ def load_model(
         ),
     )
     keep_differentiable(model)
-    tokenizer = AutoTokenizer.from_pretrained(str(name_or_folder), **options)
+    tokenizer = (AutoProcessor if pictures else AutoTokenizer).from_pretrained(str(name_or_folder), **options)
+    if pictures and not hasattr(tokenizer, "image_processor"):
+        raise ConfigError(
+            f"load_model: pictures=True needs a model with a processor; {name_or_folder} has a {type(tokenizer).__name__}. "
+            "Leave out pictures, or add the processor's files."
+        )
+    if train is not None:
+        train_parts(model, train)
     if adapter is not None:
         peft = _require_peft()
         size = _num_saved_tokens(model, folder)
@@ -103,8 +117,9 @@ def add_lora(model: Any, config: Any = None) -> Any:
 
     Args:
         model: A plain `PreTrainedModel`.
-        config: A `peft.LoraConfig`. None uses rank 16 and alpha 32 on all linear layers except the output head, and except
-            `out_proj` and `dt_proj` in models with Mamba's layers, which read these weights without calling the layers.
+        config: A `peft.LoraConfig`. None uses rank 16 and alpha 32 on all linear layers except the output head, those of a
+            vision tower and its projector, and except `out_proj` and `dt_proj` in models with Mamba's layers, which read these
+            weights without calling the layers.
     """
     peft = _require_peft()
     if config is None:
@@ -115,6 +130,8 @@ def add_lora(model: Any, config: Any = None) -> Any:
                 name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part is not head
             }
             targets = sorted({name.rpartition(".")[2] for name in linear} - {"out_proj", "dt_proj"})
+        elif vision_of(model):
+            targets = language_layers(model)
         config = peft.LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config)
 

@@ -89,10 +89,16 @@ def hidden_of_packs(
 def can_pack(lm: CausalLM) -> bool:
     """Whether packed rows have the log-probs of rows alone, from a trial: biases by distance, for example, ignore positions.
 
-    Models with windows cannot pack, because a trial would have to be longer than the window.
+    Models with windows cannot pack, because a trial would have to be longer than the window, and models with pictures neither,
+    because they make positions and masks of their own.
     """
     windows = [value for name, value in lm.config.to_dict().items() if "window" in name and "layers" not in name]
-    if not lm.has_plain_cache or any(windows) or lm.plain.config._attn_implementation not in MASKED:
+    if (
+        lm.reads_pictures
+        or not lm.has_plain_cache
+        or any(windows)
+        or lm.plain.config._attn_implementation not in MASKED
+    ):
         return False
     limit = lm.max_positions or 1000
     prompts = [

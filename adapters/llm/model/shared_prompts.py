@@ -21,6 +21,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from adapters.llm.picture_prompts import Ids
+
 from .causal_lm import CausalLM, DummyLayer
 
 
@@ -35,34 +37,40 @@ class Prefilled:
     mask: Bool[Tensor, "B P"] | None
     """Mask of the prompts' tokens. None if all prompts have the same length."""
     lengths: Int[Tensor, " B"]
-    """Number of tokens of each prompt."""
+    """Number of positions of each prompt: that of its tokens, unless the model gives its pictures fewer or more."""
 
 
-def prefill(lm: CausalLM, prompts: Sequence[Sequence[int]], width: int | None = None) -> Prefilled:
-    """Run one forward pass over B prompts, with a gradient unless gradients are switched off.
+def prefill(lm: CausalLM, prompts: Sequence[Ids], width: int | None = None) -> Prefilled:
+    """Run one forward pass over B prompts, with a gradient unless gradients are switched off. Each picture is computed once.
 
     Args:
         lm: The model.
-        prompts: Token ids of B prompts.
+        prompts: B prompts.
         width: Length that the prompts are padded to. None uses the length of the longest prompt.
     """
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     width = width or int(lengths.max())
     # not a padding token, whose embedding may be 0: the gradient of its standard deviation would be NaN (Gemma 3n)
-    token_ids = torch.tensor([[*[prompt[0]] * (width - len(prompt)), *prompt] for prompt in prompts], device=lm.device)
+    fillers = [prompt[0] if prompt[0] not in lm.picture_token_ids else 0 for prompt in prompts]
+    rows = zip(fillers, prompts, strict=True)
+    token_ids = torch.tensor([[*[own] * (width - len(prompt)), *prompt] for own, prompt in rows], device=lm.device)
     options: dict[str, Any] = {}
     mask = None
     if bool((lengths != width).any()):
         mask = (torch.arange(width) >= width - lengths[:, None]).to(lm.device)
         options = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
+    fields = lm.fields(prompts, width, on_the_left=True)
+    if fields and lm.shifts_positions:
+        options.pop("position_ids", None)  # the model counts them, from the sizes of the pictures
+    lm.take_shifts()
     cache = DynamicCache(config=lm.config)
     cache.layers = [_of_all_positions(layer) for layer in cache.layers]
-    output = lm.decoder(input_ids=token_ids, past_key_values=cache, use_cache=True, **options)
+    output = lm.decoder(input_ids=token_ids, past_key_values=cache, use_cache=True, **options, **fields)
     return Prefilled(
         cache=cache,
         last_hidden=output.last_hidden_state[:, -1],
         mask=mask,
-        lengths=lengths.to(lm.device),
+        lengths=lengths.to(lm.device) + lm.take_shifts(),
     )
 
 
@@ -78,13 +86,13 @@ def _of_all_positions(layer: Any) -> Any:
 
 
 def hidden_with_shared_prompts(
-    lm: CausalLM, prompts: Sequence[Sequence[int]], prompt_of_row: Int[Tensor, " N"], completions: Int[Tensor, "N T"]
+    lm: CausalLM, prompts: Sequence[Ids], prompt_of_row: Int[Tensor, " N"], completions: Int[Tensor, "N T"]
 ) -> Float[Tensor, "N T H"]:
     """Hidden states that predict the completions' tokens. Each prompt is computed once.
 
     Args:
         lm: The model.
-        prompts: Token ids of B prompts.
+        prompts: B prompts.
         prompt_of_row: Index of the prompt of each row.
         completions: Token ids of the completions, padded on the right with any token.
     """
@@ -98,13 +106,15 @@ def hidden_with_shared_prompts(
         return first[:, :width]
     inputs = completions[:, :-1].to(lm.device)
     options: dict[str, Any] = {}
-    if prefilled.mask is not None:
-        # padding on the right needs no mask, because no token attends to later positions
-        own = torch.ones(inputs.shape, dtype=torch.bool, device=lm.device)
+    if prefilled.mask is not None or lm.shifts_positions:
         positions = prefilled.lengths[rows.prompt, None] + torch.arange(inputs.shape[1], device=lm.device)
         if lm.max_positions is not None:
             positions = positions.clamp_max(lm.max_positions - 1)  # padding may exceed the last position
-        options = {"attention_mask": torch.cat([prefilled.mask[rows.prompt], own], 1), "position_ids": positions}
+        options = {"position_ids": positions}
+    if prefilled.mask is not None:
+        # padding on the right needs no mask, because no token attends to later positions
+        own = torch.ones(inputs.shape, dtype=torch.bool, device=lm.device)
+        options["attention_mask"] = torch.cat([prefilled.mask[rows.prompt], own], 1)
     cache = DynamicCache()
     cache.layers = [shared_layer(layer, rows) for layer in prefilled.cache.layers]
     rest = lm.decoder(input_ids=inputs, past_key_values=cache, use_cache=True, **options).last_hidden_state
@@ -113,7 +123,7 @@ def hidden_with_shared_prompts(
 
 def hidden_of_whole_rows(
     lm: CausalLM,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Ids],
     prompt_of_row: Int[Tensor, " N"],
     completions: Int[Tensor, "N T"],
     lengths: Int[Tensor, " N"],
@@ -127,7 +137,9 @@ def hidden_of_whole_rows(
     rows = [[*prompts[prompt], *row[:length]] for prompt, row, length in of_rows]
     width = max(map(len, rows))
     token_ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=lm.device)
-    hidden = lm.decoder(input_ids=token_ids, use_cache=False).last_hidden_state
+    lm.take_shifts()
+    fields = lm.fields([prompts[prompt] for prompt in prompt_of_row.tolist()], width)
+    hidden = lm.decoder(input_ids=token_ids, use_cache=False, **fields).last_hidden_state
     begins = torch.tensor([len(prompts[prompt]) - 1 for prompt in prompt_of_row.tolist()])
     positions = (begins[:, None] + torch.arange(completions.shape[1])).clamp_max(width - 1).to(lm.device)
     return hidden.gather(1, positions[:, :, None].expand(-1, -1, hidden.shape[-1]))

@@ -14,6 +14,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
+from adapters.llm.picture_prompts import Ids
+
 from .causal_lm import CausalLM
 from .shared_prompts import Rows, SharedLayer, prefill
 
@@ -80,7 +82,7 @@ class Edges:
 
 def hidden_of_trees(
     lm: CausalLM,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Ids],
     prompt_of_edge: Int[Tensor, " E"],
     parent: Int[Tensor, " E"],
     tokens: Int[Tensor, "E W"],

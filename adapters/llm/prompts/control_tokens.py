@@ -44,16 +44,20 @@ class ControlTokens:
     Args:
         tokenizer: The model's tokenizer.
         options: Options of `tokenizer.apply_chat_template`.
+        picture_mark: What stands for a picture in a text. It is spelled out in all messages.
     """
 
-    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, options: Mapping[str, Any] | None = None, *, picture_mark: str | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         special = set(special_tokens(tokenizer).values())
         added = set(tokenizer.get_added_vocab()) if hasattr(tokenizer, "get_added_vocab") else set()
         written = f"{tokenizer.chat_template}\n{self._skeleton(options or {})}"
         named = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token} & special
         marks = {mark for mark in special if mark in written}
-        self._of_tools = _pattern(special | {mark for mark in added if mark in written})
+        named |= set() if picture_mark is None else {picture_mark}
+        self._of_tools = _pattern(named | special | {mark for mark in added if mark in written})
         self._of_others = _pattern(named | {mark for mark in marks if not THOUGHTS.search(mark)})
         self._of_assistant = _pattern(named | {mark for mark in marks if not OWN.search(mark)})
 
@@ -85,11 +89,14 @@ class ControlTokens:
             for name, value in options.items()
         }
 
+    def parts(self, text: str) -> list[str]:
+        """What the template wrote, cut where no token may reach across."""
+        return [part for part in text.replace("\\ufdd0", CUT).split(CUT) if part]  # some templates write JSON in ASCII
+
     def encode(self, text: str) -> list[int]:
         """Token ids of what the template wrote. No token is added at the beginning or the end."""
-        parts = text.replace("\\ufdd0", CUT).split(CUT)  # some templates write JSON in ASCII
         return [
-            token for part in parts if part for token in self._tokenizer(part, add_special_tokens=False)["input_ids"]
+            token for part in self.parts(text) for token in self._tokenizer(part, add_special_tokens=False)["input_ids"]
         ]
 
 

@@ -34,22 +34,7 @@ def prompt_of(state: PromptState, column: str = "prompt") -> Prompt:
             "A prompt must be text, a list of chat messages {'role': ..., 'content': ...}, or a list of token ids; got "
             f"{type(prompt).__name__}: {str(prompt)[:80]!r}."
         )
-    if is_chat:
-        _require_text(cast("Sequence[Message]", prompt))
     return cast("Prompt", prompt)
-
-
-def _require_text(chat: Sequence[Message]) -> None:
-    """Raise a `ContractError` if a message has a part that is not text."""
-    parts = [
-        part for message in chat if isinstance(message.get("content"), list | tuple) for part in message["content"]
-    ]
-    kinds = {part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in parts} - {"text"}
-    if kinds:
-        raise ContractError(
-            "A chat must hold text only, because HFPolicy gives the model token ids only; got a part of type "
-            f"{', '.join(sorted(map(repr, kinds)))}. Remove images, audio and videos from the messages."
-        )
 
 
 def is_token_ids(prompt: Any) -> bool:

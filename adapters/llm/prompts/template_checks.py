@@ -46,6 +46,14 @@ class TemplateChecks:
             self._knows_parts = bool(text) and not re.search(r"""['"]type['"]""", text)
         return self._knows_parts
 
+    def reads_pictures(self) -> bool:
+        """Whether the template writes something for a part that is a picture."""
+        text = {"type": "text", "text": "question"}
+        plain, with_picture = (
+            self._plain([{"role": "user", "content": parts}]) for parts in ([text], [{"type": "image"}, text])
+        )
+        return self.reads_parts() and len(with_picture) > len(plain)
+
     def _writes_calls(self) -> bool:
         """Whether the template writes the calls of a small chat, or refuses this chat, so that nothing is known."""
         if self._knows_calls is None:

@@ -8,6 +8,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from adapters.llm.model.causal_lm import CausalLM
+from adapters.llm.picture_prompts import Ids, require_no_pictures
 from grpo import preserved_random_state
 from grpo.errors import ConfigError
 
@@ -37,9 +38,10 @@ class ContinuousSampler:
 
     @torch.no_grad()
     def sample(
-        self, prompts: Sequence[Ints], num_per_prompt: int, config: SamplingConfig, *, end_token_ids: Ints, seeds: Ints
+        self, prompts: Sequence[Ids], num_per_prompt: int, config: SamplingConfig, *, end_token_ids: Ints, seeds: Ints
     ) -> SampledTokens:
         """Sample completions; see `Sampler.sample`. The scores are None, because the paged attention rounds differently."""
+        require_no_pictures(prompts, "transformers' continuous batching", "Use sampler='decoding'.")
         default = SamplingConfig(max_new_tokens=config.max_new_tokens)
         lacking = {name: getattr(config, name) for name in LACKS if getattr(config, name) != getattr(default, name)}
         if lacking:

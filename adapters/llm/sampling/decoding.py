@@ -22,6 +22,7 @@ from transformers import (
 from adapters.llm.completions import FinishReason
 from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.model.shared_prompts import Prefilled, prefill
+from adapters.llm.picture_prompts import Ids, has_pictures
 from adapters.llm.prompts.control_tokens import special_tokens
 
 from .decoding_batch import DecodingBatch
@@ -170,7 +171,7 @@ class DecodingSampler(LimitsRows, GivesRows):
     @torch.no_grad()
     def sample(
         self,
-        prompts: Sequence[Ints],
+        prompts: Sequence[Ids],
         num_per_prompt: int,
         config: SamplingConfig,
         *,
@@ -180,7 +181,7 @@ class DecodingSampler(LimitsRows, GivesRows):
         on_row: OnRow | None = None,
     ) -> SampledTokens:
         """Sample completions; see `Sampler.sample` and `LimitsRows`. `on_row` gets each row as soon as it ends."""
-        rows = [list(prompt) for prompt in prompts for _ in range(num_per_prompt)]
+        rows = [prompt for prompt in prompts for _ in range(num_per_prompt)]
         draw = TokenDraw(
             config,
             rows,
@@ -213,7 +214,7 @@ class _Waiting:
     def __init__(
         self,
         lm: CausalLM,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Ids],
         size: int,
         max_tokens: int,
         kept: KeptPrefixes | None,
@@ -227,9 +228,9 @@ class _Waiting:
     def __bool__(self) -> bool:
         return self._next < len(self._prompts) * self._size
 
-    def prompt_of(self, row: int) -> list[int]:
-        """Token ids of the row's prompt."""
-        return list(self._prompts[row // self._size])
+    def prompt_of(self, row: int) -> Ids:
+        """The row's prompt."""
+        return self._prompts[row // self._size]
 
     def begin(self, max_rows: int) -> DecodingBatch:
         """At most `max_rows` rows before their first token: whole groups, or some rows of one group."""
@@ -240,9 +241,10 @@ class _Waiting:
         else:
             num_prompts, size = 1, min(max_rows, size - num_begun)
         some = self._prompts[prompt : prompt + num_prompts]
-        rows = [list(each) for each in some for _ in range(size)]
+        rows = [each for each in some for _ in range(size)]
         self._next += len(rows)
-        taken = self.kept.take(rows) if self.kept else []
+        # a prompt with pictures is computed as a whole, because equal token ids may stand for other pictures
+        taken = self.kept.take(rows) if self.kept and not has_pictures(some) else []
         if any(part is not None for part in taken):
             return continued_batch(self._lm, rows, taken, self._max_tokens, first)
         if size < self._size and self._prefilled is None:
@@ -265,7 +267,11 @@ def _decode(lm: CausalLM, waiting: _Waiting, max_rows: int, draw: TokenDraw, pro
         batch.steps = [step + 1 for step in batch.steps]
         going = [position for position, row in enumerate(batch.rows) if progress.alive[row]]
         if waiting.kept is not None:
-            ended = [p for p, row in enumerate(batch.rows) if was_alive[p] and not progress.alive[row]]
+            ended = [
+                p
+                for p, row in enumerate(batch.rows)
+                if was_alive[p] and not progress.alive[row] and not has_pictures([waiting.prompt_of(row)])
+            ]
             drawn = [draw.tokens[batch.rows[p], : batch.steps[p]].tolist() for p in ended]
             contexts = [[*waiting.prompt_of(batch.rows[p]), *own] for p, own in zip(ended, drawn, strict=True)]
             waiting.kept.keep(batch, ended, contexts)
@@ -279,22 +285,25 @@ def _decode(lm: CausalLM, waiting: _Waiting, max_rows: int, draw: TokenDraw, pro
         if num_ended and (is_full or num_ended >= MOST_ENDED * len(batch.rows)):
             tokens = tokens[batch.keep(going)]
         options: dict[str, Any] = {}
+        if batch.mask is not None or lm.shifts_positions:
+            options = {"position_ids": (batch.lengths + batch.step - 1)[:, None]}
         if batch.mask is not None:
             batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(tokens), 1)], 1)
-            options = {"attention_mask": batch.mask, "position_ids": (batch.lengths + batch.step - 1)[:, None]}
+            options["attention_mask"] = batch.mask
         output = lm.decoder(input_ids=tokens[:, None], past_key_values=batch.cache, use_cache=True, **options)
         batch.hidden = output.last_hidden_state[:, -1]
         batch.contexts = [context + 1 for context in batch.contexts]
 
 
 def _decode_with_generate(
-    lm: CausalLM, all_prompts: Sequence[list[int]], rows: range, max_steps: int, draw: TokenDraw, progress: Progress
+    lm: CausalLM, all_prompts: Sequence[Ids], rows: range, max_steps: int, draw: TokenDraw, progress: Progress
 ) -> None:
     """Draw one completion for each of `rows` with transformers' `generate` and its caches."""
     prompts = all_prompts[rows.start : rows.stop]
     width = max(map(len, prompts))
     padded = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=lm.device)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=lm.device)
+    lm.take_shifts()
     defaults = lm.plain.generation_config
     lm.plain.generation_config = GenerationConfig()  # the model's config may penalise, truncate and end completions
     try:
@@ -304,24 +313,30 @@ def _decode_with_generate(
             generation_config=GenerationConfig(
                 max_new_tokens=max_steps, do_sample=False, pad_token_id=0, use_cache=True
             ),
-            logits_processor=LogitsProcessorList([_Drawing(draw, rows, width)]),
+            logits_processor=LogitsProcessorList(
+                [_Drawing(draw, rows, width, lm.exclusion if lm.reads_pictures else None)]
+            ),
             stopping_criteria=StoppingCriteriaList([_Stopping(progress, rows, width)]),
+            **lm.fields(prompts, width, on_the_left=True),
         )
     finally:
+        lm.take_shifts()
         lm.plain.generation_config = defaults
 
 
 class _Drawing(LogitsProcessor):
     """Draws each row's token and excludes all other tokens, so that `generate` selects the drawn token."""
 
-    def __init__(self, draw: TokenDraw, rows: range, width: int) -> None:
+    def __init__(self, draw: TokenDraw, rows: range, width: int, bias: Tensor | None) -> None:
         self._draw = draw
         self._rows = rows
         self._width = width
+        self._bias = bias
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         rows = torch.arange(self._rows.start, self._rows.stop, device=scores.device)
-        tokens = self._draw(scores.clone(), rows, input_ids.shape[1] - self._width)
+        logits = scores.clone() if self._bias is None else scores + self._bias
+        tokens = self._draw(logits, rows, input_ids.shape[1] - self._width)
         return torch.full_like(scores, -math.inf).scatter_(1, tokens[:, None], 0.0)
 
 

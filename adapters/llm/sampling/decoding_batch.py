@@ -16,6 +16,7 @@ from transformers.cache_utils import (
 
 from adapters.llm.model.causal_lm import CausalLM, DummyLayer
 from adapters.llm.model.shared_prompts import Prefilled, Rows, RowStates, prefill
+from adapters.llm.picture_prompts import Ids
 
 GROWTH = 128
 """Number of positions by which the memory for keys and values grows."""
@@ -36,7 +37,7 @@ class DecodingBatch:
     mask: Bool[Tensor, "R L"] | None
     """Mask of the cache's tokens. None if every position has a token."""
     lengths: Int[Tensor, " R"]
-    """Number of prompt tokens of each row."""
+    """Number of positions of each row's prompt."""
     contexts: list[int]
     """Number of the cache's columns that each row needs, from its first token on."""
     steps: list[int]
@@ -46,7 +47,7 @@ class DecodingBatch:
     def of_prompts(
         cls,
         lm: CausalLM,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Ids],
         size: int,
         max_tokens: int,
         first: int = 0,
@@ -65,12 +66,13 @@ class DecodingBatch:
         width = max(map(len, prompts))
         at_once = max(1, max_tokens // width)
         layers: list[Any] = []
-        hidden = []
+        hidden, lengths = [], []
         for begin in range(0, len(prompts), at_once):
             some = prompts[begin : begin + at_once]
             prefilled = prefilled or prefill(lm, some, width)
             spread = Rows(torch.arange(len(some)).repeat_interleave(size), len(some), lm.device)
             hidden.append(spread.spread(prefilled.last_hidden))
+            lengths.append(spread.spread(prefilled.lengths))
             of_prompts = prefilled.cache.layers
             layers = layers or [_growing_layer(layer, len(prompts) * size) for layer in of_prompts]
             for layer, of_some in zip(layers, of_prompts, strict=True):
@@ -79,17 +81,17 @@ class DecodingBatch:
             prefilled = None
         cache = DynamicCache()
         cache.layers = list(layers)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=lm.device).repeat_interleave(size)
+        begins = torch.tensor([width - len(prompt) for prompt in prompts], device=lm.device).repeat_interleave(size)
         is_padded = any(len(prompt) < width for prompt in prompts)
         return cls(
-            rows=list(range(first, first + len(lengths))),
-            on_device=torch.arange(first, first + len(lengths), device=lm.device),
+            rows=list(range(first, first + len(begins))),
+            on_device=torch.arange(first, first + len(begins), device=lm.device),
             hidden=torch.cat(hidden),
             cache=cache,
-            mask=torch.arange(width, device=lm.device) >= width - lengths[:, None] if is_padded else None,
-            lengths=lengths,
+            mask=torch.arange(width, device=lm.device) >= begins[:, None] if is_padded else None,
+            lengths=torch.cat(lengths),
             contexts=[len(prompt) for prompt in prompts for _ in range(size)],
-            steps=[0] * len(lengths),
+            steps=[0] * len(begins),
         )
 
     @property

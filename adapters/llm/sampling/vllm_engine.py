@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from adapters.llm.model.merged_weights import merged_weights
+from adapters.llm.picture_prompts import Ids, require_no_pictures
 from grpo import preserved_random_state
 from grpo.arguments import install_command
 from grpo.errors import ConfigError
@@ -66,7 +67,7 @@ class VLLMSampler(LimitsRows):
 
     def sample(
         self,
-        prompts: Sequence[Ints],
+        prompts: Sequence[Ids],
         num_per_prompt: int,
         config: SamplingConfig,
         *,
@@ -82,6 +83,7 @@ class VLLMSampler(LimitsRows):
             ConfigError: VLLM does not support a setting, or a prompt is too long.
             SamplerError: VLLM did not complete a request.
         """
+        require_no_pictures(prompts, "vLLM, as it is called here,", "Use sampler='decoding'.")
         settings = row_settings(config, end_token_ids, limits, len(seeds))
         require_room(prompts, settings, self._max_length)
         with preserved_random_state():  # vLLM uses the global generators although every row has a seed

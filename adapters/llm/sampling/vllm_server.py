@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from adapters.llm.model.merged_weights import is_divided, merged_weights
+from adapters.llm.picture_prompts import Ids, require_no_pictures
 from grpo.arguments import describe
 from grpo.engine import Engine, OneProcess
 from grpo.errors import ConfigError, warn_user
@@ -122,7 +123,7 @@ class VLLMServerSampler(LimitsRows, GivesRows):
 
     def sample(
         self,
-        prompts: Sequence[Ints],
+        prompts: Sequence[Ids],
         num_per_prompt: int,
         config: SamplingConfig,
         *,
@@ -140,6 +141,7 @@ class VLLMServerSampler(LimitsRows, GivesRows):
             ConfigError: VLLM does not support a setting, a prompt is too long, or a server was started with other options.
             SamplerError: No server answers, one rejects a request, or one has weights of another client.
         """
+        require_no_pictures(prompts, "vLLM, as it is called here,", "Use sampler='decoding'.")
         settings = row_settings(config, end_token_ids, limits, len(seeds))
         bodies = [
             {"token_ids": list(prompts[row // num_per_prompt]), "sampling_params": settings[row] | {"seed": seed}}

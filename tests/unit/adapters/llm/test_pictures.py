@@ -1,0 +1,389 @@
+"""Prompts with pictures: where pictures come from, what is refused, and how often the vision tower runs."""
+
+import base64
+import sys
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from PIL import Image
+
+from adapters.llm import CompletionRewards, HFOptions, HFPolicy, SamplingConfig, add_lora, train_parts
+from adapters.llm.sampling.continuous import ContinuousSampler
+from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo.errors import ConfigError, ContractError
+from tests.support.llm_models import assert_rows, completion, gradients, relative_difference
+from tests.support.vision_models import IMAGE, chat, picture, plain_inputs, plain_log_probs, tiny_vision
+
+
+def tiny_policy(family: str = "qwen2_5_vl", *, max_new_tokens: int = 5, **options: Any) -> HFPolicy:
+    model, processor = tiny_vision(family)
+    return HFPolicy(model, processor, sampling=SamplingConfig(max_new_tokens=max_new_tokens), **options)
+
+
+@pytest.fixture(scope="module", name="policy")
+def fixture_policy() -> HFPolicy:
+    return tiny_policy()
+
+
+def encoded(policy: HFPolicy, state: Any) -> Any:
+    [prompt] = policy._encode([state])
+    return prompt
+
+
+def as_png(image: Any) -> bytes:
+    file = BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def part(**source: Any) -> list[dict[str, Any]]:
+    """A chat with one part of this kind before its text."""
+    return [{"role": "user", "content": [source, {"type": "text", "text": "how many?"}]}]
+
+
+def test_a_picture_has_many_forms_and_one_meaning(policy: HFPolicy, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    image = picture(24, 40)
+    file = tmp_path / "picture.png"
+    file.write_bytes(as_png(image))
+    link = "data:image/png;base64," + base64.b64encode(as_png(image)).decode()
+    expected = encoded(policy, chat("how many?", image))
+    inputs = plain_inputs(policy.processor, chat("how many?", image))
+    assert list(expected) == inputs.pop("input_ids")[0].tolist()
+    inputs.pop("attention_mask")
+    assert inputs.keys() == expected.fields.keys()
+    assert all(torch.equal(inputs[name], expected.fields[name]) for name in inputs)
+    text = [{"role": "user", "content": "how many?"}]
+    forms: dict[str, Any] = {
+        "an array": part(type="image", image=np.asarray(image)),
+        "a path": part(type="image", path=str(file)),
+        "a Path": part(type="image", image=file),
+        "base64": part(type="image", base64=base64.b64encode(as_png(image)).decode()),
+        "OpenAI's chat completions": part(type="image_url", image_url={"url": link}),
+        "OpenAI's responses": part(type="input_image", image_url=link),
+        "a datasets.Image": part(type="image", image={"bytes": as_png(image), "path": None}),
+        "an opaque picture with an alpha channel": part(type="image", image=image.convert("RGBA")),
+        "a column of pictures": {"prompt": text, "images": [image]},
+        "a column with one picture": {"prompt": text, "image": image},
+        "a column and a part": {"prompt": part(type="image"), "images": [image]},
+    }
+    for name, state in forms.items():
+        with subtests.test(name):
+            found = encoded(policy, state)
+            assert found == expected
+            assert hash(found) == hash(expected)
+    grey = encoded(policy, part(type="image", image=np.asarray(image.convert("L"))))
+    assert list(grey) == list(expected)
+    assert grey != expected
+
+
+def test_a_text_has_marks_where_its_pictures_belong() -> None:
+    policy = tiny_policy("llava")
+    found = encoded(policy, {"prompt": "a<image>b", "images": [picture()]})
+    assert list(found) == [16, *[IMAGE] * 16, 17]  # 16 patches of 8 x 8 pixels
+    assert found.fields["pixel_values"].shape == (1, 3, 32, 32)
+
+
+OPAQUE = picture(8, 8)
+CLEAR = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
+REFUSED: list[tuple[str, Any, str]] = [
+    ("a mark without a picture", "a <image> b", r"state 1 has 1 tokens that stand for pictures, and no picture\. Pass"),
+    ("a part without a picture", part(type="image"), r"Part 0 of message 0 of the chat of state 1 has no picture"),
+    ("a picture without a mark", {"prompt": "a", "images": [OPAQUE]}, r"prompt of state 1 must fit .* 1 pictures and 0 marks"),
+    ("more pictures than parts", {"prompt": part(type="image"), "images": [OPAQUE] * 2},
+        r"state 1 has 2 pictures in its columns, and parts of type 'image' for 1\. Give"),
+    ("more marks than pictures", {"prompt": "<image><image>", "images": [OPAQUE]},
+        r"state 1 must fit .* 1 pictures and 2 marks"),
+    ("token ids with pictures", {"prompt": [5, IMAGE], "images": [OPAQUE]}, r"state 1 must be a text or a chat"),
+    ("a picture without pixels", part(type="image", image=np.zeros((0, 4, 3), np.uint8)),
+        r"state 1 must have pixels; its shape"),
+    ("a picture of size 0", part(type="image", image=Image.new("RGB", (0, 4))), r"state 1 must have pixels; its size is 0 x 4"),
+    ("transparency", part(type="image", image=CLEAR), r"Part 0 .* of state 1 must be opaque; .*alpha_composite"),
+    ("16 bits", part(type="image", image=Image.fromarray(np.ones((4, 4), np.uint16))), r"state 1 must have 8 bits per channel"),
+    ("an array of floats", part(type="image", image=np.ones((4, 4, 3))), r"state 1 must be an array of uint8, .* got float64"),
+    ("channels first", part(type="image", image=np.ones((3, 5, 6), np.uint8)), r"state 1 .* np\.moveaxis\(array, 0, -1\)"),
+    ("a damaged file", part(type="image", image=as_png(OPAQUE)[:60]),
+        r"state 1 must be a file that Pillow reads; the bytes given"),
+    ("a file that is none", part(type="image", path="nowhere.png"), r"state 1 must be a file .* 'nowhere\.png'"),
+    ("a damaged link", part(type="image_url", image_url="data:image/png;base64,!"), r"state 1 must be data:image"),
+    ("a link to the network", part(type="image_url", image_url={"url": "https://host/a.png"}), r"state 1 .* the network"),
+    ("a number", part(type="image", image=7), r"Part 0 of message 0 of the chat of state 1 must be a PIL image"),
+    ("a number in a column", {"prompt": part(type="image"), "images": [7]},
+        r"Picture 0 of the column 'images' of state 1 must be"),
+    ("sound", part(type="audio", audio="a.wav"), r"chat of state 1 has a part of type 'audio'\. Pass frames"),
+    ("a video", part(type="video", video=[]),
+        r"chat of state 1 has a part of type 'video'\. Pass frames of a video as pictures"),
+    ("pictures and no user", {"prompt": [{"role": "system", "content": "a"}], "images": [OPAQUE]}, r"no message of the user"),
+    ("more pictures than the model takes", chat("a", *[picture(32, 32)] * 60),
+        r"must fit into the model's 256 positions; those at"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("state", "message"), [pytest.param(state, message, id=name) for name, state, message in REFUSED]
+)
+def test_what_cannot_be_read_is_refused_with_its_row(policy: HFPolicy, state: Any, message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        policy.generate_actions(["a", state], 1)
+
+
+def test_pictures_need_a_processor(subtests: pytest.Subtests) -> None:
+    model, processor = tiny_vision("qwen2_5_vl")
+    policy = HFPolicy(model, processor.tokenizer, sampling=SamplingConfig(max_new_tokens=2))
+    policy.tokenizer.chat_template = processor.chat_template
+    with pytest.raises(
+        ContractError, match=r"state 1 has a part of type 'image'\. For pictures, pass the processor of an"
+    ):
+        policy.generate_actions(["a", chat("a", OPAQUE)], 1)
+    with pytest.warns(
+        UserWarning, match=r"the column 'images' of state 0 has no effect, because the policy has a tokenizer"
+    ):
+        policy.generate_actions([{"prompt": "a", "images": [OPAQUE]}], 1)
+
+
+def test_without_pillow_the_error_says_what_to_install(policy: HFPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match=r"Pictures need Pillow: pip install .*\[vision\]"):
+        policy.generate_actions([chat("a", np.zeros((4, 4, 3), np.uint8))], 1)
+
+
+def test_a_picture_in_the_text_of_a_message_is_text(policy: HFPolicy) -> None:
+    """A tool's result or a data set could otherwise put a picture's place into a prompt, or move another picture."""
+    spelled = encoded(policy, chat("is <image> a tag?", picture()))
+    plain = encoded(policy, chat("is a tag?", picture()))
+    assert list(spelled).count(IMAGE) == list(plain).count(IMAGE) == 4
+    assert spelled.fields["mm_token_type_ids"].sum() == 4
+    assert spelled.fields["mm_token_type_ids"].shape == (1, len(spelled))
+
+
+def test_a_model_that_ignores_its_pictures_is_refused() -> None:
+    """The fields of a processor of another family may have names that the model swallows."""
+    model, processor = tiny_vision("gemma3")
+    with torch.no_grad():
+        model.model.multi_modal_projector.mm_input_projection_weight.zero_()
+    with pytest.raises(
+        ContractError, match=r"must read its pictures; Gemma3.* a picture and its mirror image equal log-probs"
+    ):
+        HFPolicy(model, processor)
+
+
+def test_the_vision_tower_runs_once_per_prompt_in_sampling_and_in_an_update() -> None:
+    """Others run it for each of the 8 completions. Pictures of a pass are in one call, so their patches are counted."""
+    policy = tiny_policy()
+    patches: list[int] = []
+    policy.model.model.visual.register_forward_pre_hook(
+        lambda module, args, options: patches.append(len(args[0])), with_kwargs=True
+    )
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=8, learning_rate=1e-3),
+        policy=policy,
+        reward_model=CompletionRewards(lambda completion_ids: [float(sum(tokens)) for tokens in completion_ids]),
+    )
+    states = [chat("how many?", picture(16, 16)), chat("a?", picture(16, 16, 1)), chat("b")]
+    batch = trainer.collect(states)
+    assert sum(patches) == 2 * 16  # two pictures of 4 x 4 patches
+    patches.clear()
+    trainer.update(batch)
+    assert sum(patches) == 2 * 16
+
+
+def test_equal_ids_with_other_pictures_are_other_prompts() -> None:
+    policy = tiny_policy()
+    states = [chat("how many?", picture(16, 16, seed)) for seed in (0, 1, 0)]
+    first, other, again = policy._encode(states)
+    assert list(first) == list(other)
+    assert first != other
+    assert first == again
+    [[action]] = policy.generate_actions(states[:1], 1)
+    scores = policy.score_actions(states, [action] * 3).log_probs
+    assert_rows(scores, [plain_log_probs(policy, state, action.token_ids) for state in states], 2e-5)
+    assert (scores[0] - scores[1]).abs().max() > 1e-3
+    assert torch.equal(scores[0], scores[2])
+    plans = policy.plan_micro_batches(states, [action] * 3)
+    assert sorted(row for plan in plans for row in plan) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+@pytest.mark.parametrize("sampler", ["generate", "recorded"])
+def test_every_sampler_of_this_package_draws_the_same_tokens(family: str, sampler: Any) -> None:
+    states = [chat("how many?", picture(32, 48)), chat("a?", picture(56, 24, 1), picture(20, 36, 2)), chat("12+34=?")]
+    found = []
+    for options in ({}, {"sampler": sampler}, {"options": HFOptions(max_rows_per_decode=3)}):
+        policy = tiny_policy(family, **options)
+        torch.manual_seed(0)
+        found.append([action for group in policy.generate_actions(states, 2) for action in group])
+    for actions in found[1:]:
+        assert [action.token_ids for action in actions] == [action.token_ids for action in found[0]]
+        for action, expected in zip(actions, found[0], strict=True):
+            np.testing.assert_allclose(action.behaviour_log_probs, expected.behaviour_log_probs, atol=2e-5)
+
+
+def test_continuous_batching_refuses_pictures() -> None:
+    model, processor = tiny_vision("llava")
+    policy = HFPolicy(model, processor, sampler="decoding", sampling=SamplingConfig(max_new_tokens=2))
+    policy._sampler = ContinuousSampler(policy._lm)
+    with pytest.raises(
+        ContractError, match=r"reads token ids only; the prompts at \[1\] have pictures\. Use sampler='decoding'"
+    ):
+        policy.generate_actions(["a", chat("a", OPAQUE)], 1)
+
+
+def test_no_completion_has_a_token_that_stands_for_a_picture() -> None:
+    """The head is made to prefer the token by far."""
+    model, processor = tiny_vision("qwen2_5_vl")
+    with torch.no_grad():
+        model.lm_head.weight[IMAGE] *= 100
+    policy = HFPolicy(
+        model, processor, sampling=SamplingConfig(max_new_tokens=20), options=HFOptions(exact_entropy=True)
+    )
+    states = [chat("a?", picture()), "b"]
+    groups = policy.generate_actions(states, 4)
+    assert all(IMAGE not in action.token_ids for group in groups for action in group)
+    scores = policy.score_groups(states, groups)
+    assert scores.entropy is not None
+    assert bool(scores.entropy.isfinite().all())
+    slopes = gradients(model, scores.log_probs.sum() + scores.entropy.sum())
+    assert all(bool(slope.isfinite().all()) for slope in slopes.values())
+    assert not slopes["lm_head.weight"][IMAGE].any()
+
+
+def test_conversations_that_fork_share_pictures() -> None:
+    """A tree of token ids behind a prompt with a picture: positions behind it count on from the picture's."""
+    policy = tiny_policy()
+    state = chat("how many?", picture(16, 48))
+    actions = [completion(5, 6, 7, 8), completion(5, 6, 9), completion(4)]
+    forked = [replace(action, forks=(2,)) if len(action) > 2 else action for action in actions]
+    scores = policy.score_actions([state] * 3, forked).log_probs
+    assert_rows(scores, [plain_log_probs(policy, state, action.token_ids) for action in actions], 2e-5)
+
+
+def test_text_alone_is_scored_as_without_a_processor_but_for_the_excluded_tokens() -> None:
+    """The positions that a model keeps of the last picture do not reach prompts without one."""
+    policy = tiny_policy()
+    [[action]] = policy.generate_actions(["what is 12+34?"], 1)
+    before = policy.score_actions(["what is 12+34?"], [action]).log_probs
+    policy.generate_actions([chat("a", picture(64, 16))], 2)
+    policy.model(**plain_inputs(policy.processor, chat("a", picture(64, 16))))  # somebody else's pass
+    after = policy.score_actions(["what is 12+34?"], [action]).log_probs
+    assert torch.equal(before, after)
+
+
+def test_a_reference_reads_pictures_too() -> None:
+    model, processor = tiny_vision("qwen2_5_vl")
+    reference, _ = tiny_vision("qwen2_5_vl")
+    policy = HFPolicy(model, processor, reference_model=reference, sampling=SamplingConfig(max_new_tokens=4))
+    state = chat("how many?", picture())
+    [[action]] = policy.generate_actions([state], 1)
+    found = policy.reference_log_probabilities([state], [action])
+    torch.testing.assert_close(found, policy.score_actions([state], [action]).log_probs.detach(), atol=2e-5, rtol=0)
+
+
+PARTS = {
+    "qwen2_5_vl": {
+        "language": "model.language_model.layers.0.mlp.up_proj.weight",
+        "projector": "model.visual.merger.mlp.0.weight",
+        "vision": "model.visual.blocks.0.attn.qkv.weight",
+    },
+    "llava": {
+        "language": "lm_head.weight",
+        "projector": "model.multi_modal_projector.linear_1.weight",
+        "vision": "model.vision_tower.embeddings.patch_embedding.weight",
+    },
+    "idefics3": {
+        "language": "model.text_model.embed_tokens.weight",
+        "projector": "model.connector.modality_projection.proj.weight",
+        "vision": "model.vision_model.embeddings.patch_embedding.weight",
+    },
+}
+
+
+@pytest.mark.parametrize("family", PARTS)
+def test_parts_are_trained_and_frozen_by_name(family: str) -> None:
+    model, _ = tiny_vision(family)
+    for part_name, parameter in PARTS[family].items():
+        train_parts(model, [part_name])  # type: ignore[list-item]
+        trained = {name for name, value in model.named_parameters() if value.requires_grad}
+        assert trained & set(PARTS[family].values()) == {parameter}
+    train_parts(model, ("language", "projector", "vision"))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    for wrong in ((), ("tower",), "vision"):
+        with pytest.raises(ConfigError, match="parts must be names out of 'language', 'projector', 'vision'"):
+            train_parts(model, wrong)  # type: ignore[arg-type]
+
+
+def test_a_frozen_part_does_not_change_and_the_others_have_their_gradients() -> None:
+    model, processor = tiny_vision("qwen3_vl")
+    policy = HFPolicy(model, processor, sampling=SamplingConfig(max_new_tokens=4))
+    state = chat("how many?", picture())
+    [actions] = policy.generate_actions([state], 2)
+    whole = gradients(model, policy.score_groups([state], [actions]).log_probs.sum())
+    train_parts(model, ("projector", "language"))
+    some = gradients(model, policy.score_groups([state], [actions]).log_probs.sum())
+    assert {name for name in whole if name not in some} == {
+        name for name in whole if name.startswith("model.visual.") and "merger" not in name
+    }
+    assert relative_difference(some, {name: whole[name] for name in some}) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT uses the old name
+def test_lora_adapts_the_language_part() -> None:
+    model, processor = tiny_vision("qwen2_5_vl")
+    adapted = add_lora(model)
+    names = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert names
+    assert all(".language_model." in name and "lora" in name for name in names)
+    assert any("q_proj" in name for name in names)
+    assert any("down_proj" in name for name in names)
+    policy = HFPolicy(adapted, processor, sampling=SamplingConfig(max_new_tokens=4))
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=4, learning_rate=1e-2, objective=ObjectiveConfig(kl_coef=0.1)),
+        policy=policy,
+        reward_model=CompletionRewards(lambda completion_ids: [float(sum(tokens)) for tokens in completion_ids]),
+    )
+    trainer.step([chat("how many?", picture())])
+
+
+def test_a_policy_is_saved_with_its_processor_and_loaded_again(tmp_path: Path) -> None:
+    policy = tiny_policy("llava")
+    state = chat("how many?", picture())
+    [[action]] = policy.generate_actions([state], 1)
+    policy.save_pretrained(tmp_path)
+    again = HFPolicy.from_pretrained(
+        tmp_path, pictures=True, train=("projector",), sampling=SamplingConfig(max_new_tokens=5)
+    )
+    expected = policy.score_actions([state], [action]).log_probs
+    torch.testing.assert_close(again.score_actions([state], [action]).log_probs, expected, atol=2e-5, rtol=0)
+    assert all("projector" in name for name in again.get_parameters())
+
+
+def test_loading_refuses_what_excludes_each_other(tmp_path: Path) -> None:
+    policy = tiny_policy("llava")
+    policy.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="an adapter trains itself alone; got train beside it"):
+        HFPolicy.from_pretrained(tmp_path, pictures=True, lora=LoraConfig(), train=("language",))
+    (tmp_path / "processor_config.json").unlink()
+    with pytest.raises((ConfigError, OSError, ValueError), match="processor"):
+        HFPolicy.from_pretrained(tmp_path, pictures=True)
+
+
+def test_rewards_get_the_rows_with_their_pictures() -> None:
+    policy = tiny_policy()
+    seen: list[Any] = []
+
+    def bright(prompts: Any, completions: Any, images: Any, **columns: Any) -> list[float]:
+        seen.extend([prompts, images])
+        return [float(np.asarray(own[0]).mean()) for own in images]
+
+    row = {"prompt": [{"role": "user", "content": "how many?"}], "images": [picture()]}
+    GRPOTrainer(config=GRPOConfig(group_size=2), policy=policy, reward_model=CompletionRewards(bright)).collect([row])
+    assert seen == [[row["prompt"]] * 2, [row["images"]] * 2]
+
+
+def test_a_policy_with_pictures_is_not_divided(policy: HFPolicy) -> None:
+    with pytest.raises(ConfigError, match="a model that reads pictures cannot be divided among ranks"):
+        policy.shard_units()
