@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from adapters.llm import HFPolicy, SamplingConfig
-from examples import arithmetic_llm, gsm8k_qwen
+from examples import arithmetic_llm, counting, gsm8k_qwen
 from grpo import ConfigError, GRPOWarning
 
 CHAT_TEMPLATE = (
@@ -242,3 +242,24 @@ def test_gsm8k_needs_wandb_only_on_request(run: Run, folder: Path, monkeypatch: 
 def test_gsm8k_needs_problems_that_are_not_trained_on(run: Run, folder: Path) -> None:
     with pytest.raises(SystemExit, match=r"train\.jsonl has 6 problems, .*--samples than 6"):
         run(gsm8k_qwen, *SMALL, "--samples", "6")
+
+
+# examples/counting.py
+
+
+def test_counting_answers_questions_about_pictures_and_plots_them(run: Run, tmp_path: Path) -> None:
+    printed = run(counting, "--pictures", "64", "--warmup-steps", "5", "--iterations", "2", "--seed", "3")
+    shares = re.search(r"held-out pictures counted right: ([\d.]+)% -> ([\d.]+)%", printed)
+    assert shares is not None
+    folder = tmp_path / "runs" / "counting" / "seed-3"
+    assert image.imread(folder / "questions.png").shape[:2] == (704, 1100)
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert any("rewards/mean" in line for line in metrics)
+
+
+def test_the_pictures_of_counting_have_as_many_squares_as_their_answers_say() -> None:
+    for row in counting.make_questions(50, seed=7):
+        number, colour, _ = row["answer"].split()
+        pixels = row["image"] == counting.COLOURS[colour]
+        assert pixels.all(2).sum() == 36 * counting.NUMBERS.index(number)  # a square has 6 x 6 pixels
+        assert row["prompt"] == f"<image> how many {colour} squares ?"
