@@ -21,12 +21,11 @@ from pathlib import Path
 import torch
 from matplotlib import pyplot as plt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from adapters.llm import CompletionRewards, HFPolicy, SamplingConfig
 from adapters.tracking import RunFolder, write_report
-from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, compare_policies, measure_policy
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, compare_policies, measure_policy
 
 CHARACTERS = ["<end>", *"0123456789+="]
 PROMPT_LENGTH, MAX_NEW_TOKENS = len("12+34="), len("134") + 1
@@ -82,30 +81,35 @@ def accuracy(policy: HFPolicy, sums: list[dict[str, str]]) -> float:
     return sum(answer.text == row["answer"] for [answer], row in zip(answers, sums, strict=True)) / len(sums)
 
 
+class Suffices:
+    """Ends a run when an evaluation finds this accuracy."""
+
+    def __init__(self, accuracy: float) -> None:
+        self.accuracy = accuracy
+
+    def on_evaluation(self, trainer: object, metrics: dict[str, float]) -> str | None:
+        return "stop" if metrics["eval/accuracy"] >= self.accuracy else None
+
+
 def warm_up(
     policy: HFPolicy, train: list[dict[str, str]], others: list[dict[str, str]], args: argparse.Namespace
 ) -> None:
     """Supervised learning until the accuracy on `others` reaches `args.warmup_accuracy`."""
-    length = PROMPT_LENGTH + MAX_NEW_TOKENS
-    rows = [[*policy.tokenizer(row["prompt"] + row["answer"])["input_ids"], 0] for row in train]
-    tokens = torch.tensor([row + [0] * (length - len(row)) for row in rows])
-    position, lengths = torch.arange(length), torch.tensor([len(row) for row in rows])
-    labels = tokens.masked_fill((position < PROMPT_LENGTH) | (position >= lengths[:, None]), -100)
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=5e-4)
-    with tqdm(total=args.warmup_steps, desc="Warm-up", unit="step") as bar:
-        for step in range(1, args.warmup_steps + 1):
-            policy.train()
-            batch = torch.randint(len(tokens), (128,))
-            loss = policy.model(input_ids=tokens[batch], labels=labels[batch]).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            bar.update()
-            if step % 5 == 0:
-                found = accuracy(policy, others)
-                bar.set_postfix(loss=f"{loss.item():.2f}", accuracy=f"{found:.0%}")
-                if found >= args.warmup_accuracy:
-                    break
+    config = GRPOConfig(
+        num_demonstrations_per_iteration=128,
+        learning_rate=5e-4,
+        max_grad_norm=None,
+        seed=args.seed,
+        objective=ObjectiveConfig(aggregation="step_mean"),
+    )
+    GRPOTrainer(config=config, policy=policy, reward_model=CompletionRewards(right)).train(
+        None,
+        demonstrations=policy.demonstrations(train, [row["answer"] for row in train]),
+        num_iterations=args.warmup_steps,
+        evaluation=lambda: {"eval/accuracy": accuracy(policy, others)},
+        eval_every=5,
+        callbacks=[Suffices(args.warmup_accuracy)],
+    )
 
 
 def plot(history: list[dict[str, float]], before: float, path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo import ActionScores, SampledActions
+from grpo import ActionScores, ExperienceBatch, SampledActions
 from grpo.arguments import describe, refuse_options, require_instances, require_lengths
 from grpo.errors import ConfigError, ContractError
 
@@ -317,6 +317,31 @@ class HFPolicy:
         config = SamplingConfig.from_dict(self.sampling.to_dict() | sampling)
         completions, _ = self._sample(states, num_actions_per_state, config)
         return _grouped(completions, num_actions_per_state)
+
+    def demonstrations(self, states: Sequence[PromptState], texts: Sequence[str]) -> ExperienceBatch:
+        """Texts to imitate, as demonstrations. Each is tokenized by itself, without special tokens, and ends with an end token.
+
+        Example:
+            A supervised warm start::
+
+                given = policy.demonstrations(prompts, answers)
+                trainer.train(None, demonstrations=given, num_epochs=3)
+
+        Raises:
+            ContractError: The numbers of states and texts differ.
+        """
+        require_lengths("HFPolicy.demonstrations", len(states), texts=texts)
+        own = self.tokenizer.eos_token_id
+        ends = [own] if own in self.end_token_ids else list(self.end_token_ids)[:1]
+        completions = [
+            Completion(
+                token_ids=(*self.tokenizer(text, add_special_tokens=False)["input_ids"], *ends),
+                text=text,
+                finish_reason="end",
+            )
+            for text in texts
+        ]
+        return ExperienceBatch.from_demonstrations(states, completions, mask=completion_mask(completions))
 
     def sample_actions(self, states: Sequence[PromptState], num_actions_per_state: int) -> SampledActions:
         """Completions with their log-probs under the sampling distribution and, for models in float32, their scores."""

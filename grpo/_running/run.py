@@ -139,7 +139,8 @@ class Run:
         """Yield once for each remaining iteration, with a progress bar."""
         budget, hides = self.budget, not self.shows_bar or self.engine.rank > 0
         unit = "it" if budget.unit is None else f" {budget.unit.rpartition('/')[2]}"
-        bar = tqdm(total=budget.total, initial=round(budget.done), desc="GRPO", unit=unit, disable=hides)
+        name = "Supervised" if self.source is None else "GRPO"
+        bar = tqdm(total=budget.total, initial=round(budget.done), desc=name, unit=unit, disable=hides)
         with bar as self._bar, nullcontext() if hides else beside_the_bar():
             while not (budget.is_over or self._is_stopped):
                 yield

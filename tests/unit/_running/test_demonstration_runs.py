@@ -233,7 +233,9 @@ def test_sinks_record_the_metrics_of_all_and_the_samples_of_sampled_rows(tmp_pat
 
 def test_the_bar_shows_the_loss_where_there_is_no_reward(capsys: pytest.CaptureFixture[str]) -> None:
     by_hand()[0].train(None, demonstrations=table(["a"], [1]), num_iterations=1)
-    assert "demonstration_loss=0.693" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "demonstration_loss=0.693" in shown
+    assert "Supervised: 100%" in shown
 
 
 def test_nothing_says_that_a_supervised_run_does_not_learn(

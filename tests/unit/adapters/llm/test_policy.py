@@ -8,6 +8,7 @@ import torch
 from adapters.llm import HFPolicy, SampledTokens, SamplingConfig
 from adapters.llm.completions import Completion
 from adapters.llm.sampling.vllm_server import VLLMServerSampler
+from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError, ContractError
 from tests.support.llm_models import (
     CHARACTERS,
@@ -240,3 +241,34 @@ def test_the_limit_of_rows_also_splits_a_group() -> None:
 def test_an_end_token_that_is_given_ends_completions() -> None:
     [[action]] = policy_of(end_token_ids=[1], max_new_tokens=40).generate_actions(["abc"], 1, temperature=0)
     assert 1 not in action.token_ids[:-1]
+
+
+# Demonstrations
+
+
+def test_a_supervised_run_teaches_given_texts() -> None:
+    """Two texts of different length. After training, each is what the model finds most likely, with its end."""
+    torch.manual_seed(0)
+    policy = policy_of(max_new_tokens=6)
+    given = policy.demonstrations(["ab", "b"], ["a1", "11ba"])
+    assert [action.token_ids for action in given.actions] == [(*encoded("a1"), END), (*encoded("11ba"), END)]
+    assert given.mask.tolist() == [[True] * 3 + [False] * 2, [True] * 5]
+    trainer = GRPOTrainer(
+        config=GRPOConfig(learning_rate=2e-2, seed=0, micro_batch_size=1),
+        policy=policy,
+        reward_model=lambda states, actions: [0.0] * len(states),
+    )
+    history = trainer.train(None, demonstrations=given, num_iterations=40, progress=False)
+    assert history[-1]["train/demonstration_loss"] < 0.1
+    found = policy.generate_actions(["ab", "b"], 1, temperature=0)
+    assert [(action.text, action.finish_reason) for [action] in found] == [("a1", "end"), ("11ba", "end")]
+
+
+def test_a_demonstration_ends_with_a_token_that_ends_completions() -> None:
+    """The tokenizer's own end token, if it is one of them."""
+    token = encoded("1")[0]
+    for ends, expected in (([token], token), ([token, END], END)):
+        given = policy_of(end_token_ids=ends).demonstrations(["a"], ["b"])
+        assert given.actions[0].token_ids == (*encoded("b"), expected)
+    with pytest.raises(ContractError, match=r"texts must have one entry per row = 1; got a list of 2 str"):
+        policy_of().demonstrations(["a"], ["b", "c"])
