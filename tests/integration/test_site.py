@@ -25,8 +25,9 @@ from tests.support.browser import walked
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 DOMAINS = sorted(path.parent.name for path in (ROOT / "adapters").glob("*/__init__.py"))
-NEEDS_MORE = {"VLLMSampler", "VLLMServerSampler", "MCPServer", "train_with_trl"}
-"""Their examples are not run with the pages, because they need vLLM, a server, or TRL's trainer. Other tests run them."""
+NEEDS_MORE = {"VLLMSampler", "VLLMServerSampler", "MCPServer", "train_with_trl", "train_parts"}
+"""Their examples are not run with the pages, because they need vLLM, a server, TRL's trainer, or a model with pictures. Other
+tests run them."""
 
 
 def loaded(name: str) -> ModuleType:

@@ -55,9 +55,10 @@ def test_lines_of_a_file_are_drawn_at_their_iterations() -> None:
 def test_one_iteration_and_rewards_that_are_never_finite_are_plotted(tmp_path: Path) -> None:
     for history in ([{"rewards/mean": 1.0}], [{"rewards/mean": math.nan}] * 3):
         path = tmp_path / "new" / "history.png"
+        before = plt.get_fignums()
         plot_history(history, path)
         assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-        assert not plt.get_fignums()
+        assert plt.get_fignums() == before
         path.unlink()
 
 
