@@ -28,6 +28,7 @@ MARKDOWN = {
     "adapters/README.md": "adapters/index.md",
     "adapters/control/README.md": "adapters/control.md",
     "adapters/llm/README.md": "adapters/llm.md",
+    "adapters/tools/README.md": "adapters/tools.md",
     "benchmarks/README.md": "benchmarks/index.md",
 }
 """Files that are pages of the site as they are, and where. docs/index.md stands for README.md."""
