@@ -9,7 +9,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import jaxtyping
 import pytest
 import torch
@@ -39,9 +38,14 @@ def checking_outer_functions(jaxtyped: Callable[..., Any]) -> Callable[..., Any]
 
 jaxtyping.jaxtyped = checking_outer_functions(jaxtyping.jaxtyped)
 
-# How long an example takes depends on what else this machine does.
-hypothesis.settings.register_profile("without a deadline", deadline=None)
-hypothesis.settings.load_profile("without a deadline")
+if (
+    importlib.util.find_spec("hypothesis") is not None
+):  # the environments of vLLM and of agent frameworks do not have it
+    import hypothesis
+
+    # How long an example takes depends on what else this machine does.
+    hypothesis.settings.register_profile("without a deadline", deadline=None)
+    hypothesis.settings.load_profile("without a deadline")
 
 
 def foreign_adapters() -> str | None:
