@@ -36,9 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         getattr(commands, args.command)(args)
     except TrainingInterrupted as error:
         raise SystemExit(128 + error.signal_number) from None
-    except (
-        BrokenPipeError
-    ):  # the reader of a pipe, such as `head`, has ended; Python would complain once more at the exit
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has ended
+        # or Python would complain once more at the exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
     except (GRPOError, ImportError) as error:

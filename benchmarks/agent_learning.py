@@ -1,7 +1,8 @@
 """How often two examples of agents learn their task: a table over seeds, with the worst seed named.
 
 Each run is an example as it is typed, and ends with its share of held-out tasks that are solved with sampled messages. Results
-go to a file, a line per run, and a run that is there is not made again: stop the program at any time, and start it again.
+go to a file, a line per run, and a run that is there is not made again: stop the program at any time, and start it again. The
+metrics and conversations that the example writes stay in a folder beside the file.
 
     python -m benchmarks.agent_learning                                             # everything, seeds 0 to 9; hours
     python -m benchmarks.agent_learning --tasks calculator --seeds 0 1 --settings "as it is"
@@ -10,7 +11,6 @@ go to a file, a line per run, and a run that is there is not made again: stop th
 import argparse
 import json
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,8 +30,9 @@ def calculator(seed: int, folder: str, typed: Sequence[str]) -> float:
 
 
 def service(seed: int, folder: str, typed: Sequence[str]) -> float:
-    """The share of held-out scenarios that are solved with sampled messages."""
-    return customer_service.run(seed, customer_service.arguments(["--out", folder, *typed]))[-1]["solved"]
+    """The share of 300 held-out scenarios that are solved with sampled messages."""
+    args = customer_service.arguments(["--out", folder, "--held-out", "300", *typed])
+    return customer_service.run(seed, args)[-1]["solved"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,11 @@ TASKS = {
     "calculator": Task(
         learn=calculator,
         target=0.85,
-        settings={"as it is": [], "4 updates": ["--updates", "4"]},
+        settings={
+            "as it is": [],
+            "4 updates": ["--updates", "4"],
+            "4 updates, 120 iterations": ["--updates", "4", "--iterations", "120"],
+        },
         quick=["--scripts", "64", "--warmup-steps", "2", "--iterations", "1"],
     ),
     "customer service": Task(
@@ -109,8 +114,8 @@ def main() -> None:
                 if (name, setting, seed) in made_runs(args.file):
                     continue
                 began = time.process_time()
-                with tempfile.TemporaryDirectory() as folder:
-                    solved = task.learn(seed, folder, [*typed, *(task.quick if args.quick else ())])
+                folder = args.file.with_suffix("") / f"{name}, {setting}".replace(" ", "_")
+                solved = task.learn(seed, str(folder), [*typed, *(task.quick if args.quick else ())])
                 result = {"solved": solved, "seconds": time.process_time() - began}
                 row = {"task": name, "setting": setting, "seed": seed, "result": result}
                 with args.file.open("a", encoding="utf-8") as file:

@@ -1,8 +1,11 @@
-"""Time of conversations with slow tools, compared with the time of the model's own work.
+"""Slow tools, and requests with limits of their own: what they cost conversations that go on together.
 
 Each of 64 conversations has three turns with a call of a tool that takes 50 ms, and an answer. The model's turns are given, and
 take half a second for all conversations together, as a small model would need. All conversations go on together, so the tools
 should cost little.
+
+Then each of 16 conversations has three messages of 32 tokens, or a limit of its own, from 24 to 40 tokens. Requests with other
+limits share a batch, so the second case should take as many batches as the first, and as many CPU seconds.
 
     python -m benchmarks.agents
 """
@@ -13,7 +16,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from adapters.agents import AgentPolicy
+import torch
+
+from adapters.agents import AgentPolicy, Chat
 from adapters.llm import HFPolicy, SampledTokens, SamplingConfig
 from benchmarks.agent_vs_trl import CLOSE, OPEN, make_tokenizer
 from benchmarks.llm_vs_trl import TINY, make_model
@@ -67,11 +72,57 @@ class Says(HFPolicy):
         return SampledTokens(token_ids=turns, finish_reasons=["end"] * len(turns), behaviour_log_probs=zeros)
 
 
+class Counted(HFPolicy):
+    """Counts its batches and its tokens."""
+
+    num_batches = num_tokens = 0
+
+    def sample_tokens(self, prompts: Sequence[Sequence[int]], **options: Any) -> SampledTokens:
+        """The next turn of each conversation."""
+        sampled = super().sample_tokens(prompts, **options)
+        self.num_batches += 1
+        self.num_tokens += sum(map(len, sampled.token_ids))
+        return sampled
+
+
+async def talks(chat: Chat, limit: int) -> float:
+    """Three messages of the policy, each as long as its limit."""
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    for _ in range(3):
+        said = await chat(messages, max_new_tokens=limit)
+        messages = [*messages, said, {"role": "user", "content": "more"}]
+    return 0.0
+
+
+def compare_limits(repeats: int) -> None:
+    """Print batches, tokens and CPU seconds with equal limits and with other limits."""
+    sampling = SamplingConfig(max_new_tokens=48, min_new_tokens=48)  # no message ends before its limit
+    model = make_model(TINY["tiny"], "cpu", vocab_size=500, hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    policy = Counted(model, make_tokenizer(500), sampling=sampling)
+    agent = AgentPolicy(policy, talks)
+    limits = {"equal": [32] * 16, "other": [24, *range(25, 32), *range(33, 40), 40]}
+    seconds: dict[str, list[float]] = {name: [] for name in limits}
+    counts = {}
+    for _ in range(repeats):
+        for name, given in limits.items():
+            policy.num_batches = policy.num_tokens = 0
+            begin = time.process_time()
+            agent.generate_actions(given, 1)
+            seconds[name].append(time.process_time() - begin)
+            counts[name] = f"{policy.num_batches} batches, {policy.num_tokens} tokens"
+    for name in limits:
+        print(f"16 conversations of 3 turns, {name} limits: {counts[name]}")
+        print(f"  CPU seconds: {statistics.median(seconds[name]):.2f}")
+    ratios = [other / equal for equal, other in zip(seconds["equal"], seconds["other"], strict=True)]
+    print(f"  other / equal limits: median {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+
+
 def main() -> None:
-    """Read the command line, and print the times and the ratio."""
+    """Read the command line, and print the times and the ratios."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
+    torch.set_num_threads(1)
     tokenizer = make_tokenizer(500)
     model = make_model(TINY["tiny"], "cpu", vocab_size=500, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
     policy = Says(model, tokenizer, sampling=SamplingConfig(max_new_tokens=32))
@@ -92,6 +143,7 @@ def main() -> None:
     )
     alone = CONVERSATIONS * CALLS * NAP
     print(f"  one call after another would add {alone:.1f} s: ratio {1 + alone / statistics.median(models):.2f}")
+    compare_limits(options.repeats)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ language  A Qwen3 of 2 layers learns from one of 4 layers, which supervised lear
           answer. How many samples does each need for 97 % of the teacher's accuracy on sums that nobody has trained on?
 control   CartPole, from a PPO teacher of Stable-Baselines3, in 3,000 steps of the environment.
 self      A model that can add, and can copy an answer that it is shown, learns to subtract from itself with the answer shown
-          (`Hinted`). Supervised fine-tuning on the same problems is beside it. What is left of addition?
+          (`Hinted`). Half of its states are sums, without answers, on which its first weights are the teacher. Supervised
+          fine-tuning on the answers of the subtractions is beside it. What is left of addition?
 """
 
 import argparse
@@ -22,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from adapters.control import EpisodeOptions, EpisodePolicy, episode_starts, evaluate_policy
+from adapters.control import Episode, EpisodeOptions, EpisodePolicy, episode_starts, evaluate_policy
 from adapters.llm import CompletionRewards, HFOptions, HFPolicy, SamplingConfig
 from examples.arithmetic_llm import MAX_NEW_TOKENS, accuracy, make_sums, make_tokenizer, right
-from grpo import ActionScores, AdvantageConfig, GRPOConfig, GRPOTrainer, presets
-from grpo.distillation import Hinted, no_reward
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, presets
+from grpo.distillation import Hinted, Teacher, no_reward
 
 Rows = list[dict[str, str]]
 SHARE = 0.97
@@ -103,7 +104,8 @@ def language(seed: int, limit: int, teacher_steps: int) -> str:
     recipe = presets.on_policy_distillation()
     distilled = replace(
         recipe,
-        num_states_per_iteration=64,
+        group_size=1,  # nothing is compared within a group, so other sums teach more than other answers to the same sum
+        num_states_per_iteration=128,
         learning_rate=2e-3,
         seed=seed,
         objective=replace(recipe.objective, kl_estimator="exact"),
@@ -135,37 +137,16 @@ def language(seed: int, limit: int, teacher_steps: int) -> str:
     )
 
 
-class FromSB3:
-    """A policy of Stable-Baselines3 that scores episodes, as on docs/distillation.md."""
+def from_sb3(model: Any) -> Teacher:
+    """A policy of Stable-Baselines3 as a teacher of episodes, as on docs/distillation.md."""
 
-    def __init__(self, model: Any) -> None:
-        self.policy = model.policy
-
-    def score_actions(self, states: Any, episodes: Sequence[Any]) -> ActionScores:
+    def log_probs(states: Any, episodes: Sequence[Episode]) -> Sequence[Tensor]:  # noqa: ARG001
         observations = torch.cat([episode.observations for episode in episodes])
         actions = torch.cat([episode.actions for episode in episodes])
-        _, log_probs, _ = self.policy.evaluate_actions(observations, actions)
-        rows = log_probs.split([len(episode) for episode in episodes])
-        mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
-        return ActionScores(log_probs=pad_sequence(rows, batch_first=True), mask=mask)
+        _, found, _ = model.policy.evaluate_actions(observations, actions)
+        return found.split([len(episode) for episode in episodes])
 
-    def get_log_probabilities(self, states: Any, episodes: Any) -> Tensor:
-        return self.score_actions(states, episodes).log_probs.sum(1)
-
-    def get_parameters(self) -> dict[str, Tensor]:
-        return {}
-
-    def generate_actions(self, states: Any, num_actions_per_state: int) -> Any:
-        raise NotImplementedError("a teacher does not act")
-
-    def train(self) -> Any:
-        return self
-
-    def eval(self) -> None:
-        self.policy.set_training_mode(False)
-
-    def to(self, device: Any) -> None:
-        self.policy.to(device)
+    return Teacher(log_probs)
 
 
 def ppo_teacher(seed: int, num_steps: int) -> tuple[Any, float]:
@@ -202,7 +183,7 @@ def control(seed: int, teacher_steps: int, student_steps: int = CONTROL_STEPS) -
         seed=seed,
         objective=replace(recipe.objective, kl_estimator="k3_weighted"),  # the student moves within an iteration
     )
-    trainer = GRPOTrainer(config=config, policy=student, reference_policy=FromSB3(model), reward_model=no_reward)
+    trainer = GRPOTrainer(config=config, policy=student, reference_policy=from_sb3(model), reward_model=no_reward)
     before = evaluate_policy(student).mean_return
     trainer.train(episode_starts(8, seed=seed), num_iterations=student_steps // (8 * 32), progress=False)
     after = evaluate_policy(student).mean_return
@@ -236,7 +217,8 @@ def self_distillation(seed: int, base_steps: int, iterations: int) -> str:
     imitate(base, [*sums, *copied], lambda: accuracy(base, held_sums) >= 0.98, base_steps)
 
     def hint(states: Any, actions: Any) -> Rows:  # noqa: ARG001
-        return [shown(state) for state in states]
+        # on sums, the policy's first weights teach what they did, and no answer is shown
+        return [shown(state) if state["prompt"].endswith("+") else state for state in states]
 
     def measured(policy: HFPolicy) -> str:
         return f"sums {accuracy(policy, held_sums):.1%}, differences {accuracy(policy, held_differences):.1%}"
@@ -246,13 +228,25 @@ def self_distillation(seed: int, base_steps: int, iterations: int) -> str:
     ]
     policies = [HFPolicy(copy.deepcopy(base.model), make_tokenizer(), sampling=base.sampling) for _ in range(2)]
     recipe = presets.on_policy_distillation()
-    config = replace(recipe, num_states_per_iteration=64, group_size=2, learning_rate=5e-4, seed=seed)
+    config = replace(
+        recipe,
+        num_states_per_iteration=128,
+        group_size=2,
+        learning_rate=5e-4,
+        lr_schedule="cosine",
+        seed=seed,
+        # an action that the teacher would never take has a log-ratio of 10 and more, which is the weight of its gradient in k2
+        objective=replace(recipe.objective, kl_estimator="k3"),
+    )
     teacher = Hinted(copy.deepcopy(policies[0]), hint, is_copy=True)
     trainer = GRPOTrainer(config=config, policy=policies[0], reference_policy=teacher, reward_model=no_reward)
-    order = random.Random(seed)
-    for _ in range(iterations):
-        trainer.step(order.sample(differences, 64))
-    lines.append(f"  self-distillation, {128 * iterations:,} samples: {measured(policies[0])}")
+
+    def mixed(iteration: int) -> Rows:
+        order = random.Random(f"{seed} {iteration}")
+        return [*order.sample(differences, 64), *order.sample(sums, 64)]
+
+    trainer.train(mixed, num_iterations=iterations, progress=False)
+    lines.append(f"  self-distillation, {256 * iterations:,} samples: {measured(policies[0])}")
     imitate(policies[1], differences, lambda: False, iterations, learning_rate=5e-4)
     lines.append(f"  supervised, {128 * iterations:,} rows: {measured(policies[1])}")
     return "\n".join(lines)
@@ -272,7 +266,7 @@ def main() -> None:
         "--ppo-steps", type=int, default=50_000, help="of the teacher of control (default: %(default)s)"
     )
     parser.add_argument("--student-steps", type=int, default=CONTROL_STEPS, help="of control (default: %(default)s)")
-    parser.add_argument("--iterations", type=int, default=300, help="of self-distillation (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=800, help="of self-distillation (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for seed in range(args.seeds):

@@ -266,6 +266,7 @@ def on_irrelevant_requests(num_iterations: int, seed: int) -> dict[str, float]:
     for name, others in irrelevant().items():
         random.Random(seed).shuffle(others)
         half = len(others) // 2
+        policy.threshold = 0.0  # a threshold of the other file would stay where these requests confirm no better one
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore", GRPOWarning

@@ -45,7 +45,7 @@ CONFIG = GRPOConfig(
 NUM_ITERATIONS = 30
 """Iterations of GRPO, each with all training requests."""
 
-NUMBERS = {"NumPy": (2, 3, 4), "conversations": (2, 5, 10, 20), "BFCL": (2, 5, 10, 20)}
+NUMBERS = {"NumPy": (0, 2, 3, 4), "conversations": (0, 2, 5, 10, 20), "BFCL": (0, 2, 5, 10, 20)}
 """Numbers of training requests per tool."""
 
 HEAD = f"""
@@ -97,6 +97,12 @@ def new_policy(data: Split, encoder: str) -> ToolSelectionPolicy:
 def accuracy(policy: ToolSelectionPolicy, tasks: Sequence[ToolTask]) -> float:
     """Share of the tasks whose most likely tool is right."""
     return float(has_right_tool(policy, tasks).mean())
+
+
+def untrained(data: Split, encoder: str, seed: int) -> dict[str, float]:  # noqa: ARG001  # as `rewarded` is called
+    """The same accuracy three times: without a request there is nothing to learn."""
+    found = accuracy(new_policy(data, encoder), data[2])
+    return {"untrained": found, "all": found, "fit": found, "share": 0.0}
 
 
 def fitted(data: Split, encoder: str, seed: int) -> dict[str, float]:  # noqa: ARG001  # as `rewarded` is called
@@ -197,7 +203,8 @@ def print_kept(
     by_others = {}
     for num in numbers:
         of_seed = {seed: split(catalogue, num, seed) for seed in seeds}
-        of_encoder = {encoder: [measure(data, encoder, seed) for seed, data in of_seed.items()] for encoder in encoders}
+        found = measure if num else untrained
+        of_encoder = {encoder: [found(data, encoder, seed) for seed, data in of_seed.items()] for encoder in encoders}
         of_encoder["all encoders"] = [run for runs in of_encoder.values() for run in runs]
         for encoder, runs in of_encoder.items():
             means = {name: statistics.fmean(run[name] for run in runs) for name in runs[0]}

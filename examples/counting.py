@@ -21,13 +21,12 @@ import numpy as np
 import torch
 from matplotlib import pyplot as plt
 from tokenizers import Tokenizer, models, pre_tokenizers
-from tqdm import tqdm
 from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from adapters.llm import CompletionRewards, HFPolicy, SamplingConfig
+from adapters.llm import CompletionRewards, HFOptions, HFPolicy, SamplingConfig
 from adapters.tracking import RunFolder
-from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
 
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six"]
 COLOURS = {"red": (220, 40, 40), "blue": (40, 60, 220)}
@@ -93,30 +92,30 @@ def share_right(found: list[str], questions: list[dict[str, Any]]) -> float:
     return sum(answer == row["answer"] for answer, row in zip(found, questions, strict=True)) / len(questions)
 
 
+class Suffices:
+    """Ends a run when an evaluation finds this accuracy."""
+
+    def __init__(self, accuracy: float) -> None:
+        self.accuracy = accuracy
+
+    def on_evaluation(self, trainer: object, metrics: dict[str, float]) -> str | None:
+        return "stop" if metrics["eval/accuracy"] >= self.accuracy else None
+
+
 def warm_up(
     policy: HFPolicy, train: list[dict[str, Any]], others: list[dict[str, Any]], args: argparse.Namespace
 ) -> None:
     """Supervised learning until the accuracy on `others` reaches `args.warmup_accuracy`."""
-    assert policy.processor is not None
-    texts = [f"{row['prompt']} {row['answer']} <end>" for row in train]
-    inputs = policy.processor(text=texts, images=[row["image"] for row in train], return_tensors="pt")
-    tokens, pixels = inputs["input_ids"], inputs["pixel_values"]
-    labels = tokens.masked_fill(torch.arange(tokens.shape[1]) < tokens.shape[1] - 4, -100)  # an answer has 4 tokens
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-3)
-    with tqdm(total=args.warmup_steps, desc="Warm-up", unit="step") as bar:
-        for step in range(1, args.warmup_steps + 1):
-            policy.train()
-            batch = torch.randint(len(tokens), (64,))
-            loss = policy.model(input_ids=tokens[batch], pixel_values=pixels[batch], labels=labels[batch]).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            bar.update()
-            if step % 5 == 0:
-                found = share_right(answers(policy, others), others)
-                bar.set_postfix(loss=f"{loss.item():.2f}", accuracy=f"{found:.0%}")
-                if found >= args.warmup_accuracy:
-                    break
+    config = GRPOConfig(num_demonstrations_per_iteration=64, learning_rate=1e-3, max_grad_norm=None, seed=args.seed)
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=CompletionRewards(right))
+    trainer.train(
+        None,
+        demonstrations=policy.demonstrations(train, [row["answer"] for row in train]),
+        num_iterations=args.warmup_steps,
+        evaluation=lambda: {"eval/accuracy": share_right(answers(policy, others), others)},
+        eval_every=5,
+        callbacks=[Suffices(args.warmup_accuracy)],
+    )
 
 
 def plot(questions: list[dict[str, Any]], before: list[str], after: list[str], path: Path) -> None:
@@ -138,6 +137,7 @@ def main() -> None:
     parser.add_argument("--warmup-steps", type=int, default=500, help="maximum warm-up steps (default: %(default)s)")
     parser.add_argument("--warmup-accuracy", type=float, default=0.25, help="ends the warm-up (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of GRPO (default: %(default)s)")
+    parser.add_argument("--entropy-coef", type=float, default=0.03, help="of the bonus (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="default: runs/counting/seed-SEED")
     args = parser.parse_args()
@@ -147,7 +147,8 @@ def main() -> None:
     start = time.process_time()
 
     train, others, held_out = (make_questions(n, 3 * args.seed + i) for i, n in enumerate((args.pictures, 200, 500)))
-    policy = HFPolicy(make_model(), make_processor(), sampling=SamplingConfig(max_new_tokens=4))
+    sampling, options = SamplingConfig(max_new_tokens=4), HFOptions(exact_entropy=True)
+    policy = HFPolicy(make_model(), make_processor(), sampling=sampling, options=options)
     warm_up(policy, train, others, args)
     before = answers(policy, held_out)
 
@@ -158,7 +159,9 @@ def main() -> None:
         lr_schedule="linear",
         warmup_ratio=0.1,  # large first steps would destroy what the warm-up taught
         seed=args.seed,
+        dynamic_sampling_rounds=4,  # in nine of ten groups the answers soon agree, right or wrong, and teach nothing
         advantage=AdvantageConfig(scale="group"),
+        objective=ObjectiveConfig(entropy_coef=args.entropy_coef),  # else the answers of a group may soon be all equal
     )
     trainer = GRPOTrainer(config=config, policy=policy, reward_model=CompletionRewards(right))
     with RunFolder(folder) as sink:

@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from adapters.agents import AgentPolicy, Chat, Conversation, ConversationEnded, EnvironmentReward, Message, Seat
+from adapters.agents import AgentPolicy, Chat, Conversation, EnvironmentReward, Message, Seat
 from adapters.llm import HFPolicy, SamplingConfig
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
 
@@ -40,20 +40,17 @@ def user(messages: list[Message]) -> str:
     return "yes" if guess == number else "higher" if guess < number else "lower"
 
 
-async def play(chat: Chat, number: int) -> list[float]:
-    """One game. The agent sees all but the number."""
+async def play(chat: Chat, number: int) -> float:
+    """One game. The agent sees all but the number. The reward belongs to the last guess."""
     secret: Message = {"role": "system", "content": str(number)}
     messages: list[Message] = [{"role": "user", "content": "yes"}]  # ready
-    try:
-        for num_before in range(NUM_GUESSES):
-            guess = (await chat.reply(messages, seat="agent")).message
-            answer = await chat.reply([secret, guess], seat="user")
-            messages = [*messages, guess, {"role": "user", "content": answer.message["content"]}]
-            if answer.message["content"] == "yes":
-                return [*[0.0] * num_before, 1 - 0.1 * num_before]
-    except ConversationEnded:  # a guess that was too long
-        pass
-    return [0.0] * chat.num_turns
+    for num_before in range(NUM_GUESSES):
+        guess = (await chat.reply(messages, seat="agent")).message
+        answer = (await chat.reply([secret, guess], seat="user")).message["content"]
+        if answer == "yes":
+            return 1 - 0.1 * num_before
+        messages = [*messages, guess, {"role": "user", "content": answer}]
+    return 0.0
 
 
 def make_policy() -> AgentPolicy:

@@ -15,6 +15,8 @@ are right before training, for the solver alone, and for both together.
 
 import argparse
 import time
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -32,6 +34,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 ANSWERS = {digit: str((7 * int(digit) + 3) % 10) for digit in DIGITS}
+Proposer: TypeAlias = Callable[[list[Message]], str] | None
+"""A proposer that is not trained. None: the policy."""
 
 
 async def play(chat: Chat, answer: str) -> dict[str, float]:
@@ -79,30 +83,30 @@ def make_model() -> HFPolicy:
     return HFPolicy(Qwen3ForCausalLM(config), tokenizer, sampling=SamplingConfig(max_new_tokens=2))
 
 
-def make_policy(model: HFPolicy, *, is_alone: bool) -> AgentPolicy:
-    seats = [Seat(name="proposer", policy=from_a_list if is_alone else None), Seat(name="solver")]
+def make_policy(model: HFPolicy, proposer: Proposer = None) -> AgentPolicy:
+    """The model in both seats, or in that of the solver, with another proposer."""
+    seats = [Seat(name="proposer", policy=proposer), Seat(name="solver")]
     return AgentPolicy(model, play, seats=seats, max_turns=2, concurrency=256)
 
 
-def shares_right(model: HFPolicy, num_rows: int = 30) -> dict[str, float]:
+def shares_right(model: HFPolicy) -> tuple[float, float]:
     """How often the solver is right about each problem of the list, and the proposer about each answer."""
     model.eval()
-    right = {}
-    for seat, is_alone in (("solver", True), ("proposer", False)):
-        rows = [
-            row for group in make_policy(model, is_alone=is_alone).generate_actions(DIGITS, num_rows) for row in group
-        ]
-        right[seat] = sum(turn.reward for row in rows for turn in row.turns if turn.seat == seat) / len(rows)
-    return right
+    shares = []
+    for seat, proposer in (("solver", from_a_list), ("proposer", None)):
+        groups = make_policy(model, proposer).generate_actions(DIGITS, 30)
+        turns = [turn for group in groups for row in group for turn in row.turns if turn.seat == seat]
+        shares.append(sum(turn.reward for turn in turns) / len(turns))
+    return shares[0], shares[1]
 
 
-def train(model: HFPolicy, iterations: int, seed: int, *, is_alone: bool) -> None:
+def train(model: HFPolicy, iterations: int, seed: int, proposer: Proposer = None) -> None:
     # without the bonus, the solver settles on a few answers before the proposer writes all problems
     objective = ObjectiveConfig(entropy_coef=0.02, entropy_estimator="score_function")
     config = GRPOConfig(group_size=16, learning_rate=3e-3, seed=seed, objective=objective)
     trainer = GRPOTrainer(
         config=config,
-        policy=make_policy(model, is_alone=is_alone),
+        policy=make_policy(model, proposer),
         reward_model=EnvironmentReward(per_turn=True),
         advantages=seat_advantages,
     )
@@ -117,19 +121,15 @@ def main() -> None:
     torch.set_num_threads(1)  # more threads do not help a model this small
     lines = ["| seed | | solver | proposer | seconds |", "|---|---|---|---|---|"]
     for seed in args.seeds:
-        for name, iterations, is_alone in (
-            ("untrained", 0, False),
-            ("solver alone", args.iterations, True),
-            ("both together", args.iterations, False),
-        ):
+        for name, proposer in (("untrained", None), ("solver alone", from_a_list), ("both together", None)):
             start = time.perf_counter()
             torch.manual_seed(seed)
             model = make_model()
-            if iterations:
-                train(model, iterations, seed, is_alone=is_alone)
-            right = shares_right(model)
+            if name != "untrained":
+                train(model, args.iterations, seed, proposer)
+            solver_right, proposer_right = shares_right(model)
             seconds = time.perf_counter() - start
-            lines.append(f"| {seed} | {name} | {right['solver']:.1%} | {right['proposer']:.1%} | {seconds:.0f} |")
+            lines.append(f"| {seed} | {name} | {solver_right:.1%} | {proposer_right:.1%} | {seconds:.0f} |")
         print("\n" + "\n".join(lines) + "\n", flush=True)
 
 

@@ -25,13 +25,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from adapters.agents import AgentPolicy, Conversation, Message
 from adapters.agents.bridges.textarena import TextArena
 from adapters.llm import HFOptions, HFPolicy, SamplingConfig
-from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
 
 MARKS = ["<pad>", "<opponent>", "<policy>", "<end>"]
 TEMPLATE = (
@@ -119,27 +118,18 @@ def play(number: int, share_right: float = 0.0) -> tuple[list[Message], float]:
     return messages[:-1], reward
 
 
-def warm_up(policy: HFPolicy, games: range, num_steps: int) -> None:
+def warm_up(agent: AgentPolicy, games: range, num_steps: int, seed: int) -> None:
     """Supervised learning on the moves of a mediocre player."""
-    mark = policy.tokenizer.convert_tokens_to_ids("<policy>")
-    rows, labels = [], []
-    for number in games:
-        ids = policy.tokenizer.apply_chat_template(play(number, 0.25)[0], tokenize=True, return_dict=False)
-        is_move, label = False, []
-        for token in ids:
-            label.append(token if is_move else -100)
-            is_move = token == mark or (is_move and token != policy.tokenizer.eos_token_id)
-        rows.append(torch.tensor(ids))
-        labels.append(torch.tensor(label))
-    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    targets = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=2e-3)
-    policy.train()
-    for _ in tqdm(range(num_steps), desc="Warm-up", unit="step"):
-        batch = torch.randint(len(tokens), (64,))
-        policy.model(input_ids=tokens[batch], labels=targets[batch]).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    moves = [[said for said in play(number, 0.25)[0] if said["role"] == "assistant"] for number in games]
+    config = GRPOConfig(
+        num_demonstrations_per_iteration=64,
+        learning_rate=2e-3,
+        max_grad_norm=None,
+        seed=seed,
+        objective=ObjectiveConfig(aggregation="step_mean"),  # each token counts the same
+    )
+    trainer = GRPOTrainer(config=config, policy=agent, reward_model=won)
+    trainer.train(None, demonstrations=agent.demonstrations(games, moves), num_iterations=num_steps)
 
 
 def won(_: Sequence[int], conversations: Sequence[Conversation]) -> list[float]:
@@ -157,10 +147,9 @@ def win_rate(agent: AgentPolicy) -> tuple[float, Conversation]:
 def run(seed: int, args: argparse.Namespace) -> tuple[list[float], Conversation]:
     """Win rates before training, after the warm-up and after GRPO, and a held-out game after GRPO."""
     torch.manual_seed(seed)
-    policy = make_policy()
-    agent = AgentPolicy(policy, make_game, max_turns=10, concurrency=64)
+    agent = AgentPolicy(make_policy(), make_game, max_turns=10, concurrency=64)
     rates = [win_rate(agent)[0]]
-    warm_up(policy, TRAINING[:400], args.warmup_steps)
+    warm_up(agent, TRAINING[:400], args.warmup_steps, seed)
     rates.append(win_rate(agent)[0])
     config = GRPOConfig(
         group_size=16,

@@ -5,7 +5,8 @@ Surrogates, KL estimators and `Steps` are imported from `grpo.surrogates` and `g
 `grpo.arguments`, calls with deadlines from `grpo.rewards`, engines for several processes from `grpo.distributed`.
 """
 
-from ._common.global_state import preserved_random_state, seed_everything
+from ._common.global_state import seed_everything
+from ._common.preserved import preserved_random_state
 from ._common.settings_by_name import with_settings
 from ._objective.sampler import KPop, Mask, Truncate
 from .advantage_estimator import AdvantageEstimator, group_relative_advantages, group_relative_returns

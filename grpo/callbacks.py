@@ -14,6 +14,7 @@ from torch import Tensor
 from ._common.checks import require_count
 from ._common.conversion import describe
 from ._common.names import nearest_name
+from ._common.protocols import has_method
 from ._sharding.tensors import copy_into, is_sharded
 from .errors import CheckpointError, ConfigError, warn_user
 from .policy_base import HasState, SyncsSampler
@@ -48,8 +49,11 @@ class Callback(Protocol):
 
     An error in a callback ends the run. On several ranks, each rank calls its own callbacks, and "stop" on one rank stops all
     ranks. If a callback has `state_dict` and `load_state_dict`, checkpoints contain its state, and a resumed run restores it.
-    A callback whose attribute `has_ended` is true by then keeps a resumed run from going on.
     """
+
+    def on_start(self, trainer: RunningTrainer) -> Decision:
+        """Called before the first iteration, when the state of a resumed run is restored. "stop": the run has ended already."""
+        ...
 
     def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
         """Called after each iteration and its evaluation. The sinks have received `metrics` already."""
@@ -68,7 +72,7 @@ class Callback(Protocol):
         ...
 
 
-METHODS = ("on_iteration", "on_evaluation", "on_checkpoint", "on_interrupt")
+METHODS = ("on_start", "on_iteration", "on_evaluation", "on_checkpoint", "on_interrupt")
 """The methods of a callback."""
 
 
@@ -86,6 +90,16 @@ class Callbacks:
         for callback in callbacks:
             _require_methods(callback)
         self._callbacks = list(callbacks)
+
+    def on_start(self, trainer: RunningTrainer) -> list[str]:
+        """Tell the callbacks that a run begins, or goes on.
+
+        Returns:
+            The names of the callbacks that say that it has ended already.
+        """
+        return [
+            type(callback).__name__ for callback in self._callbacks if _decides_to_stop(callback, "on_start", trainer)
+        ]
 
     def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> list[str]:
         """Call `on_evaluation`, if the iteration had an evaluation, and `on_iteration`.
@@ -105,13 +119,13 @@ class Callbacks:
     def on_checkpoint(self, trainer: RunningTrainer, path: Path) -> None:
         """Tell the callbacks that a checkpoint was written."""
         for callback in self._callbacks:
-            if hasattr(callback, "on_checkpoint"):
+            if has_method(callback, "on_checkpoint"):
                 callback.on_checkpoint(trainer, path)
 
     def on_interrupt(self, trainer: RunningTrainer, error: BaseException) -> None:
         """Tell the callbacks that the run was stopped."""
         for callback in self._callbacks:
-            if hasattr(callback, "on_interrupt"):
+            if has_method(callback, "on_interrupt"):
                 callback.on_interrupt(trainer, error)
 
     def require_evaluations(self) -> None:
@@ -161,28 +175,23 @@ class Callbacks:
                 named[kind if not count else f"{kind} {count + 1}"] = callback
         return named
 
-    def ended_by(self) -> str | None:
-        """The name of a callback that had ended the run when it was saved. None: none of those with `has_ended` did."""
-        names = [type(one).__name__ for one in self._callbacks if getattr(one, "has_ended", False)]
-        return names[0] if names else None
-
 
 def _require_methods(callback: Any) -> None:
     name = type(callback).__name__
     if isinstance(callback, type):
         raise ConfigError(f"callbacks: {callback.__name__} is a class. Pass an object: {callback.__name__}(...).")
-    own = [attribute for attribute in dir(callback) if attribute.startswith("on_")]
+    own = [attribute for attribute in dir(callback) if attribute.startswith("on_") and has_method(callback, attribute)]
     unknown = [attribute for attribute in own if attribute not in METHODS]
     if unknown:
         near = get_close_matches(unknown[0], METHODS, n=1, cutoff=0.0)[0]
         raise ConfigError(f"callbacks: {name}.{unknown[0]} is never called. Did you mean {near}?")
-    if not any(callable(getattr(callback, method, None)) for method in METHODS):
+    if not any(has_method(callback, method) for method in METHODS):
         raise ConfigError(f"callbacks: {name} must have at least one of the methods {', '.join(METHODS)}.")
 
 
-def _decides_to_stop(callback: Any, name: str, trainer: RunningTrainer, metrics: Mapping[str, float]) -> bool:
+def _decides_to_stop(callback: Any, name: str, *arguments: Any) -> bool:
     """Call a method of a callback, if the callback has it."""
-    decision = getattr(callback, name)(trainer, metrics) if hasattr(callback, name) else None
+    decision = getattr(callback, name)(*arguments) if has_method(callback, name) else None
     if decision is not None and decision != "stop":
         raise ConfigError(f'{type(callback).__name__}.{name} must return "stop" or None; got {describe(decision)}.')
     return decision is not None
@@ -271,15 +280,14 @@ class EarlyStopping(_Best):
         super().__init__(metric, mode, min_delta)
         self.patience = require_count("EarlyStopping.patience", patience)
 
+    def on_start(self, trainer: RunningTrainer) -> Decision:
+        """Stop if the patience is used up already."""
+        return "stop" if self.num_since_best >= self.patience else None
+
     def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
         """Note the metric. Stop after `patience` measurements without a better one."""
         self.improves(trainer.iteration, metrics)
-        return "stop" if self.has_ended else None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the patience is used up."""
-        return self.num_since_best >= self.patience
+        return "stop" if self.num_since_best >= self.patience else None
 
 
 class KeepBestPolicy(_Best):

@@ -217,7 +217,7 @@ class ObjectiveConfig(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig(Settings):
-    """Settings for a reward model that raises, hangs, or returns rubbish or NaN.
+    """Settings for a reward model that raises, hangs, or returns rubbish or NaN. Only `GRPOTrainer` makes failed calls again.
 
     A call has failed if it raises, exceeds `timeout`, or returns anything but one number per row (or per step). A failed call
     for all rows is retried. If the last retry fails too, `on_failure="raise"` raises the error, and `on_failure="drop"` calls

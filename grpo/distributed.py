@@ -178,7 +178,8 @@ class Sharded(Replicated):
     A rank holds 1 / num_ranks of each tensor. Forward and backward passes gather the weights of one unit after another; see
     `HasShardUnits`. Sampling gathers all of them (`whole`), unless the policy's sampler has weights of its own. The methods of
     the policy that score, sample, read or save weights do this themselves, so all ranks call them together. `save_pretrained`
-    writes on rank 0. A forward pass that runs out of memory is an error on all ranks, and is not repeated with fewer rows.
+    writes on rank 0. A forward pass that runs out of memory is an error on all ranks, and is not repeated with fewer rows. A
+    reference that is no module, such as `Teachers`, stays whole on every rank.
 
     Args:
         group: A process group. None: all processes.

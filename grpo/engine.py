@@ -151,7 +151,7 @@ class OneProcess:
     divides_weights: bool = False
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return `values` unchanged: there is one process."""
+        """Return `values` unchanged."""
         return values
 
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
@@ -159,7 +159,7 @@ class OneProcess:
         return rows, 0
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return `[value]`: there is one process."""
+        """Return `[value]`."""
         return [value]
 
     def agree(self, error: BaseException | None = None) -> None:
@@ -167,32 +167,16 @@ class OneProcess:
         if error is not None:
             raise error
 
-    def together(self, doing: str = "") -> AbstractContextManager[None]:
-        """Do nothing: an error is raised anyway."""
+    def together(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        """A block that does nothing: no other rank hears of an error or waits for this one, and all weights are here."""
         return nullcontext()
 
-    def waiting(self, seconds: float, reason: str) -> AbstractContextManager[None]:
-        """Do nothing: nobody waits for this process."""
-        return nullcontext()
+    waiting = whole = together
 
-    def require_same(self, owner: str, values: Mapping[str, Any]) -> None:
-        """Do nothing: there is nothing to compare with."""
+    def require_same(self, *_: Any, **__: Any) -> None:
+        """Do nothing: there is no rank to compare with, to share weights with, or to make a pass for."""
 
-    def require_same_soon(self, values: Mapping[str, Any]) -> None:
-        """Do nothing: there is nothing to compare with."""
-
-    def require_same_arguments(self, owner: str, arguments: Mapping[str, Any]) -> None:
-        """Do nothing: there is nothing to compare with."""
-
-    def require_equal_weights(self, policy: Any, reference_policy: Any) -> None:
-        """Do nothing: there is nothing to compare with."""
-
-    def divide(self, policy: Any) -> None:
-        """Do nothing: one process holds all weights."""
-
-    def whole(self, policy: Any) -> AbstractContextManager[None]:
-        """Do nothing: one process holds all weights."""
-        return nullcontext()
+    require_same_soon = require_same_arguments = require_equal_weights = divide = accompany = require_same
 
     def part(self, tensor: Tensor) -> Tensor:
         """Return `tensor` unchanged: one process holds all values."""
@@ -210,11 +194,8 @@ class OneProcess:
         """Return `count`: each rank makes its own number of passes."""
         return count
 
-    def accompany(self, policy: Any, loss: Callable[[], Tensor]) -> None:
-        """Do nothing: no pass needs another rank."""
-
     def sum_gradients(self, tensors: Sequence[Tensor], value: Tensor) -> Tensor:
-        """Return `value` unchanged: there is one process."""
+        """Return `value` unchanged."""
         return value
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:

@@ -9,13 +9,13 @@ from threading import Lock
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from ._collecting.contract import fit_state_keys, require_finite, require_same_steps
 from ._collecting.costs import CallCosts
 from ._collecting.out_of_memory import PassSizes
-from ._collecting.sampled_rows import SampledRows, groups_of, sampled_with
+from ._collecting.sampled_rows import SampledRows, groups_of
 from ._collecting.sampling import SampleCalls
 from ._collecting.scoring import Autocast, ReferenceScorer, Scorer, batch_fields, score_in_parts
 from ._collecting.update_plan import cut_parts, num_selected, parts_in_order, planned_parts
@@ -23,8 +23,8 @@ from ._common.conversion import pad_steps
 from ._common.protocols import require_methods
 from ._rewarding.calls import KeptRewards, RewardCalls
 from .config import RewardConfig
-from .engine import CallsInProcess, Engine, OneProcess
-from .policy_base import POLICY_METHODS, BeginsSampling, KeysStates, PlansMicroBatches
+from .engine import Engine, OneProcess
+from .policy_base import POLICY_METHODS, KeysStates, PlansMicroBatches
 from .types import ActionScores, ExperienceBatch, RowIndex, Rows, SampledActions, select_rows
 
 
@@ -41,7 +41,7 @@ class ExperienceCollector:
         reward: What to do when the reward model raises, or returns NaN or infinity.
         autocast: Returns a context manager in which policy and reference compute.
         before_sampling: Called before actions are sampled. It brings a separate sampler up to date.
-        in_process: Makes the calls of `reward.timeout` in another process. None: nobody does.
+        reward_calls: Asks for rewards. A run passes a class that retries.
         engine: Joins the ranks. None: one process.
         group_by: Maps a state to a key; equal keys share a group. None: each position of `states` has a group of its own.
         needs: The optional batch fields that training reads: any of "old_log_probs", "entropy", "values", "state_keys" and
@@ -64,7 +64,7 @@ class ExperienceCollector:
         reward: RewardConfig | None = None,
         autocast: Autocast = nullcontext,
         before_sampling: Callable[[], None] = lambda: None,
-        in_process: CallsInProcess | None = None,
+        reward_calls: type[RewardCalls] = RewardCalls,
         engine: Engine | None = None,
         group_by: Callable[[Any], Hashable] | None = None,
         needs: Collection[str] = (),
@@ -78,7 +78,6 @@ class ExperienceCollector:
         self.scoring, self.updating = PassSizes("scoring", engine), PassSizes("an update", engine)
         """Rows per forward pass, halved when memory runs out: in passes without gradient, and in updates."""
         self._name, self._needs = type(policy).__name__, frozenset(needs)
-        self._beginner = policy if isinstance(policy, BeginsSampling) else None
         self._planner = policy if isinstance(policy, PlansMicroBatches) else None
         self._keyer = policy if "state_keys" in needs and isinstance(policy, KeysStates) else None
         self.scores_itself = self.sample.sampler is None
@@ -86,8 +85,8 @@ class ExperienceCollector:
         self._reference = ReferenceScorer(policy, reference_policy, autocast) if use_reference else None
         self._group_by = group_by
         self.reward_model = reward_model
-        ask = RewardCalls(reward_model, reward or RewardConfig(), in_process=in_process, waiting=engine.waiting)
-        self.ask_for_rewards, self._turns = ask, Lock()
+        self.ask_for_rewards = reward_calls(reward_model, reward or RewardConfig(), waiting=engine.waiting)
+        self._turns = Lock()
         self.costs = CallCosts(self.ask_for_rewards, self.sample, self.scoring, self.updating)
         """What the calls of policy and reward model have cost since the last report."""
 
@@ -100,7 +99,7 @@ class ExperienceCollector:
         """
         rows = self.sample_rows(states)
         start = time.perf_counter()
-        rewards = self.rewards_of(rows, self.ask_for_rewards)
+        rewards = self.rewards_of(rows.states, rows.actions, rows.mask, rows.group_ids)
         return rows.with_rewards(rewards, {"time/reward": time.perf_counter() - start})
 
     def sample_rows(self, states: Rows, *, ahead: bool = False) -> SampledRows:
@@ -139,20 +138,12 @@ class ExperienceCollector:
             metrics={**sampled.metrics, **times},
         )
 
-    def begin_rows(self, states: Rows) -> Callable[[], SampledRows] | None:
-        """Begin the same for a later iteration, with a sampler of its own. Return the function that samples, in any thread.
-
-        None: the policy cannot sample beside an update.
-        """
-        work = None if self._beginner is None else self._beginner.begin_sampling(states, self.group_size)
-        if work is None:
-            return None
-        return partial(sampled_with, self._name, work, states, self.groups_of(states), self.group_size)
-
-    def rewards_of(self, rows: SampledRows, ask: RewardCalls) -> KeptRewards:
-        """Ask for the rewards of rows. Two threads never ask at the same time."""
+    def rewards_of(
+        self, states: Rows, actions: Rows, mask: Tensor | None, group_ids: Tensor, ask: RewardCalls | None = None
+    ) -> KeptRewards:
+        """Ask for the rewards of N rows; mask None: the steps are not known. Two threads never ask at the same time."""
         with self._turns:
-            return ask(rows.states, rows.actions, rows.mask, group_ids=rows.group_ids, keep_counts=True)
+            return (ask or self.ask_for_rewards)(states, actions, mask, group_ids=group_ids, keep_counts=True)
 
     def groups_of(self, states: Rows) -> Int[Tensor, " B"]:
         """The group of each state: its position, or the position of the first state with the same key of `group_by`."""
@@ -193,21 +184,6 @@ class ExperienceCollector:
         self.policy.eval()
         found = self._find_steps(given.states, given.actions, given.group_ids)
         return replace(given, mask=found.mask, observed_mask=found.observed_mask)
-
-    def sample_with_rewards(
-        self, states: Rows, num_actions_per_state: int
-    ) -> tuple[Rows, Rows, Int[Tensor, " N"], Bool[Tensor, "N T"] | None, KeptRewards]:
-        """Sample actions and ask for their rewards, without scoring. The next iteration reports the failures of calls.
-
-        Returns:
-            N states, N actions, their groups, their steps (None: sampling does not tell), and the rewards of K of the N rows.
-        """
-        row_states, row_actions, sampled = self.sample(states, num_actions_per_state)
-        group_ids = self.groups_of(states).repeat_interleave(num_actions_per_state)
-        mask = None if sampled is None else sampled.mask
-        with self._turns:
-            rewards = self.ask_for_rewards(row_states, row_actions, mask, group_ids=group_ids, keep_counts=True)
-        return row_states, row_actions, group_ids, mask, rewards
 
     def plan_parts(
         self, states: Rows, actions: Rows, selected: RowIndex | None = None, num_halvings: int = 0

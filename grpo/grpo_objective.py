@@ -1,7 +1,4 @@
-"""The loss: surrogate + KL - entropy (+ value error), each summed with weights that hold the normalisation.
-
-The loss of steps that somebody else took is a `cross_entropy` with weights of its own.
-"""
+"""The loss: surrogate + KL - entropy (+ value error), each summed with weights that hold the normalisation."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +22,7 @@ from .errors import ConfigError
 from .surrogates import traits_of
 from .types import ObjectiveInputs, ObjectiveOutput, zero_outside
 
-__all__ = ["Objective", "Steps", "cross_entropy", "grpo_objective", "step_weights"]
+__all__ = ["Objective", "Steps", "grpo_objective", "step_weights"]
 
 Objective = Callable[[ObjectiveInputs], ObjectiveOutput]
 """The type of a loss: `GRPOTrainer(objective=...)` accepts any such callable in place of `grpo_objective`."""
@@ -112,17 +109,6 @@ def with_selections(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objecti
     return inputs
 
 
-def cross_entropy(log_probs: Float[Tensor, "N T"], weights: Float[Tensor, "N T"]) -> Float[Tensor, ""]:
-    """The cross-entropy of given steps, such as those of demonstrations: L = -sum_{n,t} w[n,t] log pi[n,t].
-
-    Args:
-        log_probs: The log pi of the given steps, with gradient. Half precision is converted to float32.
-        weights: The w, as `step_weights` computes them. Log-probs of steps with a weight of 0 are never used.
-    """
-    log_probs = zero_outside(as_float32(log_probs), weights > 0)
-    return -(weights.to(log_probs.dtype) * log_probs).sum()
-
-
 def counted_steps(inputs: ObjectiveInputs, steps: Steps, config: ObjectiveConfig) -> Bool[Tensor, "N T"] | None:
     """Return the mask of the steps that the surrogate counts. None: the surrogate counts all steps."""
     if config.off_policy_threshold is None:
@@ -146,7 +132,8 @@ def divergence(
         if kl_coef > 0:
             raise ConfigError(
                 f"objective.kl_coef={kl_coef} with kl_estimator='exact' needs the KL itself, and the policy gives none. Return "
-                "it in ActionScores.kl, or estimate it: kl_estimator='k3' and a reference policy."
+                "it in ActionScores.kl (HFPolicy does with HFOptions(exact_kl_top=...)), or estimate it: kl_estimator='k3' and "
+                "a reference policy."
             )
         return None, None
     if inputs.ref_log_probs is None:

@@ -7,6 +7,7 @@ import torch
 
 from ._collecting.dynamic_sampling import collect_live_groups
 from ._common.protocols import AnyPolicy
+from ._rewarding.calls import RewardCalls
 from ._updating.coefficients import Coefficients
 from ._updating.loss import MeteredObjective
 from ._updating.optimizer_step import OptimizerStep
@@ -23,7 +24,7 @@ from ._updating.update_rows import UpdateRows
 from ._updating.updates import Updates
 from .advantage_estimator import AdvantageEstimator
 from .config import GRPOConfig
-from .engine import CallsInProcess, Engine, OneProcess, built_on_all_ranks, on_all_ranks
+from .engine import Engine, OneProcess, built_on_all_ranks, on_all_ranks
 from .experience_collector import ExperienceCollector
 from .grpo_objective import Objective
 from .metrics import Meter, timed
@@ -56,7 +57,7 @@ class Learner:
 
     policy: Any  # of the caller's own class
     is_alone: ClassVar[bool] = True  # nobody honours the settings that need a run
-    call_in_process: ClassVar[CallsInProcess | None] = None  # nor starts processes
+    reward_calls: ClassVar[type[RewardCalls]] = RewardCalls  # nor asks again for rewards
 
     @built_on_all_ranks
     def __init__(
@@ -93,7 +94,7 @@ class Learner:
             reward=config.reward,
             autocast=lambda: autocast(config, self.optimizer_step.device),
             before_sampling=self.sampler.sync,
-            in_process=self.call_in_process,
+            reward_calls=self.reward_calls,
             engine=self.engine,
             group_by=group_by,
             needs=required_scores(config, has_own_loss=has_own_loss),

@@ -14,17 +14,18 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from ._common.calls import Call, takes
-from ._common.conversion import as_tensor, describe, require_lengths, reward_name
+from ._common.conversion import as_tensor, describe, reward_name
 from ._common.protocols import kept_state, restore_state
 from ._processes.calls import call_in_process
 from ._rewarding.answers import checked
 from ._rewarding.deadlines import await_all, is_async
+from ._rewarding.functions import AsksAboutGroups
 from ._rewarding.missing import causes_of
 from ._rewarding.parts import PlannedCalls, PlansCalls, ask, compares_actions, planned, require_killable
 from .config import MAX_CONCURRENT
 from .errors import ConfigError, RewardError
 from .metrics import add_counts_and_sums
-from .reward_model_base import RewardFunction, Rewards, as_reward_model, is_function
+from .reward_model_base import Rewards, as_reward_model, is_function
 from .types import Rows, select_rows
 
 __all__ = [
@@ -164,7 +165,7 @@ class WeightedRewards:
             restore_state(reward, state[name])
 
 
-class PairwiseRewards:
+class PairwiseRewards(AsksAboutGroups):
     """The win rate of each action among the actions of its group, from preferences between two actions of one state.
 
         r[i] = mean over the opponents j of row i of p[i, j],    p[j, i] = 1 - p[i, j]
@@ -209,16 +210,8 @@ class PairwiseRewards:
                 f"PairwiseRewards: num_opponents must be an even number from 2 on, or None; got {describe(num_opponents)}. "
                 "A comparison gives both of its actions an opponent."
             )
+        super().__init__(compare)
         self.num_opponents = num_opponents
-        self._function = RewardFunction(compare)
-        self._group_ids: Tensor | None = None
-        self.__name__ = self._function.__name__
-
-    def in_groups(self, group_ids: Int[Tensor, " N"]) -> "PairwiseRewards":
-        """Return a copy that compares N rows within these groups. Groups may have different sizes."""
-        grouped = copy.copy(self)
-        grouped._group_ids = group_ids.cpu()
-        return grouped
 
     def compute_rewards(self, states: Any, actions: Any) -> Float64[Tensor, " N"]:
         """Call `compare` without a deadline, and return the win rate of each row. Call `in_groups` first; the trainer does so.
@@ -230,20 +223,11 @@ class PairwiseRewards:
         win_rates: Tensor = ask(self, states, actions)
         return win_rates
 
-    def parts(self) -> Iterable[Any]:
-        """The function that compares."""
-        return (self._function,)
-
     def plan_calls(self, states: Any, actions: Any) -> PlannedCalls:
         """One call of `compare` with all pairs. Raises a ConfigError if the groups are not known."""
-        if self._group_ids is None:
-            raise ConfigError(
-                f"PairwiseRewards({self.__name__}) must know which rows are a group. Call in_groups(group_ids) and use its "
-                "result; GRPOTrainer, measure_policy and compare_policies do so."
-            )
-        num_rows = len(self._group_ids)
-        require_lengths("PairwiseRewards.in_groups(group_ids)", num_rows, states=states, actions=actions)
-        first, second, has_opponent = pairs_within_groups(self._group_ids, self.num_opponents)
+        group_ids = self.groups_of(states, actions)
+        num_rows = len(group_ids)
+        first, second, has_opponent = pairs_within_groups(group_ids, self.num_opponents)
         pairs = tuple(select_rows(rows, i) for rows, i in ((states, first), (actions, first), (actions, second)))
         call = Call(name=self.__name__, function=self._function.function, arguments=pairs)
 
@@ -273,20 +257,6 @@ class PairwiseRewards:
             rows = [(int(first[pair]), int(second[pair])) for pair in wrong[:4]]
             raise RewardError(f"{required}; got {shown} for the rows {rows}. Return probabilities, not scores.")
         return preferences
-
-    def train(self, *_: Any) -> "PairwiseRewards":
-        """Do nothing. `train`, `eval` and `to` do nothing, because a function has no mode and no device."""
-        return self
-
-    eval = to = train
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the function's own `state_dict()` if it has one, else an empty dict."""
-        return self._function.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._function.load_state_dict(state)
 
 
 def pairs_within_groups(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO, runtime_checkable
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -17,12 +18,15 @@ from torch import Tensor
 
 from ._common.checks import require_count
 from ._common.conversion import describe, reward_name
+from ._common.protocols import has_method
 from .config import GRPOConfig
 from .errors import ConfigError, warn_user
 from .types import Rows
 
 LONGEST_TEXT = 2_000
 """Characters of a state or an action in a table. Longer texts are cut in the middle."""
+MOST_NUMBERS = 1_000
+"""Numbers of a tensor or an array that a table shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +89,8 @@ class Samples:
 
 
 def as_text(value: Any) -> str:
-    """A state or an action as text: `str`, tensors as lists, floats with three digits. Long texts are cut in the middle."""
+    """A state or an action as text: `str`, tensors as lists, floats with three digits. Long texts are cut in the middle. Of
+    tensors and arrays with many numbers, such as pictures, the text has the dtype, the shape and a checksum."""
     text = str(_shortened(value))
     half = LONGEST_TEXT // 2
     return (
@@ -95,7 +100,10 @@ def as_text(value: Any) -> str:
 
 def _shortened(value: Any) -> Any:
     """A value of plain types, with lists in place of tensors and arrays, and floats rounded to three digits, or to integers."""
-    value = value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        is_large = math.prod(getattr(value, "shape", ())) > MOST_NUMBERS
+        numbers = value.tolist()
+        value = f"{value.dtype} {list(value.shape)} {crc32(str(numbers).encode()):08x}" if is_large else numbers
     if type(value) is float and math.isfinite(value) and value:
         return round(value, max(2 - math.floor(math.log10(abs(value))), 0))
     if type(value) in (list, tuple):
@@ -142,7 +150,7 @@ class GuardedSinks:
         for sink in given if isinstance(given, list | tuple) else ():
             if isinstance(sink, type):
                 raise ConfigError(f"sinks: {sink.__name__} is a class. Pass an object: {sink.__name__}(...).")
-        if not isinstance(given, list | tuple) or not all(callable(getattr(sink, "log", None)) for sink in given):
+        if not isinstance(given, list | tuple) or not all(has_method(sink, "log") for sink in given):
             raise ConfigError(
                 f"sinks must be a list of MetricSink, which have log(); got {describe(given)}. Pass [sink]."
             )
@@ -153,12 +161,12 @@ class GuardedSinks:
     @property
     def take_samples(self) -> bool:
         """Whether a sink records samples."""
-        return any(hasattr(sink, "log_samples") for sink, _ in self._every)
+        return any(has_method(sink, "log_samples") for sink, _ in self._every)
 
     def start(self, settings: Mapping[str, Any], iteration: int) -> None:
         """Tell the sinks what is run, and the number of the first iteration."""
         for sink, _ in [*self._every]:
-            if hasattr(sink, "start"):
+            if has_method(sink, "start"):
                 self._call(sink, "start", settings, iteration)
 
     def log(
@@ -175,7 +183,7 @@ class GuardedSinks:
         for sink, every in [*self._every]:
             if always or iteration % every == 0:
                 is_sound = self._call(sink, "log", metrics, iteration)
-                for rows in samples if is_sound and hasattr(sink, "log_samples") else ():
+                for rows in samples if is_sound and has_method(sink, "log_samples") else ():
                     is_sound = is_sound and self._call(sink, "log_samples", rows, iteration)
 
     def _call(self, sink: MetricSink, method: str, *args: Any) -> bool:

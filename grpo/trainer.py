@@ -3,20 +3,23 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from torch import Tensor
+
 from ._common.conversion import describe
 from ._common.domain_checks import with_checked_arguments
-from ._common.global_state import preserved_mode, preserved_random_state
-from ._processes.calls import call_in_process
+from ._common.preserved import preserved_mode, preserved_random_state
+from ._retrying.calls import RetriedCalls
+from ._rewarding.calls import RewardCalls
 from ._running.ahead import Ahead
 from ._running.budget import Budget, total_of
 from ._running.demonstrations import sources_of
 from ._running.first_iteration import check_first_iteration
 from ._running.in_progress import IterationInProgress
 from ._running.interrupts import Interrupts
-from ._running.pending import sleep_and_tell
 from ._running.progress import History, RunProgress, summary_of
 from ._running.ranks import run_on_all_ranks
 from ._running.restoring import load_into
@@ -26,7 +29,7 @@ from ._running.state import RunState
 from ._updating.requirements import settings_of_a_run
 from ._updating.update_rows import UpdateRows
 from .checkpoint import CheckpointFolder, require_encodable, write_checkpoint
-from .engine import CallsInProcess, on_all_ranks
+from .engine import on_all_ranks
 from .errors import ConfigError, TrainingInterrupted, warn_user
 from .evaluation.advice import Advisor
 from .evaluation.measurement import evaluation_metrics, measured_rows
@@ -45,14 +48,13 @@ class GRPOTrainer(Learner):
     """
 
     is_alone: ClassVar[bool] = False
-    call_in_process: ClassVar[CallsInProcess | None] = staticmethod(call_in_process)
+    reward_calls: ClassVar[type[RewardCalls]] = RetriedCalls
 
     def built(self) -> None:
         """Add what a run needs."""
         self.advisor = Advisor(self.config.to_dict())
         self.interrupts = Interrupts()
         self.progress = RunProgress()
-        self.collector.ask_for_rewards.sleep = sleep_and_tell
         self.in_progress = IterationInProgress(self.updates.context, self.meter)
         self.ahead = Ahead(self.config, self.collector, self.sampler, self.engine, self.interrupts, self.counters)
         self.parts.add(progress=self.progress, in_progress=self.in_progress, ahead=self.ahead)
@@ -192,7 +194,7 @@ class GRPOTrainer(Learner):
                 is the score of checkpoints; larger is better.
             eval_every: Iterations between evaluations. None: ten evaluations in the run.
             sinks: Receive the metrics of every iteration, on the first rank. See `MetricSink`.
-            callbacks: Called after every iteration, and may stop the run. See `grpo.callbacks`.
+            callbacks: Called before the first and after every iteration, and may stop the run. See `grpo.callbacks`.
             checkpoint_dir: Folder for checkpoints `iteration-00000010` and so on. None: no checkpoints.
             checkpoint_every: Iterations between checkpoints, or the time between them: `timedelta(minutes=30)`. None: ten
                 checkpoints in the run. The last iteration and new best evaluations are written too.
@@ -225,6 +227,7 @@ class GRPOTrainer(Learner):
                 config=self.config,
                 progress=self.progress,
                 counters=self.counters,
+                clock=self.meter.clock,
                 source=source,
                 demonstrations=given,
                 engine=self.engine,
@@ -245,7 +248,7 @@ class GRPOTrainer(Learner):
                 shows_bar=progress,
             )
             self.history, self.samples = run.history, run.samples
-            run.start(self.policy, self.reward_model)
+            run.start(self, self.reward_model)
             self.engine.require_same_soon(self.parts.weights())  # other code may have changed them on one rank
             # a signal or an error leaves a checkpoint of the last safe point
             with self.safe_points.kept_in(folder), self.ahead.running():
@@ -271,9 +274,13 @@ class GRPOTrainer(Learner):
             self.sampler.sync()
             with preserved_mode(self.policy), preserved_random_state(), self.interrupts.at_once():
                 found: Any = evaluation()
-            if not isinstance(found, Mapping) or not found or not all(name.startswith("eval/") for name in found):
-                raise ConfigError(f"evaluation must return a dict of metrics eval/...; got {describe(found)}.")
-            return found
+            entries = found.items() if isinstance(found, Mapping) else ()
+            if not entries or not all(_is_evaluation_metric(*entry) for entry in entries):
+                raise ConfigError(
+                    f"evaluation must return a dict of metrics eval/... and their numbers; got {describe(found)}. Return for "
+                    "example {'eval/solved': 0.5}."
+                )
+            return {name: float(value) for name, value in entries}
 
         return evaluated
 
@@ -376,3 +383,9 @@ class GRPOTrainer(Learner):
             raise
         finally:
             self.samples = None
+
+
+def _is_evaluation_metric(name: Any, value: Any) -> bool:
+    """Whether a user's evaluation may return this: a name eval/..., and a real number, also as a tensor with one entry."""
+    is_number = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())
+    return isinstance(name, str) and name.startswith("eval/") and is_number

@@ -13,6 +13,8 @@ import jaxtyping
 import pytest
 import torch
 
+from tests.support.faults_table import write_faults_table
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # Tiny tensors do not pay for a thread pool. Subprocesses inherit the number.
@@ -91,3 +93,8 @@ def without_type_checks() -> Iterator[None]:
 
     with as_users_run_it():
         yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the table of faults. Here, because pytest-xdist's main process reads no deeper file than this."""
+    write_faults_table(terminalreporter)

@@ -24,7 +24,8 @@ SHARED = re.compile(r"^(?P<indent>    )(?P<names>\w+(?:, \w+)+): (?P<text>.*\n?(
 
 API = Path(__file__).resolve().parents[1] / "docs" / "api"
 BLOCK = r"(?:<!-- not run -->\n)?```python\n.*?^```\n(?:\n```text\n.*?^```\n)?"
-DOCUMENTED = re.compile(rf"^::: (?P<name>\S+)\n(?:\n(?P<example>{BLOCK}))?", re.MULTILINE | re.DOTALL)
+OPTIONS = r"(?P<options>(?: {4}[^\n]*\n)*)"
+DOCUMENTED = re.compile(rf"^::: (?P<name>\S+)\n{OPTIONS}(?:\n(?P<example>{BLOCK}))?", re.MULTILINE | re.DOTALL)
 """The line that documents an object, and the example below it."""
 
 

@@ -123,7 +123,7 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
         return LINK_OR_FENCE.sub(lambda link: linked(link, PurePosixPath(found["path"]).parent), text)
 
     if here.startswith("api/"):  # docstrings show these examples
-        markdown = DOCUMENTED.sub(r"::: \g<name>\n", markdown)
+        markdown = DOCUMENTED.sub(r"::: \g<name>\n\g<options>", markdown)
     markdown = LINK_OR_FENCE.sub(lambda link: linked(link, origin.parent), markdown)
     return INCLUDED.sub(included, markdown)
 

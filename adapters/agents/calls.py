@@ -8,12 +8,12 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import get_json_schema
 
-from adapters.llm import special_tokens
+from adapters.llm import Picture, special_tokens
 from grpo.arguments import describe
 from grpo.errors import ContractError
 
 from .call_formats import THOUGHTS, find_calls, without
-from .messages import Message, tool_message
+from .messages import Message, picture_part, tool_message
 
 
 def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
@@ -122,19 +122,29 @@ async def call_functions(
             except Exception as error:  # the policy reads the error, and it is counted
                 content = f"Error: {type(error).__name__}: {error}"
                 num_failed += 1
-        results.append(tool_message(call, result_text(name, content)))
+        results.append(tool_message(call, result_content(name, content)))
     return results, num_failed
 
 
-def result_text(name: str, result: Any) -> str:
-    """What a tool returned, as the policy reads it: a text as it is, and any other value as JSON."""
+def result_content(name: str, result: Any) -> str | list[dict[str, Any]]:
+    """What a tool returned, as the policy reads it: a text or a picture as it is, a list that has pictures as texts and
+    pictures, and any other value as JSON."""
     if isinstance(result, str):
         return result
+    listed = list(result) if isinstance(result, list | tuple) else [result]
+    if any(map(Picture.accepts, listed)):
+        return [
+            picture_part(one, f"The result of the tool {name}")
+            if Picture.accepts(one)
+            else {"type": "text", "text": str(result_content(name, one))}
+            for one in listed
+        ]
     try:
         return json.dumps(result)
     except (TypeError, ValueError) as error:
         raise ContractError(
-            f"The tool {name} must return text, or a value that json.dumps accepts; got {describe(result)}. Convert it."
+            f"The tool {name} must return a text, a picture, or a value that json.dumps accepts; got {describe(result)}. "
+            "Convert it."
         ) from error
 
 

@@ -19,8 +19,9 @@ from .branching import Branch, Saved
 from .calls import tool_schemas
 from .conversations import Conversation, EndedBy, Segment, Turn, plain_values
 from .executed_calls import ExecutedCalls, ToolCallLostError
-from .messages import Message, as_messages, in_the_order_of_calls, say_the_same
+from .messages import Message, as_messages, pictures_of, say_the_same, text_of
 from .speakers import Seat, Speaker, said_by
+from .threads import OwnThread
 
 MOST_WAITING = 256
 """Maximum number of requests of a conversation that wait for a turn at the same time."""
@@ -49,9 +50,9 @@ class SampledTurn:
     """Why the turn ended."""
 
 
-SampleTurn = Callable[[list[int], int, int, tuple[str, ...], Speaker | None], Awaitable[SampledTurn]]
-"""Samples a turn, given the token ids of a context, a seed, the maximum number of tokens, texts that end the turn, and who
-speaks (None: the trained model). Raises a TimeoutError if that takes too long."""
+SampleTurn = Callable[[Sequence[int], int, int, tuple[str, ...], Speaker | None], Awaitable[SampledTurn]]
+"""Samples a turn, given a context (token ids, with pictures if it has some), a seed, the maximum number of tokens, texts that
+end the turn, and who speaks (None: the trained model). Raises a TimeoutError if that takes too long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +205,8 @@ class Chat:
         """Starts the other branches of a fork, given what each begins with."""
         self.program: asyncio.Future | None = None
         """The task that plays the conversation."""
+        self.threads: list[OwnThread] = []
+        """The threads in which the program makes blocking calls."""
         self.is_late: str | None = None
         """What took too long, if the conversation ended by "timeout" because of the model."""
         self.executed = executed
@@ -223,7 +226,9 @@ class Chat:
         self._is_parallel = False
         self._num_waiting = self._num_sampled = self._num_calling = 0
         """Numbers of requests that wait, of those of them that the trained policy answers, and of messages whose calls run."""
-        self._active_since = time.monotonic()
+        self.now: Callable[[], float] = time.monotonic
+        """The seconds by which the time without a request is measured."""
+        self._active_since = self.now()
 
     @property
     def num_turns(self) -> int:
@@ -233,7 +238,7 @@ class Chat:
     @property
     def seconds_without_request(self) -> float:
         """How long the agent program has been busy since the policy's last message."""
-        return 0.0 if self._num_waiting or self._num_calling else time.monotonic() - self._active_since
+        return 0.0 if self._num_waiting or self._num_calling else self.now() - self._active_since
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -250,7 +255,7 @@ class Chat:
 
     def restart_clock(self) -> None:
         """Count the time without a request from now on."""
-        self._active_since = time.monotonic()
+        self._active_since = self.now()
 
     def forked(self, saved: Sequence[Saved], sampler: Callable[[int], SampleTurn]) -> list[tuple[int, "Chat"]]:
         """The other branches of a fork at this place. Each has its own copy of all that was said, and its own random numbers.
@@ -272,7 +277,7 @@ class Chat:
             # together, because they refer to one another
             chat.messages, chat._contexts, chat._turns = copy.deepcopy((self.messages, self._contexts, self._turns))
             chat.info, chat.ignored, chat.counts = dict(self.info), {}, dict.fromkeys(self.counts, 0)
-            chat.branch, chat.fork, chat.program = branch, None, None
+            chat.branch, chat.fork, chat.program, chat.threads = branch, None, None, []
             chat._sample, chat._sampling_seed = sampler(branch.leaf), (*self._sampling_seed, branch.leaf)
             chat._num_equal, chat._tasks = self._num_equal.copy(), []
             chat._num_waiting = chat._num_sampled = chat._num_calling = 0
@@ -326,6 +331,20 @@ class Chat:
         Raises:
             ContractError: There is no such seat.
         """
+        try:
+            return await self._answer(messages, tools, max_new_tokens, stop, seat)
+        except ConversationEnded:
+            await asyncio.sleep(0)  # a program that asks again and again holds up no other one
+            raise
+
+    async def _answer(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        max_new_tokens: int | None,
+        stop: Sequence[str],
+        seat: str | None,
+    ) -> Reply:
         if seat is not None and seat not in self._seats:
             raise ContractError(
                 f"Chat: seat must be one of {sorted(self._seats)}; got {seat!r}. Pass AgentPolicy(seats=[Seat(name=...)])."
@@ -349,14 +368,13 @@ class Chat:
                     f"Chat: stop must be a list of texts that are not empty; got {stop!r}. Pass stop=[...]."
                 )
             limit = min(max_new_tokens or self._limits.max_new_tokens, self._limits.max_new_tokens)
-            history = in_the_order_of_calls(as_messages(messages))
+            history = as_messages(messages)
             schemas = tool_schemas(tools) if tools else None
             if seat is not None and not self._seats[seat].is_trained:
                 return await self._reply_of_others(self._seats[seat], history, schemas, max_new_tokens, tuple(stop))
             return await self._reply(history, schemas, limit, tuple(stop), seat)
         finally:
             self._num_waiting -= 1
-            self._active_since = time.monotonic()
 
     async def call_tools(self, message: Message, tools: Mapping[str, Any] | None = None) -> list[Message]:
         """Results of the message's tool calls as messages, in the order of the calls. The executor of `AgentPolicy` runs them.
@@ -385,7 +403,7 @@ class Chat:
             raise
         finally:
             self._num_calling -= 1
-            self._active_since = time.monotonic()
+            self.restart_clock()
         self.counts["failed_calls"] += num_failed
         return results
 
@@ -417,9 +435,10 @@ class Chat:
         """What a frozen model says. Nothing of it is recorded but the count."""
         speaker = self._frozen[seat.name]
         read = speaker.template.render(messages, tools)
-        name, seed = self._named(read, seat.name)
+        name, seed = self._named(read, seat.name, messages)
         own_limit = speaker.policy.sampling.max_new_tokens
-        turn = await self._sampled(read, seed, min(max_new_tokens or own_limit, own_limit), stop, speaker)
+        limit = min(max_new_tokens or own_limit, own_limit)
+        turn = await self._sampled(speaker.prompt(read, messages), seed, limit, stop, speaker)
         message, *_ = speaker.message(messages, read, turn.token_ids, turn.finish_reason, tools, stop)
         return Reply(
             id=name,
@@ -432,8 +451,10 @@ class Chat:
 
     async def _reply_of_function(self, seat: Seat, messages: list[Message]) -> Reply:
         """What a function says. Its time is the program's."""
-        message = await said_by(seat.policy, messages)  # type: ignore[arg-type]
-        name, _ = self._named([*message["content"].encode()], seat.name)
+        thread = OwnThread()
+        self.threads.append(thread)
+        message = await said_by(seat.policy, messages, thread)  # type: ignore[arg-type]
+        name, _ = self._named([*message["content"].encode(errors="surrogatepass")], seat.name, ())
         numbers = {"num_context_tokens": 0, "num_tokens": 0}
         return Reply(id=name, message=message, is_truncated=False, ends_context=False, **numbers)
 
@@ -443,10 +464,13 @@ class Chat:
         except TimeoutError as error:
             self.ended_by, self.is_late = "timeout", str(error)
             raise ConversationEnded("timeout") from error
+        finally:  # not after a refusal: a program that asks again and again is late at some time
+            self.restart_clock()
 
-    def _named(self, read: Sequence[int], seat: str | None) -> tuple[str, int]:
-        """The id and the seed of the reply to these tokens. Equal requests are numbered."""
-        given = np.asarray(read, dtype=np.int64).tobytes() + (seat or "").encode()
+    def _named(self, read: Sequence[int], seat: str | None, messages: Sequence[Message]) -> tuple[str, int]:
+        """The id and the seed of the reply to these tokens, and the pictures of these messages. Equal requests are numbered."""
+        words = "".join([seat or "", *(picture.digest for picture in pictures_of(messages))])
+        given = np.asarray(read, dtype=np.int64).tobytes() + words.encode()
         digest = hashlib.blake2b(given, digest_size=8).digest()
         number = self._num_equal[digest]
         self._num_equal[digest] += 1
@@ -472,21 +496,22 @@ class Chat:
             self.ended_by = "max_turns"
             raise self._end("max_turns", messages)
         state_key = self.state_key
-        last, new = self._continued(messages, tools, seat)
+        last, appended = self._continued(messages, tools, seat)
+        new = appended or []
         held = [] if last is None else last.context.token_ids[: last.end]
         read = [*held, *new]
         goes_on = last is not None and last.is_free
         context = last.context if last is not None and goes_on else _Context([*read], seat)
         limit = self._limits.max_tokens
-        context.is_full |= limit is not None and len(read) + max_new_tokens > limit
+        context.is_full |= appended is None or (limit is not None and len(read) + max_new_tokens > limit)
         if context.is_full:
             raise self._end("length", messages)
-        name, seed = self._named(read, seat)
+        name, seed = self._named(read, seat, messages)
         context.name = context.name or name
         context.is_asked = True
         self._num_sampled += 1
         try:
-            turn = await self._sampled(read, seed, max_new_tokens, stop, None)
+            turn = await self._sampled(self._speaker.prompt(read, messages), seed, max_new_tokens, stop, None)
         finally:
             self._num_sampled -= 1
             context.is_asked = False
@@ -520,7 +545,7 @@ class Chat:
         self._turns.append(said)
         return Reply(
             id=said.id,
-            message=message,
+            message=copy.deepcopy(message),  # a program may edit it, and the record stays what was said
             num_context_tokens=len(read),
             num_tokens=len(turn.token_ids),
             is_truncated=is_truncated,
@@ -541,6 +566,7 @@ class Chat:
         given = self._rewards(rewards, turns)
         is_repeated = self.branch is not None and self.branch.num_leaves > 1
         messages = self.messages if contexts is self._contexts or not contexts else contexts[-1].turns[-1].messages
+        self.ended_by = self.ended_by or self._reached(contexts) or "environment"  # a late request is refused
         return Conversation(
             segments=tuple(
                 Segment(
@@ -549,6 +575,8 @@ class Chat:
                     log_probs=tuple(context.log_probs),
                     forks=tuple(sorted({*context.forks, *([len(context.token_ids)] if is_repeated else [])})),
                     messages=tuple(plain_values(message) for message in context.turns[-1].messages),
+                    pictures=tuple(pictures_of(context.turns[-1].messages)),
+                    num_first_pictures=len(pictures_of(context.turns[0].messages)),
                 )
                 for context in contexts
             ),
@@ -565,7 +593,7 @@ class Chat:
                 for i, turn in enumerate(turns)
             ),
             messages=tuple(plain_values(message) for message in messages),
-            ended_by=self.ended_by or self._reached(contexts) or "environment",
+            ended_by=self.ended_by,
             info=plain_values(self.info | ({"ignored": self.ignored} if self.ignored else {})),
         )
 
@@ -620,9 +648,12 @@ class Chat:
 
     def _continued(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, seat: str | None
-    ) -> tuple[_Turn | None, list[int]]:
+    ) -> tuple[_Turn | None, list[int] | None]:
         """The turn after which the messages go on, and the token ids to append to it. Without a turn, they are the whole
-        history: it begins otherwise, or the template rewrites it, or the other side did not see the end of the turn."""
+        history: it begins otherwise, or the template rewrites it, or the other side did not see the end of the turn.
+
+        The token ids are None if there is no room for so long a text.
+        """
         found = None
         for turn in reversed(self._turns):
             count = len(turn.messages)
@@ -632,7 +663,15 @@ class Chat:
                 found = turn
         if found is not None and not found.was_cut:
             said, new_messages = found.messages[-1], messages[len(found.messages) :]
+            if self._has_no_room(new_messages):
+                return found, None
             appended = self._speaker.template.bridge(found.token_ids, said, new_messages, tools)
             if appended is not None:
                 return found, appended
-        return None, self._speaker.template.render(messages, tools)
+        return None, None if self._has_no_room(messages) else self._speaker.template.render(messages, tools)
+
+    def _has_no_room(self, messages: Sequence[Message]) -> bool:
+        """Whether the messages are longer than a context of the longest tokens. Tokenizing megabytes would hold up all
+        conversations, only to find that they have no room."""
+        limit = self._limits.max_tokens
+        return limit is not None and sum(map(len, map(text_of, messages))) > limit * self._speaker.longest_token

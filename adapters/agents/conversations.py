@@ -8,7 +8,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from .messages import Message
+from adapters.llm import Picture
+
+from .messages import Message, text_of
 
 EndedBy: TypeAlias = Literal["environment", "max_turns", "length", "timeout", "error"]
 """Why a conversation ended: the environment (or `play`) ended it; the limit of turns; no room for another turn, or a turn that
@@ -29,6 +31,10 @@ class Segment:
     """Numbers of tokens after which other rows of the group may go on differently. Up to there, they are computed once."""
     messages: tuple[Message, ...] = field(default=(), hash=False)
     """What was said in this context, up to the policy's last message. Empty: not recorded."""
+    pictures: tuple[Picture, ...] = ()
+    """The pictures of the context, in order."""
+    num_first_pictures: int = 0
+    """How many of the pictures come before the first sampled token."""
 
     @property
     def num_context_tokens(self) -> int:
@@ -135,7 +141,7 @@ class Conversation:
 def _line(message: Message) -> str:
     """A message as a line of a transcript: `assistant: Let me see. add(a=1, b=2)`."""
     calls = [_called(call["function"]) for call in message.get("tool_calls") or []]
-    return f"{message['role']}: {' '.join([*filter(None, [message.get('content')]), *calls])}"
+    return f"{message['role']}: {' '.join([*filter(None, [text_of(message)]), *calls])}"
 
 
 def _called(function: Mapping[str, Any]) -> str:
@@ -172,8 +178,9 @@ def observed_mask(conversations: Sequence[Conversation], *, mask_truncated: bool
 
 
 def plain_values(value: Any) -> Any:
-    """A copy made of numbers, texts, None, lists and dicts, as checkpoints hold them. Other objects become their `repr`."""
-    if value is None or isinstance(value, bool | int | float | str):
+    """A copy made of numbers, texts, pictures, None, lists and dicts, as checkpoints hold them. Other objects become their
+    `repr`."""
+    if value is None or isinstance(value, bool | int | float | str | Picture):
         return value
     if isinstance(value, dict):
         return {str(name): plain_values(part) for name, part in value.items()}

@@ -114,6 +114,7 @@ class ChatEndpoint:
 
         async def play(chat: Chat, state: Any) -> Any:
             thread, token, outcome = OwnThread(), secrets.token_urlsafe(16), "error"
+            chat.threads.append(thread)
             url = self._open(token, _Line(chat, asyncio.get_running_loop()))
             try:
                 rewards = await thread.run(program, url, state)
@@ -125,10 +126,7 @@ class ChatEndpoint:
                 raise ConversationEnded(chat.reached) from error
             finally:
                 self._hang_up(token, chat.ended_by or chat.limited_by or outcome)
-                try:  # a thread that hangs holds up this task, and is counted
-                    await thread.run(lambda: None)
-                finally:
-                    thread.end()
+                await thread.finish()
             return rewards
 
         return play

@@ -64,6 +64,7 @@ class EnvironmentLoop:
     async def __call__(self, chat: Chat, state: Any) -> list[float]:
         """Hold one conversation. Return one reward per message of the policy."""
         thread = OwnThread(self._turns)
+        chat.threads.append(thread)
         made: list[Any] = []
         rewards: list[float] = []
         try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from grpo.arguments import describe
 from grpo.errors import ConfigError, ContractError
 
-from .calls import result_text
+from .calls import result_content
 from .messages import Message, tool_message
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class ExecutedCalls:
             self._lost_in_a_row[name] = 0
             num_failed += not result.ok
             error = result.error
-            said = result_text(name, result.output) if error is None else f"Error: {type(error).__name__}: {error}"
+            said = result_content(name, result.output) if error is None else f"Error: {type(error).__name__}: {error}"
             results.append(tool_message(call, said))
         return results, num_failed
 

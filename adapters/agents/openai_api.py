@@ -5,7 +5,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from adapters.llm import SamplingConfig
+from adapters.llm import Picture, SamplingConfig
 from grpo.arguments import describe
 from grpo.errors import GRPOError
 
@@ -14,16 +14,10 @@ from .messages import Message
 
 READ = {"messages", "model", "tools", "tool_choice", "stream", "stream_options", "stop", "max_tokens"}
 READ |= {"max_completion_tokens", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-READ |= {
-    "seed",
-    "parallel_tool_calls",
-}  # each conversation has random numbers of its own, and the policy makes as many calls as it wants
+# each conversation has random numbers of its own, and the policy makes as many calls as it wants
+READ |= {"seed", "parallel_tool_calls"}
 """Parameters with meaning here, and parameters that change nothing."""
-ACCEPTED: dict[str, Any] = {
-    "n": 1,
-    "response_format": {"type": "text"},
-    "modalities": ["text"],
-}
+ACCEPTED: dict[str, Any] = {"n": 1, "response_format": {"type": "text"}, "modalities": ["text"]}
 ACCEPTED |= {"logprobs": False, "top_logprobs": 0, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}}
 """The value of other parameters with which the policy is sampled as it is. All others must be left out."""
 ADVICE = {
@@ -141,23 +135,36 @@ def error_body(error: Exception) -> tuple[int, bytes]:
 
 
 def _message(name: str, given: Any) -> dict[str, Any]:
-    """A message with the keys that chat templates know. Parts of a text are joined by line breaks, as vLLM's server does it."""
+    """A message with the keys that chat templates know, and texts and pictures as its content."""
     is_valid = isinstance(given, dict) and isinstance(given.get("role"), str)
     _require(is_valid, name, "a message {'role': ..., 'content': ...}", given)
     content, calls = given.get("content") or [], given.get("tool_calls") or []
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    is_valid = isinstance(parts, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
-    )
-    advice = "The policy reads no images, sounds or files: describe them in a text."
-    _require(is_valid, f"{name}.content", "a text, or a list of parts of the type 'text'", content, advice)
+    given_parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    parts = [_part(part) for part in given_parts] if isinstance(given_parts, list) else [None]
+    advice = "Send a picture as data:image/png;base64,... Sounds and files are not read: describe them in a text."
+    expected = "a text, or a list of parts of the types 'text' and 'image_url'"
+    _require(None not in parts, f"{name}.content", expected, content, advice)
     _require(_name_functions(calls), f"{name}.tool_calls", "a list of calls of functions", calls)
     role = "system" if given["role"] == "developer" else given["role"]
-    message: dict[str, Any] = {"role": role, "content": "\n".join(part["text"] for part in parts)}
+    message: dict[str, Any] = {"role": role, "content": parts}
     message |= {key: given[key] for key in ("tool_call_id", "name", "reasoning_content") if given.get(key)}
     functions = [{key: call["function"].get(key) for key in ("name", "arguments")} for call in calls]
     listed = [{"id": c.get("id"), "type": "function", "function": f} for c, f in zip(calls, functions, strict=True)]
     return message | ({"tool_calls": listed} if listed else {})  # templates write keys in the order in which they come
+
+
+def _part(part: Any) -> dict[str, Any] | None:
+    """A text or a picture of a content. None: it is neither. A client must not name files of this machine."""
+    if not isinstance(part, dict):
+        return None
+    if part.get("type") == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if part.get("type") == "image" and isinstance(part.get("image"), Picture):  # of an earlier response
+        return part
+    link = part.get("image_url")
+    link = link.get("url") if isinstance(link, dict) else link
+    is_link = part.get("type") in ("image_url", "input_image") and isinstance(link, str) and link.startswith("data:")
+    return {"type": "image_url", "image_url": link} if is_link else None
 
 
 def _name_functions(values: Any) -> bool:

@@ -1,8 +1,9 @@
 """A language model that talks and acts over many turns, as a policy."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from adapters.llm import HFPolicy
 from grpo import ActionScores, ExperienceBatch, SampledActions
-from grpo.arguments import describe, require_lengths
+from grpo.arguments import describe, require_integers, require_lengths
 from grpo.errors import ConfigError, ContractError
 from grpo.rewards import is_async
 from grpo.types import CONTINUES
@@ -18,16 +19,14 @@ from grpo.types import CONTINUES
 from .branching import Branch, Branching
 from .call_check import require_readable_calls
 from .chat import Chat, Limits
-from .conversations import Conversation, observed_mask, step_mask
+from .conversations import Conversation, EndedBy, observed_mask, step_mask
 from .environments import EnvironmentLoop
 from .executed_calls import ExecutedCalls
 from .messages import Message
 from .rollouts import Job, Rollouts
-from .scoring import plan_passes, reference_log_probs, score_conversations
+from .scoring import plan_passes, reference_log_probs, require_observations_of_text, score_conversations
 from .speakers import Seat, Speaker
 from .turns import ModelTurns, ScriptedTurns
-
-ENDED_BY = ("environment", "max_turns", "length", "timeout", "error")
 
 
 class AgentPolicy:
@@ -48,7 +47,7 @@ class AgentPolicy:
             `max_new_tokens` more; else the conversation ends. None uses the model's maximum.
         concurrency: Maximum number of conversations at a time.
         timeout: Seconds that an environment or an agent program may take between two messages of the model. A conversation
-            that takes longer ends. None: no limit.
+            that takes longer ends. Seconds in which this process was stopped or had no CPU do not count. None: no limit.
         turn_timeout: Seconds that a message of the model may take, from the request to its end. A conversation that waits for
             longer ends without a reward, so the result of a run depends on the time. None: no limit.
         num_retries: How often a conversation is held again, from its beginning, whose environment or program fails or hangs.
@@ -101,12 +100,9 @@ class AgentPolicy:
                 "AgentPolicy: make must be a function state -> Environment, or async def play(chat, state) -> reward; got "
                 f"{describe(make)}. Pass a function, such as lambda state: MyEnvironment(state)."
             )
-        limits = {"max_turns": max_turns, "max_tokens": max_tokens, "concurrency": concurrency}
-        for name, limit in limits.items():
-            if limit is not None and limit < 1:
-                raise ConfigError(f"AgentPolicy: {name} must be at least 1; got {limit}.")
-        if num_retries < 0:
-            raise ConfigError(f"AgentPolicy: num_retries must be at least 0; got {num_retries}.")
+        require_integers("AgentPolicy", 1, max_turns=max_turns, concurrency=concurrency)
+        require_integers("AgentPolicy", 1, optional=True, max_tokens=max_tokens)
+        require_integers("AgentPolicy", 0, num_retries=num_retries)
         for name, seconds in {"timeout": timeout, "turn_timeout": turn_timeout}.items():
             if seconds is not None and not seconds > 0:
                 raise ConfigError(f"AgentPolicy: {name} must be above 0; got {seconds}. Pass None for no limit.")
@@ -202,6 +198,7 @@ class AgentPolicy:
     def _observed_mask(self, conversations: Sequence[Conversation]) -> Bool[Tensor, "N O"] | None:
         if not self.observations:
             return None
+        require_observations_of_text(conversations)
         return observed_mask(conversations, mask_truncated=self.policy.options.mask_truncated)
 
     def sample_actions(self, states: Sequence[Any], num_actions_per_state: int) -> SampledActions:
@@ -362,7 +359,7 @@ class AgentPolicy:
 def _metrics(
     held: Sequence[tuple[Chat, Conversation]], conversations: Sequence[Conversation], num_abandoned: int
 ) -> dict[str, float]:
-    """Counts of a rollout. Turns that branches share count once."""
+    """Counts and sums of a rollout, because metrics of several rollouts are added. Turns that branches share count once."""
     begins = [0 if chat.branch is None else chat.branch.num_shared_turns for chat, _ in held]
     turns = [turn for (_, c), begin in zip(held, begins, strict=True) for turn in c.turns[begin:]]
     metrics = {
@@ -374,10 +371,12 @@ def _metrics(
         "agents/abandoned": float(num_abandoned),
     }
     for seat in dict.fromkeys(turn.seat for turn in turns if turn.seat is not None):
-        metrics[f"agents/turns_of/{seat}"] = float(sum(turn.seat == seat for turn in turns))
+        rewards = [turn.reward for turn in turns if turn.seat == seat]
+        metrics[f"agents/turns_of/{seat}"] = float(len(rewards))
+        metrics[f"agents/rewards_of/{seat}"] = sum(reward for reward in rewards if not math.isnan(reward))
     for name in dict.fromkeys(name for chat, _ in held for name in chat.counts if name.startswith("turns_of/")):
         metrics[f"agents/{name}"] = float(sum(chat.counts.get(name, 0) for chat, _ in held))
-    for reason in ENDED_BY:
+    for reason in get_args(EndedBy):
         metrics[f"agents/ended_by_{reason}"] = float(sum(c.ended_by == reason for c in conversations))
     return metrics
 

@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo import Rewards
 from grpo.arguments import describe
-from grpo.errors import ContractError
+from grpo.errors import ContractError, warn_user
 
 from .conversations import Conversation
 
@@ -34,11 +35,14 @@ class EnvironmentReward:
 
     def __init__(self, *, per_turn: bool = False) -> None:
         self._per_turn = per_turn
+        self._has_warned = False
 
     def compute_rewards(
         self, states: Sequence[Any], actions: Sequence[Conversation]
-    ) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
+    ) -> Float[Tensor, " N"] | Float[Tensor, "N T"] | Rewards:
         """One reward per conversation, [N], or one per step, [N, T], which is 0 except at the last token of each turn.
+
+        Among rewards per step, a conversation without a turn has no place for one, so its row is lost: `agents/no_message`.
 
         Raises:
             ContractError: The actions are no conversations.
@@ -56,7 +60,18 @@ class EnvironmentReward:
         for row, action in zip(rewards, actions, strict=True):
             ends = torch.tensor([turn.num_tokens for turn in action.turns], dtype=torch.int64).cumsum(0) - 1
             row[ends] = torch.tensor(action.rewards, dtype=torch.float64)
-        return rewards
+        silent = torch.tensor([not action.turns for action in actions])
+        if not bool(silent.any()):
+            return rewards
+        if not self._has_warned:
+            self._has_warned = True
+            first = int(silent.nonzero()[0])
+            warn_user(
+                "EnvironmentReward: a conversation without a message has no place for a reward per turn, so its row is left "
+                f"out. {' '.join(self.explain_missing(states[first : first + 1], actions[first : first + 1]))} (This appears "
+                "once; agents/no_message counts.)"
+            )
+        return Rewards(values=rewards, lost={"agents/no_message": silent})
 
     def explain_missing(self, states: Sequence[Any], actions: Sequence[Conversation]) -> list[str]:
         """Why conversations have no reward, each cause once: the state, what happened, and what to do."""
@@ -67,17 +82,11 @@ class EnvironmentReward:
         }
         return [*found.values()]
 
-    def train(self) -> "EnvironmentReward":
+    def train(self, *_: Any) -> "EnvironmentReward":
         """Do nothing. `train`, `eval` and `to` do nothing, because there are no weights."""
         return self
 
-    def eval(self) -> "EnvironmentReward":
-        """Do nothing."""
-        return self
-
-    def to(self, device: torch.device | str) -> "EnvironmentReward":
-        """Do nothing."""
-        return self
+    eval = to = train
 
 
 def _cause(conversation: Conversation) -> str:

@@ -15,12 +15,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo.errors import DeadlineError, GRPOError
+from grpo.errors import ContractError, DeadlineError, GRPOError
 
 from .branching import Saved
 from .chat import Chat, ConversationEnded, SampledTurn, SampleTurn
 from .conversations import Conversation
 from .speakers import Speaker
+from .threads import OwnThread
 
 PATIENCE = 0.2
 """How long a batch waits for conversations that are still busy, as a share of the time that the last batch took."""
@@ -32,10 +33,12 @@ GRACE_SECONDS = 1.0
 """How long a cancelled conversation may take to end before its environment is given up."""
 BLOCKED_SECONDS = 10.0
 """How long the event loop may be blocked after nobody has asked for a turn within the timeout."""
+BEAT_SECONDS = 0.5
+"""How often it is measured whether the event loop can work."""
 MOST_ALONE = 8
 """Number of conversations that are held again alone in the life of a policy, to find out why they failed."""
-MOST_ABANDONED = 8
-"""Number of environments that may hang for good in the life of a policy. Each keeps a thread."""
+MOST_HANGING = 8
+"""Number of states whose environments may hang at the same time. Each environment keeps a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +61,8 @@ class Request:
 
     index: int
     """Place of the conversation among all."""
-    context: list[int]
-    """Token ids."""
+    context: Sequence[int]
+    """Token ids, with pictures if the context has some."""
     seed: int
     """Seed of the turn."""
     max_new_tokens: int
@@ -86,7 +89,8 @@ class Rollouts:
         play: `async def play(chat, state)`, which holds one conversation.
         concurrency: Maximum number of conversations at a time. More make larger batches, and need more memory and
             environments.
-        timeout: Seconds that `play` may be busy between two messages of the policy. None: no limit.
+        timeout: Seconds that `play` may be busy between two messages of the policy, without those in which no conversation
+            could go on. None: no limit.
         turn_timeout: Seconds that a message of the policy may take, with the time that its request waits. None: no limit.
         num_retries: How often a conversation is held again whose environment or program fails or hangs.
         tries_alone: Whether a conversation that failed beside others is held again alone, to find out if that is the cause.
@@ -107,7 +111,9 @@ class Rollouts:
         self._concurrency = concurrency
         self._timeout, self._turn_timeout = timeout, turn_timeout
         self.num_abandoned = 0
-        """Environments that hang for good."""
+        """Environments that were given up."""
+        self._hanging: dict[int, tuple[Any, list[OwnThread]]] = {}
+        """The states of these environments by their `id`, which belongs to them as long as they are kept, and the threads."""
         self.num_retried = 0
         """Conversations that were held again."""
         self._has_logged = False
@@ -118,7 +124,7 @@ class Rollouts:
         """Hold one conversation per job, and its branches, and return them in order. `sample` is called in the caller's thread.
 
         Raises:
-            DeadlineError: Too many environments hang, or an agent program blocks the event loop.
+            DeadlineError: Environments of too many states hang, or an agent program blocks the event loop.
             GRPOError: An environment or an agent program breaks its contract.
         """
         batches = _Batches(self._timeout, self._concurrency, self._turn_timeout)
@@ -132,8 +138,19 @@ class Rollouts:
             finally:
                 batches.end()
 
+        def work() -> None:
+            try:
+                asyncio.run(hold())
+            except (SystemExit, KeyboardInterrupt) as error:  # asyncio ends the event loop
+                finished[:] = [
+                    ContractError(
+                        f"AgentPolicy: a task of an agent program raised {type(error).__name__}, which ends the event loop of "
+                        "all conversations. Raise another error."
+                    )
+                ]
+
         # a second thread: the caller's may run an event loop (notebooks), and autocast belongs to a thread
-        thread = threading.Thread(target=lambda: asyncio.run(hold()), daemon=True, name="conversations")
+        thread = threading.Thread(target=work, daemon=True, name="conversations")
         thread.start()
         try:
             while requests := batches.next():
@@ -154,6 +171,14 @@ class Rollouts:
     async def _hold_all(self, jobs: Sequence[Job], make_chat: MakeChat, batches: "_Batches") -> list[Any]:
         batches.loop, batches.main = asyncio.get_running_loop(), asyncio.current_task()
         room = asyncio.Semaphore(self._concurrency)
+        clock = _LoopClock()
+        beat = asyncio.create_task(clock.beat())
+
+        def new_chat(job: Job) -> Chat:
+            chat = make_chat(job, batches.sampler(job.index))
+            chat.now = clock.now
+            chat.restart_clock()
+            return chat
 
         tasks: list[asyncio.Task] = []
         ended: asyncio.Queue[asyncio.Task] = asyncio.Queue()
@@ -162,7 +187,7 @@ class Rollouts:
             async with room:
                 with batches.one_more():
                     chat.restart_clock()
-                    return job.index, await self._hold(job, chat, lambda: make_chat(job, batches.sampler(job.index)))
+                    return job.index, await self._hold(job, chat, lambda: new_chat(job))
 
         def end(task: asyncio.Task) -> None:
             if not task.cancelled():
@@ -180,17 +205,17 @@ class Rollouts:
             tasks.append(task)
 
         for job in jobs:
-            begin(job, make_chat(job, batches.sampler(job.index)))
+            begin(job, new_chat(job))
         try:
             held: list[Any] = []
             while len(held) < len(tasks):
                 held.append((await ended.get()).result())
             held.sort(key=lambda pair: pair[0])
             if len(held) > 1:
-                await self._try_alone(jobs, held, make_chat, batches)
+                await self._try_alone(jobs, held, new_chat, batches)
             return [conversation for _, conversation in held]
         finally:
-            for task in tasks:
+            for task in [*tasks, beat]:
                 task.cancel()
             await asyncio.wait(tasks, timeout=2 * GRACE_SECONDS)
 
@@ -198,7 +223,7 @@ class Rollouts:
         """Hold a conversation, and hold it again in a new environment if that fails and there are retries left."""
         for _ in range(self._num_retries):
             held = await self._hold_once(job, chat)
-            if chat.ended_by not in ("error", "timeout") or chat.branch is not None:
+            if chat.ended_by not in ("error", "timeout") or chat.branch is not None or self._hangs(job.state):
                 return held
             self.num_retried += 1
             chat = again()
@@ -208,7 +233,7 @@ class Rollouts:
         self,
         jobs: Sequence[Job],
         held: list[tuple[int, tuple[Chat, Conversation]]],
-        make_chat: MakeChat,
+        new_chat: Callable[[Job], Chat],
         batches: "_Batches",
     ) -> None:
         """Hold conversations that failed again, one after another: one for each state, at most `MOST_ALONE` in all, until one
@@ -226,7 +251,7 @@ class Rollouts:
             self._num_tries_alone -= 1
             self.num_retried += 1
             with batches.one_more():
-                again = await self._hold_once(job, make_chat(job, batches.sampler(index)))
+                again = await self._hold_once(job, new_chat(job))
             if again[0].ended_by not in ("error", "timeout"):
                 held[place] = index, again
                 self._num_tries_alone = 0
@@ -239,7 +264,10 @@ class Rollouts:
                 )
 
     async def _hold_once(self, job: Job, chat: Chat) -> tuple[Chat, Conversation]:
-        chat.program = task = asyncio.ensure_future(self._play(chat, job.state))
+        if self._hangs(job.state):  # each try would keep another thread
+            chat.ended_by, chat.info = "timeout", {"error": "an earlier environment of this state still hangs"}
+            return chat, chat.conversation(float("nan"))
+        chat.program = task = asyncio.ensure_future(_without_exits(self._play(chat, job.state)))
         try:
             while not task.done() and chat.ended_by != "timeout":
                 left = None if self._timeout is None else self._timeout - chat.seconds_without_request
@@ -251,21 +279,35 @@ class Rollouts:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task}, timeout=GRACE_SECONDS)
+            if task.done() and not task.cancelled():
+                task.exception()  # asyncio logs errors that nobody has asked for
             await chat.remove_folder()
-        return chat, chat.conversation(self._rewards(task, chat))
+        return chat, chat.conversation(self._rewards(task, job, chat))
 
-    def _rewards(self, task: asyncio.Future, chat: Chat) -> Any:
+    def _hangs(self, state: Any) -> bool:
+        """Whether an environment of this state was given up, and has not answered yet. Without a thread, it never does."""
+        if id(state) not in self._hanging:
+            return False
+        _, threads = self._hanging[id(state)]
+        if threads and not any(thread.is_alive for thread in threads):  # it was slow
+            del self._hanging[id(state)]
+            return False
+        return True
+
+    def _rewards(self, task: asyncio.Future, job: Job, chat: Chat) -> Any:
         """The rewards that `play` returned. NaN if it failed, so that `RewardConfig` decides about the row.
 
         Raises:
-            DeadlineError: Too many environments hang.
+            DeadlineError: Environments of too many states hang.
         """
         if not task.done():
             self.num_abandoned += 1
-            if self.num_abandoned >= MOST_ABANDONED:
+            _, threads = self._hanging.get(id(job.state), (job.state, []))
+            self._hanging[id(job.state)] = job.state, [*threads, *(each for each in chat.threads if each.is_alive)]
+            if sum(self._hangs(state) for state, _ in list(self._hanging.values())) >= MOST_HANGING:
                 raise DeadlineError(
-                    f"AgentPolicy: {self.num_abandoned} environments did not answer within timeout={self._timeout:g} s and "
-                    "still hang. Raise the timeout, or find out what they wait for."
+                    f"AgentPolicy: environments of {MOST_HANGING} states did not answer within timeout={self._timeout:g} s "
+                    "and still hang. Raise the timeout, or find out what they wait for."
                 )
         if chat.ended_by == "timeout":
             chat.info = {"error": chat.is_late or f"no answer within {self._timeout:g} s"}
@@ -290,11 +332,41 @@ class Rollouts:
         return float("nan")
 
 
+async def _without_exits(play: Coroutine) -> Any:
+    """What a program returns. Errors that would end the event loop of all conversations are errors of this one."""
+    try:
+        return await play
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"the agent program raised {type(error).__name__}: {error}") from error
+
+
 def _limit(error: BaseException) -> ConversationEnded | None:
     """The limit that an agent program did not catch. A task group raises those of its tasks together."""
     while isinstance(error, BaseExceptionGroup) and error.split(ConversationEnded)[1] is None:
         error = error.exceptions[0]
     return error if isinstance(error, ConversationEnded) else None
+
+
+class _LoopClock:
+    """The seconds in which the event loop can work.
+
+    Those in which the process was stopped, starved of CPU, or held up by an async function are no environment's, so they do
+    not count for `AgentPolicy(timeout=...)`.
+    """
+
+    def __init__(self) -> None:
+        self._lost = 0.0
+
+    def now(self) -> float:
+        """The seconds so far."""
+        return time.monotonic() - self._lost
+
+    async def beat(self) -> None:
+        """Measure by how much the event loop wakes this task too late."""
+        while True:
+            due = time.monotonic() + BEAT_SECONDS
+            await asyncio.sleep(BEAT_SECONDS)
+            self._lost += max(0.0, time.monotonic() - due)
 
 
 class _Batches:
@@ -319,7 +391,7 @@ class _Batches:
         """A function that requests turns for one conversation, for the conversations' thread."""
 
         async def sample(
-            context: list[int], seed: int, max_new_tokens: int, stop: tuple[str, ...], speaker: Speaker | None
+            context: Sequence[int], seed: int, max_new_tokens: int, stop: tuple[str, ...], speaker: Speaker | None
         ) -> SampledTurn:
             turn = asyncio.get_running_loop().create_future()
             self._requests.put(
@@ -416,7 +488,13 @@ class _Batches:
     def _require_running_loop(self) -> None:
         """Raise a DeadlineError if an agent program blocks the event loop, in which all conversations run."""
         runs = threading.Event()
-        if self._call(runs.set) and not runs.wait(BLOCKED_SECONDS) and self._requests.empty():
+        if self.loop is None or not self._call(runs.set):
+            return
+        task = asyncio.current_task(self.loop)
+        while not runs.wait(BLOCKED_SECONDS) and self._requests.empty():
+            before, task = task, asyncio.current_task(self.loop)
+            if task is not before:  # the process is starved of CPU, and the tasks go on all the same
+                continue
             self._has_ended = True
             raise DeadlineError(
                 f"AgentPolicy: an async function has not awaited anything for {BLOCKED_SECONDS:g} s, and holds up all "

@@ -8,10 +8,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from adapters.llm import Completion, HFPolicy
+from adapters.llm import Completion, HFPolicy, Picture
 from grpo import ActionScores
+from grpo.arguments import describe
+from grpo.errors import ContractError
 
-from .conversations import Conversation, observed_mask, step_mask
+from .conversations import Conversation, Segment, observed_mask, step_mask
 
 
 def score_conversations(
@@ -27,6 +29,8 @@ def score_conversations(
         actions: The conversations.
         with_observations: Whether to score the other tokens after the first sampled one, too, in the same passes.
     """
+    if with_observations:
+        require_observations_of_text(actions)
     prompts, completions, row_of_segment = _segments(policy, actions)
     sampled = [completion.sampled or () for completion in completions]
     if with_observations:  # all tokens of a completion count then
@@ -65,16 +69,12 @@ def score_conversations(
 def reference_log_probs(policy: HFPolicy, actions: Sequence[Conversation]) -> Float[Tensor, "N T"]:
     """Log-probs of the steps under the reference of the language model."""
     prompts, completions, _ = _segments(policy, actions)
-    width = max((len(completion) for completion in completions), default=0)
     values = []
     for part in _passes(policy, prompts, completions):
         some = [completions[i] for i in part]
         log_probs = policy.reference_log_probabilities([prompts[i] for i in part], some)
-        sampled = torch.zeros(len(some), width, dtype=torch.bool)
-        for row, completion in zip(sampled, some, strict=True):
-            if not (policy.options.mask_truncated and completion.is_truncated):
-                row[: len(completion)] = torch.tensor(completion.sampled)
-        values.append((part, log_probs, sampled[:, : log_probs.shape[1]].to(log_probs.device)))
+        sampled = [() if policy.options.mask_truncated and one.is_truncated else one.sampled or () for one in some]
+        values.append((part, log_probs, _flags(sampled, log_probs)))
     mask = step_mask(actions, mask_truncated=policy.options.mask_truncated)
     if not values:
         return torch.zeros(mask.shape)
@@ -85,9 +85,14 @@ def plan_passes(policy: HFPolicy, actions: Sequence[Conversation]) -> list[Seque
     """Rows of each forward pass, within the language model's `max_tokens_per_forward` positions."""
     prompts, rows = [], []
     for action in actions:
+        if not isinstance(action, Conversation):
+            raise ContractError(
+                f"AgentPolicy: actions must be Conversations; got {describe(action)}. Pass what it generated, or make "
+                "demonstrations of scripts with demonstrations(states, scripts)."
+            )
         segments = action.segments
         begin = segments[0].token_ids[: segments[0].num_context_tokens] if segments else (0,)
-        prompts.append(_prompt(policy, begin))
+        prompts.append(_prompt_of(policy, segments[0]) if segments else _prompt(policy, begin, ()))
         length = sum(len(segment.token_ids) for segment in segments) - len(begin)
         before = [token for segment in segments for token in segment.token_ids[: min(segment.forks, default=0)]]
         shared = tuple(before[len(begin) :])  # until the first fork
@@ -97,13 +102,52 @@ def plan_passes(policy: HFPolicy, actions: Sequence[Conversation]) -> list[Seque
     return policy.plan_micro_batches(prompts, rows)
 
 
+def require_observations_of_text(actions: Sequence[Conversation]) -> None:
+    """Refuse conversations whose observations have pictures: no language model foresees a picture."""
+    rows = [
+        row
+        for row, action in enumerate(actions)
+        if any(len(part.pictures) > part.num_first_pictures for part in action.segments)
+    ]
+    if rows:
+        raise ContractError(
+            f"AgentPolicy(observations=True) needs observations of text; those of the conversations {rows[:8]} have pictures. "
+            "Leave observations=True out."
+        )
+
+
 def _passes(policy: HFPolicy, prompts: list[dict[str, Any]], completions: list[Completion]) -> list[Sequence[int]]:
     return policy.plan_micro_batches(prompts, completions) if prompts else []
 
 
-def _prompt(policy: HFPolicy, token_ids: Sequence[int]) -> dict[str, Any]:
-    """A prompt with exactly these tokens. Without a mask, padding tokens at its ends would be left out."""
+def _prompt(
+    policy: HFPolicy, token_ids: Sequence[int], pictures: Sequence[Picture], later: Sequence[int] = ()
+) -> dict[str, Any]:
+    """A prompt with exactly these tokens. Without a mask, padding tokens at its ends would be left out.
+
+    Args:
+        policy: The language model.
+        token_ids: The tokens.
+        pictures: The pictures of the prompt, and of what follows.
+        later: Token ids of what follows, if there are pictures in it.
+    """
+    if pictures:
+        if policy.picture_reader is None:
+            raise ContractError(
+                "Conversations with pictures need the processor with which they were held; the policy has a tokenizer. Pass "
+                "the processor to HFPolicy."
+            )
+        return {policy.options.prompt_column: policy.picture_reader.prompt(token_ids, pictures, later)}
     return {policy.options.prompt_column: list(token_ids), "attention_mask": [True] * len(token_ids)}
+
+
+def _prompt_of(policy: HFPolicy, segment: Segment, *, with_later: bool = True) -> dict[str, Any]:
+    """The prompt of a segment: all before its first sampled token. A picture behind this token is read in a pass over the whole
+    row, so the prompt has it, too, unless `with_later` is False."""
+    begin = segment.num_context_tokens
+    count = len(segment.pictures) if with_later else segment.num_first_pictures
+    later = segment.token_ids[begin:] if count > segment.num_first_pictures else ()
+    return _prompt(policy, segment.token_ids[:begin], segment.pictures[:count], later)
 
 
 def _segments(
@@ -121,7 +165,8 @@ def _segments(
         is_cut = action.ended_by == "length" and (mask_truncated or any(turn.is_truncated for turn in action.turns))
         for segment in action.segments:
             begin = segment.num_context_tokens
-            prompts.append(_prompt(policy, segment.token_ids[:begin]))
+            # masked tokens are not forwarded
+            prompts.append(_prompt_of(policy, segment, with_later=not (is_cut and mask_truncated)))
             completions.append(
                 Completion(
                     token_ids=segment.token_ids[begin:],

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -15,7 +16,7 @@ from grpo.errors import ConfigError, ContractError
 
 from .calls import read_turn
 from .conversations import Conversation
-from .messages import Message
+from .messages import Message, pictures_of
 from .templates import ChatTemplate
 from .threads import OwnThread
 
@@ -68,7 +69,10 @@ class Speaker:
     def __init__(self, policy: HFPolicy) -> None:
         self.policy = policy
         self.template = ChatTemplate(
-            policy.tokenizer, end_token_ids=policy.end_token_ids, options=policy.options.chat_template_options
+            policy.tokenizer,
+            end_token_ids=policy.end_token_ids,
+            options=policy.options.chat_template_options,
+            reader=policy.picture_reader,
         )
         self._texts = CompletionTexts(
             policy.tokenizer,
@@ -78,6 +82,17 @@ class Speaker:
             text="message['content']",
             opened="message.get('opened', '')",
         )
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Number of characters of the longest token. A text has at least its length divided by this number of tokens."""
+        return max(map(len, self.policy.tokenizer.get_vocab()))
+
+    def prompt(self, token_ids: list[int], messages: Sequence[Message]) -> Sequence[int]:
+        """What the model reads: these token ids, with the pictures of the messages."""
+        pictures = pictures_of(messages)
+        reader = self.policy.picture_reader
+        return token_ids if reader is None or not pictures else reader.prompt(token_ids, pictures)
 
     def message(
         self,
@@ -118,17 +133,16 @@ def _before(text: str, stops: Sequence[str]) -> str:
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
-async def said_by(function: Says, messages: list[Message]) -> Message:
-    """What a function says after these messages, as a message. The function may block, and has a thread of its own.
+async def said_by(function: Says, messages: list[Message], thread: OwnThread) -> Message:
+    """What a function says after these messages, as a message. The function may block: this thread, which then ends, calls it.
 
     Raises:
         ContractError: The function returned neither a text nor a message.
     """
-    thread = OwnThread()
     try:
         said = await thread.run(function, messages)
     finally:
-        thread.end()
+        await thread.finish()
     message: Any = {"role": "assistant", "content": said} if isinstance(said, str) else said
     if not isinstance(message, dict) or not isinstance(message.get("content"), str):
         raise ContractError(

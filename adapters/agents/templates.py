@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeAlias
 
 from jinja2 import TemplateError
 
-from adapters.llm import ControlTokens, special_tokens
+from adapters.llm import ControlTokens, Picture, special_tokens
 from grpo.errors import ConfigError, ContractError
 
-from .messages import Message, tool_message, with_names_as_ids
+from .messages import Message, pictures_of, tool_message, with_names_as_ids
 
 logger = logging.getLogger("grpo")
 
@@ -77,13 +77,19 @@ class ChatTemplate:
         end_token_ids: Tokens that end a turn of the policy.
         options: Options of `tokenizer.apply_chat_template`, for example `enable_thinking=False`. `tokenize`,
             `add_generation_prompt` and `continue_final_message` are ignored: this class sets them itself.
+        reader: Encodes texts with pictures: `HFPolicy.picture_reader`. None: messages have no pictures.
 
     Raises:
         ConfigError: The tokenizer has no chat template, or the template cannot render a question and an answer.
     """
 
     def __init__(
-        self, tokenizer: Any, *, end_token_ids: Sequence[int] = (), options: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        *,
+        end_token_ids: Sequence[int] = (),
+        options: Mapping[str, Any] | None = None,
+        reader: Any = None,
     ) -> None:
         if tokenizer.chat_template is None:
             raise ConfigError(
@@ -94,7 +100,9 @@ class ChatTemplate:
         own = ("tokenize", "add_generation_prompt", "continue_final_message")
         self._options = {name: value for name, value in (options or {}).items() if name not in own}
         self._special = special_tokens(tokenizer)
-        self._control = ControlTokens(tokenizer, self._options)
+        self._reader = reader
+        mark = None if reader is None else reader.mark
+        self._control = ControlTokens(tokenizer, self._options, picture_mark=mark)
         self._arguments_as_text, self._names_as_ids = False, False
         self._in_parts = self._needs_parts()
         spoken = self._text([ASKED, ANSWERED], None, turn_follows=False)
@@ -156,7 +164,7 @@ class ChatTemplate:
                 f"The chat template must accept the conversation; got {text} for the roles "
                 f"{[message['role'] for message in messages]}. Send other messages, or use another template."
             ) from text
-        return self._encode(text)
+        return self._encode(text, pictures_of(messages))
 
     def bridge(
         self,
@@ -191,7 +199,7 @@ class ChatTemplate:
         begin = self._end_of_turn(prompt, text, words)
         if begin is None or isinstance(text, Exception):
             return None
-        end, *rest = self._encode(text[begin:])
+        end, *rest = self._encode(text[begin:], pictures_of(new_messages))
         if turn[-1] == end:
             return rest
         ended_otherwise = turn[-1] in self.end_token_ids or turn[-1] in self.opening_token_ids
@@ -346,7 +354,9 @@ class ChatTemplate:
 
     def _as_the_template_reads_it(self, message: Mapping[str, Any]) -> dict[str, Any]:
         read: dict[str, Any] = dict(message)
-        if self._in_parts:
+        if isinstance(read.get("content"), list):
+            read["content"] = [{"type": "image"} if "image" in part else part for part in read["content"]]
+        elif self._in_parts:
             read["content"] = [{"type": "text", "text": message.get("content", "")}]
         if self._arguments_as_text and "tool_calls" in message:
             read["tool_calls"] = [
@@ -355,8 +365,15 @@ class ChatTemplate:
             ]
         return read
 
-    def _encode(self, text: str) -> list[int]:
-        return self._control.encode(text)
+    def _encode(self, text: str, pictures: Sequence[Picture] = ()) -> list[int]:
+        if not pictures:
+            return self._control.encode(text)
+        if self._reader is None:
+            raise ContractError(
+                f"A conversation has {len(pictures)} pictures, and the policy has a tokenizer and no processor. Pass the "
+                "model's processor to HFPolicy in place of the tokenizer."
+            )
+        return self._reader.encoded(self._control.parts(text), pictures, "A conversation")
 
 
 def _num_shared(one: str, other: str) -> int:

@@ -18,11 +18,16 @@ class OwnThread:
         self._calls = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has calls to make, or waits for some."""
+        return self._thread is not None and self._thread.is_alive()
+
     async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function in the thread, or await it if it is `async def`."""
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
-        if self._thread is None:  # a daemon, so that a call that never returns does not keep the process
+        if self._thread is None:
             # daemon: a call that hangs is given up, and must not hold up the exit
             self._thread = threading.Thread(target=self._work, daemon=True, name="environment")
             self._thread.start()
@@ -31,6 +36,14 @@ class OwnThread:
         self._calls.put((lambda: function(*args, **kwargs), future, loop))
         result = await future
         return await result if inspect.isawaitable(result) else result
+
+    async def finish(self) -> None:
+        """Wait for the calls that the thread was given, and end it. A call that hangs holds up this task, so it is counted."""
+        try:
+            if self._thread is not None:
+                await self.run(lambda: None)
+        finally:
+            self.end()
 
     def end(self) -> None:
         """End the thread after the calls that it was given."""

@@ -14,11 +14,10 @@ from typing import Literal, TypeAlias, assert_never
 import numpy as np
 from jaxtyping import Float64
 
-from grpo.arguments import require_integers, require_numbers
+from grpo.arguments import require_instances, require_integers, require_numbers
 from grpo.errors import ConfigError, RewardError
 
-from .options import require_discount, require_option
-from .play import Arms, Rewards
+from .play import Arms, Rewards, require_discount
 
 Likelihood: TypeAlias = Literal["bernoulli", "gaussian"]
 
@@ -41,7 +40,8 @@ class ThompsonSampling:
             returns to the prior.
         likelihood: Likelihood of the rewards. "gaussian" has unit variance and a N(0, 1) prior.
 
-    Source: Thompson 1933; with discount: Raj & Kalyani 2017, arXiv:1707.09727, algorithm 1.
+    Source:
+        Thompson 1933; with discount: Raj & Kalyani 2017, arXiv:1707.09727, algorithm 1.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ThompsonSampling:
     ) -> None:
         require_integers("ThompsonSampling", 1, num_runs=num_runs, num_arms=num_arms)
         require_discount("ThompsonSampling", discount)
-        require_option("ThompsonSampling", "likelihood", likelihood, Likelihood)
+        require_instances("ThompsonSampling", Likelihood, likelihood=likelihood)
         self.discount = discount
         self.likelihood: Likelihood = likelihood
         self.runs = np.arange(num_runs)
@@ -99,7 +99,8 @@ class EXP3S:
         reward_low: Reward that is mapped to 0. Smaller rewards are clipped.
         reward_high: Reward that is mapped to 1. Larger rewards are clipped.
 
-    Source: Auer, Cesa-Bianchi, Freund & Schapire 2002, SIAM J. Comput. 32(1), figure 4 and corollary 8.3.
+    Source:
+        Auer, Cesa-Bianchi, Freund & Schapire 2002, SIAM J. Comput. 32(1), figure 4 and corollary 8.3.
     """
 
     def __init__(
@@ -164,7 +165,8 @@ class GradientBandit:
         logit_decay: Decay of the preferences per pull. 0 gives the algorithm of the book. A positive decay keeps the policy
             closer to uniform, so that it still tries bad arms and finds changes.
 
-    Source: Sutton & Barto, Reinforcement Learning, 2nd edition 2018, section 2.8, eq. 2.12.
+    Source:
+        Sutton & Barto, Reinforcement Learning, 2nd edition 2018, section 2.8, eq. 2.12.
     """
 
     def __init__(

@@ -195,9 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, default=Path("runs/dynamic_bandit.png"), help="PNG file to write")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)  # more threads do not help five logits
-    logging.getLogger("grpo").setLevel(
-        logging.ERROR
-    )  # it would say that nothing can be learned while all arms are alike
+    # it would say that nothing can be learned while all arms are alike
+    logging.getLogger("grpo").setLevel(logging.ERROR)
     print(
         "A bandit has five arms, and the best one changes every 20 steps. GRPO trains a policy that picks 32 arms per step."
     )

@@ -101,7 +101,7 @@ def time_to_reach(values: ArrayLike, regimes: ArrayLike, threshold: float = 0.5)
     starts = segment_starts(labels)
     ends = np.append(starts[1:], len(labels))
     times = [
-        np.where(segment.any(axis=-1), segment.argmax(axis=-1), segment.shape[-1])
+        np.where(segment.any(axis=-1), segment.argmax(axis=-1), segment.shape[-1])  # argmax: the first that is True
         for segment in (reached[..., start:end] for start, end in zip(starts, ends, strict=True))
     ]
     return np.stack(times, axis=-1)

@@ -9,7 +9,8 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from grpo.arguments import require_instances, require_integers
+from grpo.arguments import require_instances, require_integers, require_numbers
+from grpo.errors import ConfigError
 
 from .testbeds import Testbed
 
@@ -102,3 +103,14 @@ class Oracle:
 
     def update(self, arms: Arms, rewards: Rewards) -> None:
         """Do nothing, because this strategy knows the means."""
+
+
+def require_discount(owner: str, discount: float) -> None:
+    """Check that a strategy's discount factor lies in (0, 1].
+
+    Raises:
+        ConfigError: The discount is outside (0, 1].
+    """
+    require_numbers(owner, discount=discount)
+    if not 0 < discount <= 1:
+        raise ConfigError(f"{owner}: discount must lie in (0, 1], where 1 never forgets; got {discount}.")

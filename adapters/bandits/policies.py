@@ -12,11 +12,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from grpo.arguments import require_integers, require_widths
+from grpo.arguments import require_instances, require_integers, require_widths
 from grpo.errors import ContractError
 from grpo.types import ActionScores, SampledActions
-
-from .options import require_option
 
 Activation: TypeAlias = Literal["tanh", "relu"]
 
@@ -91,6 +89,7 @@ class SoftmaxPolicy(nn.Module):
                 f"SoftmaxPolicy needs one action per state; got {len(rows)} states, {len(arms)} actions."
             )
         log_probs = self.logits.log_softmax(dim=1)
+        # one index into the flat table is faster than two, forward and backward
         chosen = log_probs.flatten().index_select(0, rows * self.num_actions + arms)
         return single_step_scores(chosen, categorical_entropy(log_probs).index_select(0, rows))
 
@@ -100,7 +99,7 @@ class SoftmaxPolicy(nn.Module):
     ) -> SampledActions:
         """G independent draws per state, [B, G], with their scores."""
         num_states = len(states)
-        if self.num_states == 1:
+        if self.num_states == 1:  # one draw for all states, which share the row
             rows: Any = None
             drawn = torch.multinomial(
                 self.probabilities()[0], num_states * num_actions_per_state, replacement=True, generator=generator
@@ -161,7 +160,7 @@ class MLPPolicy(nn.Module):
         super().__init__()
         require_integers("MLPPolicy", 1, num_features=num_features, num_actions=num_actions)
         require_widths("MLPPolicy", hidden)
-        require_option("MLPPolicy", "activation", activation, Activation)
+        require_instances("MLPPolicy", Activation, activation=activation)
         self.num_actions = num_actions
         widths = (num_features, *hidden)
         layers: list[nn.Module] = []

@@ -11,10 +11,8 @@ import numpy as np
 from jaxtyping import Float64, Int64
 from numpy.typing import ArrayLike
 
-from grpo.arguments import describe, require_integers, require_numbers
+from grpo.arguments import describe, require_instances, require_integers, require_numbers
 from grpo.errors import ConfigError, RewardError
-
-from .options import require_option
 
 Noise: TypeAlias = Literal["deterministic", "bernoulli", "gaussian"]
 """Reward of a pull with mean m: m itself ("deterministic"), 1 with probability m, else 0 ("bernoulli"), or N(m, 1)
@@ -62,7 +60,7 @@ class Testbed:
         require_integers("Testbed", 0, seed=seed)
         if num_runs is not None:
             require_integers("Testbed", 1, num_runs=num_runs)
-        require_option("Testbed", "noise", noise, Noise)
+        require_instances("Testbed", Noise, noise=noise)
         self.noise: Noise = noise
         self.pulls_per_step = pulls_per_step
         self.cyclic = cyclic
@@ -81,6 +79,7 @@ class Testbed:
         self._check_means(means)
         self.num_runs = means.shape[0] if self._requested_runs is None else self._requested_runs
         self.num_steps, self.num_arms = means.shape[1:]
+        # views, so runs that share their means take no memory
         self.means: Float64[np.ndarray, "R T K"] = np.broadcast_to(means, (self.num_runs, *means.shape[1:]))
         self.best_means: Float64[np.ndarray, "R T"] = np.broadcast_to(
             means.max(axis=2), (self.num_runs, self.num_steps)
@@ -188,7 +187,7 @@ class Testbed:
                 f"Testbed.load_state_dict: the state must have {self.num_runs} runs; it has {np.size(state['pulls'])}. "
                 f"Build the testbed with the same num_runs."
             )
-        self._start(state["seed"])
+        self._start(state["seed"])  # draws the means again
         self.pulls = np.array(state["pulls"], dtype=np.int64)
         self.regrets = np.array(state["regrets"], dtype=np.float64)
         self._generator.bit_generator.state = state["generator"]
@@ -196,7 +195,7 @@ class Testbed:
 
 def _ranks_within(rows: Int64[np.ndarray, " N"], counts: Int64[np.ndarray, " R"]) -> Int64[np.ndarray, " N"]:
     """Number of earlier rows with the same run: [5, 7, 5, 5, 7] -> [0, 0, 1, 2, 1]."""
-    if counts.max() == 1:
+    if counts.max() == 1:  # as in `play`, which pulls once per run: nothing to sort
         return np.zeros(len(rows), dtype=np.int64)
     order = np.argsort(rows, kind="stable")
     ranks = np.empty_like(rows)
@@ -226,7 +225,8 @@ def abrupt_testbed(*, num_runs: int = 1, pulls_per_step: int = 1, seed: int = 0)
 
     The means are .5, .3 and .4; the third is .9 for 3000 <= t < 5000.
 
-    Source: Garivier & Moulines 2008, arXiv:0805.3415, section 4.
+    Source:
+        Garivier & Moulines 2008, arXiv:0805.3415, section 4.
     """
     means = np.tile([0.5, 0.3, 0.4], (1, 10_000, 1))
     means[0, 3_000:5_000, 2] = 0.9
@@ -240,7 +240,8 @@ def random_walk_testbed(
 
     means[r, 0, a] = 0,  means[r, t+1, a] = means[r, t, a] + N(0, step_std^2), with a separate walk in each run.
 
-    Source: Sutton & Barto, Reinforcement Learning, 2nd edition 2018, exercise 2.5.
+    Source:
+        Sutton & Barto, Reinforcement Learning, 2nd edition 2018, exercise 2.5.
     """
 
     def draw_walks(generator: np.random.Generator) -> Float64[np.ndarray, "R T 10"]:

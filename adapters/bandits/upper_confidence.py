@@ -14,8 +14,7 @@ from jaxtyping import Bool, Float64
 from grpo.arguments import require_integers, require_numbers
 from grpo.errors import ConfigError
 
-from .options import require_discount
-from .play import Arms, Rewards
+from .play import Arms, Rewards, require_discount
 
 
 def random_argmax(values: Float64[np.ndarray, "R K"], rng: np.random.Generator) -> Arms:
@@ -75,8 +74,9 @@ class UCB1(_UpperConfidence):
         exploration: A larger value explores more. Garivier & Moulines' simulations use 1/2, Auer et al. use 2.
         reward_range: Width of the rewards' range.
 
-    Source: Auer, Cesa-Bianchi & Fischer 2002, Machine Learning 47, figure 1; Garivier & Moulines 2008,
-    arXiv:0805.3415, section 4, for the constant.
+    Source:
+        Auer, Cesa-Bianchi & Fischer 2002, Machine Learning 47, figure 1; Garivier & Moulines 2008, arXiv:0805.3415, section 4,
+        for the constant.
     """
 
 
@@ -93,7 +93,8 @@ class DiscountedUCB(_UpperConfidence):
         exploration: A larger value explores more.
         reward_range: Width of the rewards' range.
 
-    Source: Garivier & Moulines 2008, arXiv:0805.3415, section 2 (D-UCB) and section 4.
+    Source:
+        Garivier & Moulines 2008, arXiv:0805.3415, section 2 (D-UCB) and section 4.
     """
 
     scale = 2.0
@@ -127,7 +128,8 @@ class SlidingWindowUCB(_UpperConfidence):
         exploration: A larger value explores more.
         reward_range: Width of the rewards' range.
 
-    Source: Garivier & Moulines 2008, arXiv:0805.3415, section 2 (SW-UCB) and section 4.
+    Source:
+        Garivier & Moulines 2008, arXiv:0805.3415, section 2 (SW-UCB) and section 4.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class SlidingWindowUCB(_UpperConfidence):
 
     def update(self, arms: Arms, rewards: Rewards) -> None:
         """Add one pull per run and drop the oldest pull from the window."""
-        slot = self.num_pulls % self.window
+        slot = self.num_pulls % self.window  # the arrays are rings: the oldest pull is overwritten
         if self.num_pulls >= self.window:
             self.counts[self.runs, self._arms[slot]] -= 1
             self.sums[self.runs, self._arms[slot]] -= self._rewards[slot]

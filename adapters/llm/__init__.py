@@ -41,6 +41,7 @@ from .options import HFOptions
 from .policy import HFPolicy
 from .presets import lora_start
 from .prompts.control_tokens import ControlTokens, special_tokens
+from .prompts.pictures import Picture
 from .rewards.completion_rewards import CompletionRewards
 from .rewards.gsm8k import extract_answer, gsm8k_prompt, load_gsm8k
 from .rewards.gsm8k_rewards import correctness_first, hybrid_reward
@@ -56,7 +57,7 @@ from .texts import CompletionTexts
 __all__ = [
     "Between", "Completion", "CompletionRewards", "CompletionTexts", "ControlTokens", "ExactMatch", "FinishReason",
     "GivesRows", "HFOptions", "HFPolicy", "JSONSchemaMatch", "LimitsRows", "MathMatch", "OverlongPunishment", "PerToken",
-    "RegexMatch", "RowLimit", "SampledTokens", "Sampler", "SamplingConfig", "VLLMSampler", "VLLMServerSampler", "ValueHead",
-    "add_lora", "correctness_first", "extract_answer", "gsm8k_prompt", "hybrid_reward", "load_gsm8k", "load_model",
+    "Picture", "RegexMatch", "RowLimit", "SampledTokens", "Sampler", "SamplingConfig", "VLLMSampler", "VLLMServerSampler",
+    "ValueHead", "add_lora", "correctness_first", "extract_answer", "gsm8k_prompt", "hybrid_reward", "load_gsm8k", "load_model",
     "lora_start", "merged_weights", "special_tokens", "tags_pattern", "token_log_probs", "train_parts",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Prompts with pictures: token ids, and the fields that a model reads beside them, such as pixels."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
 import torch
@@ -11,6 +11,8 @@ from grpo.errors import ContractError
 
 Ids: TypeAlias = Sequence[int]
 """A prompt: a list of token ids, or a `PicturePrompt`."""
+Marked: TypeAlias = tuple[list[int], list[Any]]
+"""Token ids with one mark for each picture, and the pictures as PIL images."""
 TYPES = "token_type_ids"
 """Fields whose names end so have one number per token. All other fields have pictures, or parts of pictures, on their first
 axis."""
@@ -24,16 +26,32 @@ class PicturePrompt(Sequence[int]):
     Args:
         token_ids: Token ids, with placeholders where the model puts the pictures.
         fields: What the processor calls the rest, for this prompt alone: `pixel_values`, `image_grid_thw`,
-            `mm_token_type_ids` ([1, P]), ...
+            `mm_token_type_ids` ([1, P]), ... Or a function that returns them, which is called when a model reads them.
+        digest: A hash of the pictures. None: it is computed from the fields.
+        is_whole: Whether the fields also have pictures of what follows the prompt, so that each completion is computed with its
+            prompt as one row. Types of tokens are then [1, P + T].
+        marked: A function that returns the token ids with one mark in place of each picture, and the pictures. None: the prompt
+            is for models in this process only.
     """
 
-    __slots__ = ("_token_ids", "digest", "fields")
+    __slots__ = ("_fields", "_marked", "_token_ids", "digest", "is_whole")
 
-    def __init__(self, token_ids: Sequence[int], fields: Mapping[str, Tensor], *, digest: str | None = None) -> None:
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        fields: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]],
+        *,
+        digest: str | None = None,
+        is_whole: bool = False,
+        marked: Callable[[], Marked] | None = None,
+    ) -> None:
         self._token_ids = tuple(token_ids)
-        self.fields = dict(fields)
+        self._fields = fields
+        self._marked = marked
         self.digest = digest or _digest(self.fields)
-        """A hash of the fields. Prompts with other pictures have other digests."""
+        """A hash of the pictures. Prompts with other pictures have other digests."""
+        self.is_whole = is_whole
+        """Whether the fields also have pictures of what follows the prompt."""
 
     def __len__(self) -> int:
         return len(self._token_ids)
@@ -56,17 +74,44 @@ class PicturePrompt(Sequence[int]):
         return self._token_ids, self.digest
 
     @property
+    def fields(self) -> Mapping[str, Tensor]:
+        """What the model reads beside the token ids, by name."""
+        if callable(self._fields):
+            self._fields = self._fields()
+        return self._fields
+
+    @property
+    def marked(self) -> Marked:
+        """The token ids with one mark in place of each picture, and the pictures as PIL images. An engine that processes
+        pictures itself reads them.
+
+        Raises:
+            ContractError: The prompt was made without pictures.
+        """
+        if self._marked is None:
+            raise ContractError(
+                "A prompt for another engine needs its pictures; got fields only. Pass a text or a chat."
+            )
+        return self._marked()
+
+    @property
     def num_bytes(self) -> int:
         """Memory of the fields."""
         return sum(values.nbytes for values in self.fields.values())
 
     def followed_by(self, token_ids: Sequence[int]) -> "PicturePrompt":
         """The prompt with more tokens of text at its end."""
-        fields = {
-            name: torch.cat([values, values.new_zeros(1, len(token_ids))], 1) if name.endswith(TYPES) else values
-            for name, values in self.fields.items()
-        }
-        return PicturePrompt([*self._token_ids, *token_ids], fields, digest=self.digest)
+
+        def fields() -> dict[str, Tensor]:
+            return {
+                name: torch.cat([values, values.new_zeros(1, len(token_ids))], 1)
+                if name.endswith(TYPES) and not self.is_whole
+                else values
+                for name, values in self.fields.items()
+            }
+
+        whole = [*self._token_ids, *token_ids]
+        return PicturePrompt(whole, fields, digest=self.digest, is_whole=self.is_whole)
 
 
 def followed_by(prompt: Ids, token_ids: Sequence[int]) -> Ids:
@@ -87,6 +132,11 @@ def distinct(prompts: Sequence[Ids]) -> tuple[list[Ids], list[int]]:
 def has_pictures(prompts: Sequence[Ids]) -> bool:
     """Whether one of the prompts has pictures."""
     return any(isinstance(prompt, PicturePrompt) for prompt in prompts)
+
+
+def has_later_pictures(prompts: Sequence[Ids]) -> bool:
+    """Whether pictures follow one of the prompts, so that each completion is computed with its prompt as one row."""
+    return any(isinstance(prompt, PicturePrompt) and prompt.is_whole for prompt in prompts)
 
 
 def joined_fields(
@@ -137,8 +187,9 @@ def _types(prompt: Ids, name: str, width: int, on_the_left: bool) -> Tensor:
     """The type of each token. Padding, and tokens of a completion, are text: 0."""
     types = torch.zeros(width, dtype=torch.int64)
     if isinstance(prompt, PicturePrompt) and name in prompt.fields:
-        begin = width - len(prompt) if on_the_left else 0
-        types[begin : begin + len(prompt)] = prompt.fields[name][0]
+        own = prompt.fields[name][0][:width]
+        begin = width - len(own) if on_the_left else 0
+        types[begin : begin + len(own)] = own
     return types
 
 

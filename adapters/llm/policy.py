@@ -1,66 +1,60 @@
 """A Hugging Face causal language model as a policy."""
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from grpo import ActionScores, ExperienceBatch, SampledActions
-from grpo.arguments import describe, refuse_options, require_instances, require_lengths
-from grpo.errors import ConfigError, ContractError
+from grpo.arguments import require_lengths
+from grpo.errors import ConfigError
 
-from .completions import Completion, completion_mask, padded
+from .completions import Completion, completion_mask
 from .expert_rounding import ExpertRounding
-from .micro_batches import plan_by_tokens
-from .model.cards import base_on_hub, save_with_card
-from .model.causal_lm import CausalLM, is_adapted
-from .model.loading import keep_differentiable, load_model, save_model
-from .model.packed_groups import can_pack, pack_of_rows
-from .model.parts import Part
+from .model.cards import base_on_hub
+from .model.causal_lm import is_adapted
 from .model.references import OwnReference
-from .model.router_balance import RouterBalance
-from .model.value_head import VALUE_HEAD_FILE, ValueHead
+from .model.value_head import ValueHead
 from .options import HFOptions
-from .picture_prompts import Ids, distinct, followed_by
+from .picture_prompts import Ids
 from .policy_arguments import (
     end_token_ids,
+    language_model_of,
+    reference_of,
     require_request,
-    require_same_vocabulary,
-    require_separate,
+    require_room,
+    require_settings,
     require_tokenizer,
-    value_head_of,
+    warn_of_half_precision,
 )
+from .policy_files import PretrainedPolicy
+from .policy_sampling import (
+    SamplerName,
+    completions_of,
+    demonstrated,
+    grouped,
+    sample_rows,
+    sampler_of,
+    with_scores,
+)
+from .policy_scoring import CompletionScorer
 from .prompts.encoder import PromptEncoder, trial_prompts
-from .prompts.processor import Processor, is_processor, picture_token_ids, tokenizer_of
+from .prompts.processor import Processor, is_processor, tokenizer_of
 from .prompts.states import Prompt, PromptState, prompt_of
 from .sampling.continuous import ContinuousSampler
 from .sampling.decoding import DecodingSampler
 from .sampling.kept_prefixes import KeptPrefixes
 from .sampling.recorded.sampler import RecordedSampler
-from .sampling.samplers import (
-    GivesRows,
-    LimitsRows,
-    OnRow,
-    ReadsByUnit,
-    RowLimit,
-    SampledTokens,
-    Sampler,
-    SamplesBeside,
-    sample_by_limit,
-)
+from .sampling.samplers import OnRow, ReadsByUnit, RowLimit, SampledTokens, Sampler, SamplesBeside
 from .sampling.sampling_config import SamplingConfig
-from .scoring import check_pictures, check_scores, score_forked_rows, score_tokens
+from .scoring import check_pictures, check_scores
 from .texts import CompletionTexts
 
 
-class HFPolicy:
+class HFPolicy(PretrainedPolicy):
     """A policy of any Hugging Face causal language model: prompts are states, `Completion`s are actions, tokens are steps.
 
     Sampling draws one number per row from torch's global generator. This number seeds all random numbers of the row, so a row
@@ -104,51 +98,21 @@ class HFPolicy:
         tokenizer: Any,
         *,
         sampling: SamplingConfig | None = None,
-        sampler: Sampler | Literal["decoding", "recorded", "generate", "continuous"] = "decoding",
+        sampler: Sampler | SamplerName = "decoding",
         reference_model: Any = None,
         value_head: bool | ValueHead = False,
         options: HFOptions | None = None,
         **misplaced: Any,
     ) -> None:
-        refuse_options("HFPolicy", HFOptions, misplaced)
-        if misplaced:
-            raise ConfigError(f"HFPolicy has no arguments {sorted(misplaced)}.")
-        require_instances("HFPolicy", SamplingConfig | None, "a SamplingConfig or None", sampling=sampling)
-        require_instances("HFPolicy", HFOptions | None, "HFOptions or None", options=options)
-        require_instances("HFPolicy", bool | ValueHead, "True, False or a ValueHead", value_head=value_head)
+        require_settings(sampling, options, value_head, misplaced)
         self.model = model
         self.processor = tokenizer if is_processor(tokenizer) else None
         """What reads prompts with pictures. None: prompts are texts."""
         self.tokenizer = tokenizer = tokenizer if self.processor is None else tokenizer_of(tokenizer)
         self.sampling = sampling or SamplingConfig()
         self.options = options = options or HFOptions()
-        if self.sampling.temperature == 0:
-            raise ConfigError(
-                "HFPolicy: sampling.temperature must be above 0; got 0. All completions of a prompt would be equal, "
-                "and training would learn nothing. For greedy evaluation, call generate_actions(states, 1, temperature=0)."
-            )
-        self._lm = CausalLM(model)
-        keep_differentiable(model)
-        self._lm.check_logits()
-        self._lm.value_head = value_head_of(self._lm, value_head)
-        if self.processor is not None:
-            self._lm.picture_token_ids = picture_token_ids(self.processor, self._lm.plain.config)
-        self._reference = None if reference_model is None else CausalLM(reference_model)
-        if self._reference is not None:
-            require_separate(model, reference_model)
-            # dropout in the reference would make the KL noise
-            reference_model.requires_grad_(False).eval()
-            self._reference.check_logits()
-            self._reference.picture_token_ids = self._lm.picture_token_ids
-            check_scores(self._reference, None)
-            require_same_vocabulary(self._lm, self._reference)
-        if options.reference == "base" and self._reference is not None:
-            raise ConfigError("HFPolicy: options.reference='base' and reference_model are two references. Keep one.")
-        if options.exact_kl_top is not None and self._reference is None:
-            raise ConfigError(
-                "HFPolicy: options.exact_kl_top is for the KL to a second model. Pass reference_model=..., or estimate the KL: "
-                "objective.kl_estimator='k2' or 'k3'."
-            )
+        self._lm = language_model_of(model, value_head, self.processor)
+        self._reference = reference_of(self._lm, reference_model, options)
         is_own = self._reference is None and (is_adapted(model) or options.reference == "base")
         self._own_reference = OwnReference(self._lm, options.reference) if is_own else None
         self.reference_is_start = self._reference is None and options.reference == "start"
@@ -156,149 +120,37 @@ class HFPolicy:
         if self._reference is not None or is_own:
             # an attribute, because a policy without a reference must not have this method
             self.reference_log_probabilities = self._reference_log_probabilities
-        if any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
-            logging.getLogger("grpo").warning(
-                "HFPolicy: the trained weights have half precision, so small updates are lost to rounding (and float16 may "
-                "overflow in the optimizer). Load the model with dtype=torch.float32 and set "
-                "GRPOConfig(autocast_dtype='bfloat16'), or train LoRA."
-            )
+        warn_of_half_precision(model)
         for lm in (self._lm, self._reference or self._lm):
             require_tokenizer(tokenizer, lm.vocabulary_size)
         self.end_token_ids = end_token_ids(tokenizer, self._lm, options.end_token_ids, self.sampling)
         """Tokens that end a completion."""
         self._texts = CompletionTexts(tokenizer, self.end_token_ids, keeps_special_tokens=options.keep_special_tokens)
         ends = None if options.end_token_ids is not None else (self.end_token_ids, self.sampling.stop)
-        processor = None if self.processor is None else Processor(self.processor, self._lm.picture_token_ids)
+        self.picture_reader = None if self.processor is None else Processor(self.processor, self._lm.picture_token_ids)
+        """Encodes texts with pictures. None: there is no processor."""
         self._encode = PromptEncoder(
-            tokenizer, self._lm.vocabulary_size, options.prompt_column, options.chat_template_options, ends, processor
+            tokenizer,
+            self._lm.vocabulary_size,
+            options.prompt_column,
+            options.chat_template_options,
+            ends,
+            self.picture_reader,
         )
-        match sampler:
-            case "decoding" | "generate" | "recorded":
-                self._sampler: Sampler = (RecordedSampler if sampler == "recorded" else DecodingSampler)(
-                    self._lm,
-                    tokenizer,
-                    with_entropy=options.exact_entropy,
-                    max_rows=options.max_rows_per_decode,
-                    max_tokens_per_forward=options.max_tokens_per_forward,
-                    loop="generate" if sampler == "generate" else "own",
-                )
-            case "continuous":
-                self._sampler = ContinuousSampler(self._lm, max_rows=options.max_rows_per_decode)
-            case _ if not isinstance(sampler, str) and hasattr(sampler, "sample") and hasattr(sampler, "sync"):
-                self._sampler = sampler
-            case _:
-                raise ConfigError(
-                    "HFPolicy: sampler must be 'decoding', 'recorded', 'generate', 'continuous' or a Sampler, such as "
-                    f"VLLMSampler(...); got {sampler!r}."
-                )
+        self._sampler = sampler_of(sampler, self._lm, tokenizer, options)
         self._samples_beside = isinstance(self._sampler, SamplesBeside) and self._sampler.samples_beside
         sampler_here = self._sampler if self.samples_itself else None
         check_scores(self._lm, sampler_here)
-        if processor is not None:
-            trial = trial_prompts(tokenizer, self._lm.vocabulary_size, options.chat_template_options, processor)
+        if self.picture_reader is not None:
+            trial = trial_prompts(
+                tokenizer, self._lm.vocabulary_size, options.chat_template_options, self.picture_reader
+            )
             check_pictures(self._lm, sampler_here, trial)
             if self._reference is not None:
                 check_pictures(self._reference, None, trial)
-        self._balance = RouterBalance(self._lm, options.router_aux_loss_coef) if options.router_aux_loss_coef else None
-        self._lm.balances_experts = self._balance is not None
+        self._scorer = CompletionScorer(self._lm, self._reference, options, self.sampling.scoring_temperature)
         self._expert_rounding = ExpertRounding(self._lm)
         self._base_model = base_on_hub(self._lm.plain)  # now, because a folder can be gone when the model is saved
-        self._can_pack: bool | None = None
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        name_or_folder: str | Path,
-        *,
-        dtype: torch.dtype | Literal["auto"] = "auto",
-        attention: str | None = None,
-        lora: Any = None,
-        load_in_4bit: bool = False,
-        load_in_8bit: bool = False,
-        revision: str | None = None,
-        device: torch.device | str | None = None,
-        trust_remote_code: bool = False,
-        pictures: bool = False,
-        train: Sequence[Part] | None = None,
-        **arguments: Any,
-    ) -> "HFPolicy":
-        """A policy of a model on the hub or in a local folder; see `load_model` for its arguments.
-
-        Args:
-            arguments: Arguments of `HFPolicy`.
-
-        Example:
-            A 4-bit model that trains an adapter::
-
-                policy = HFPolicy.from_pretrained("Qwen/Qwen3-0.6B", lora=True, load_in_4bit=True)
-
-            An image-text model::
-
-                policy = HFPolicy.from_pretrained("Qwen/Qwen2.5-VL-3B-Instruct", pictures=True, lora=True)
-        """
-        refuse_options("HFPolicy", HFOptions, arguments)  # before a long download
-        model, tokenizer = load_model(
-            name_or_folder,
-            dtype=dtype,
-            attention=attention,
-            lora=lora,
-            load_in_4bit=load_in_4bit,
-            load_in_8bit=load_in_8bit,
-            revision=revision,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            pictures=pictures,
-            train=train,
-        )
-        if arguments.get("value_head") is True and (Path(name_or_folder) / VALUE_HEAD_FILE).is_file():
-            arguments["value_head"] = ValueHead.load(name_or_folder)
-        return cls(model, tokenizer, **arguments)
-
-    def save_pretrained(
-        self,
-        folder: str | Path,
-        *,
-        merge: bool = False,
-        trainer: Any = None,
-        push_to_hub: str | None = None,
-        private: bool | None = None,
-        token: str | None = None,
-    ) -> None:
-        """Save the model (or only its adapter) and the tokenizer in Hugging Face's format, and the value head if there is one.
-
-        `from_pretrained` loads them. It loads the value head with `value_head=True`. A model card, `README.md`, says what was
-        trained and how. A card that somebody has changed is kept, if its line "Written when ..." was removed.
-
-        Args:
-            folder: Folder to write to. It is created if it does not exist.
-            merge: Whether to save the whole model with the adapter merged into its weights.
-            trainer: The `GRPOTrainer` of the run. The card then has the run's settings, rewards and last metrics.
-            push_to_hub: Repository on the Hugging Face Hub, `user/name`, to which the written files are uploaded. It is created
-                if it does not exist.
-            private: Whether a new repository is private. None uses the default of the account.
-            token: Token of the account. None uses the token of `hf auth login`.
-
-        Raises:
-            ConfigError: An argument is of the wrong kind.
-            HfHubHTTPError: The Hub refused the upload. The files are saved.
-        """
-
-        def save() -> None:
-            save_model(self.model, self.processor or self.tokenizer, folder, merge=merge)
-            if self.value_head is not None:
-                self.value_head.save(folder)
-
-        save_with_card(
-            save,
-            folder,
-            base_model=self._base_model,
-            sampling=self.sampling.to_dict(),
-            trainer=trainer,
-            is_adapter=is_adapted(self.model) and not merge,
-            push_to_hub=push_to_hub,
-            private=private,
-            token=token,
-        )
 
     def generate_actions(
         self, states: Sequence[PromptState], num_actions_per_state: int, **sampling: Any
@@ -315,8 +167,8 @@ class HFPolicy:
             ContractError: `states` are not prompts, or `num_actions_per_state` is not a positive integer.
         """
         config = SamplingConfig.from_dict(self.sampling.to_dict() | sampling)
-        completions, _ = self._sample(states, num_actions_per_state, config)
-        return _grouped(completions, num_actions_per_state)
+        completions, _ = self._begin(states, num_actions_per_state, config)()
+        return grouped(completions, num_actions_per_state)
 
     def demonstrations(self, states: Sequence[PromptState], texts: Sequence[str]) -> ExperienceBatch:
         """Texts to imitate, as demonstrations. Each is tokenized by itself, without special tokens, and ends with an end token.
@@ -328,24 +180,16 @@ class HFPolicy:
                 trainer.train(None, demonstrations=given, num_epochs=3)
 
         Raises:
-            ContractError: The numbers of states and texts differ.
+            ContractError: The numbers of states and texts differ, or a text is none.
         """
         require_lengths("HFPolicy.demonstrations", len(states), texts=texts)
-        own = self.tokenizer.eos_token_id
-        ends = [own] if own in self.end_token_ids else list(self.end_token_ids)[:1]
-        completions = [
-            Completion(
-                token_ids=(*self.tokenizer(text, add_special_tokens=False)["input_ids"], *ends),
-                text=text,
-                finish_reason="end",
-            )
-            for text in texts
-        ]
+        completions = demonstrated(texts, self.tokenizer, self.end_token_ids)
         return ExperienceBatch.from_demonstrations(states, completions, mask=completion_mask(completions))
 
     def sample_actions(self, states: Sequence[PromptState], num_actions_per_state: int) -> SampledActions:
         """Completions with their log-probs under the sampling distribution and, for models in float32, their scores."""
-        return self._with_scores(*self._sample(states, num_actions_per_state, self.sampling), num_actions_per_state)
+        sample = self._begin(states, num_actions_per_state, self.sampling)
+        return self._with_scores(*sample(), num_actions_per_state)
 
     def begin_sampling(
         self, states: Sequence[PromptState], num_actions_per_state: int
@@ -360,35 +204,8 @@ class HFPolicy:
         return lambda: self._with_scores(*sample(), num_actions_per_state)
 
     def _with_scores(self, completions: list[Completion], sampled: SampledTokens, size: int) -> SampledActions:
-        mask = completion_mask(completions, mask_truncated=self.options.mask_truncated).to(self._lm.device)
-        width = mask.shape[1]
-
-        def beside(values: Sequence[Sequence[float]]) -> Tensor:
-            return padded(values, width).to(mask.device)
-
-        behaviour = beside(sampled.behaviour_log_probs)
-        scores = None
         self._expert_rounding.sampled(self.samples_itself and self.sampling.is_exact)
-        # below float32, decoding and scoring round differently, so the trainer must score the policy itself
-        if sampled.policy_log_probs is not None and self._lm.computes_in_float32:
-            scores = ActionScores(
-                log_probs=behaviour
-                if sampled.policy_log_probs is sampled.behaviour_log_probs
-                else beside(sampled.policy_log_probs),
-                mask=mask,
-                entropy=None if sampled.entropies is None else beside(sampled.entropies),
-            )
-        num_tokens = sum(len(completion) for completion in completions)
-        return SampledActions(
-            actions=_grouped(completions, size),
-            mask=mask,
-            behaviour_log_probs=behaviour,
-            scores=scores,
-            metrics={
-                "completions/tokens": float(num_tokens),
-                "completions/truncated": float(sum(completion.is_truncated for completion in completions)),
-            },
-        )
+        return with_scores(completions, sampled, size, self._lm, mask_truncated=self.options.mask_truncated)
 
     def sample_tokens(
         self,
@@ -415,28 +232,16 @@ class HFPolicy:
         Returns:
             The samples. `policy_log_probs` is None if decoding and scoring round differently (below float32).
         """
-        given = self.sampling.to_dict() | sampling
-        if limits is not None:
-            longest = max(limit.max_new_tokens for limit in limits)
-            given |= {"max_new_tokens": longest, "min_new_tokens": min(given["min_new_tokens"], longest)}
-        config = SamplingConfig.from_dict(given)
-        numbers = [limit.max_new_tokens for limit in limits or [RowLimit.of(config)] * len(prompts)]
-        lengths = [len(prompt) + number for prompt, number in zip(prompts, numbers, strict=True)]
-        self._require_room(lengths, "prompts with max_new_tokens")
-        ends = sorted({*self.end_token_ids, *end_token_ids})
-        different, places = distinct(prompts)
-        size, rest = divmod(len(prompts), len(different))
-        if rest or places != [place for place in range(len(different)) for _ in range(size)]:
-            different, size = list(prompts), 1
-        sampler: Any = self._sampler
-        # an ended row stays in the batch for a while, so each needs room for as many tokens as the longest
-        room, most = self.max_positions, max(map(len, prompts)) + config.max_new_tokens
-        limits_rows = isinstance(sampler, LimitsRows) and (room is None or most <= room)
-        sample = sampler.sample if limits_rows else partial(sample_by_limit, sampler)
-        gives_rows = limits_rows and isinstance(sampler, GivesRows)
-        early: dict[str, Any] = {"on_row": on_row} if gives_rows else {}
-        sampled = sample(different, size, config, end_token_ids=ends, seeds=seeds, limits=limits, **early)
-        return sampled if self._lm.computes_in_float32 else replace(sampled, policy_log_probs=None)
+        return sample_rows(
+            self._sampler,
+            self._lm,
+            prompts,
+            self.sampling.to_dict() | sampling,
+            end_token_ids=sorted({*self.end_token_ids, *end_token_ids}),
+            seeds=seeds,
+            limits=limits,
+            on_row=on_row,
+        )
 
     @contextmanager
     def keeping_prefixes(self, max_rows: int) -> Iterator[None]:
@@ -501,7 +306,7 @@ class HFPolicy:
         return self._scored_in_full(self._encode(states), actions)
 
     def _scored_in_full(self, prompts: Sequence[Ids], actions: Sequence[Completion]) -> ActionScores:
-        scores = self._score(*_distinct(prompts), actions, log_probs_only=False)
+        scores = self._scorer.scores(prompts, actions)
         self._expert_rounding.scored(actions, scores.log_probs, scores.mask)
         return scores
 
@@ -509,36 +314,24 @@ class HFPolicy:
         self, states: Sequence[PromptState], actions: Sequence[Completion]
     ) -> Float[Tensor, " N"]:
         """log pi(completion | prompt): the sum of the log-probs of the completion's tokens."""
-        return self._score(*_distinct(self._encode(states)), actions).log_probs.sum(1)  # masked log-probs are 0
+        scores = self._scorer.scores(self._encode(states), actions, log_probs_only=True)
+        return scores.log_probs.sum(1)  # masked log-probs are 0
 
     @torch.no_grad()
     def _reference_log_probabilities(
         self, states: Sequence[PromptState], actions: Sequence[Completion]
     ) -> Float[Tensor, "N T"]:
         """Log-probs of the tokens under the reference model, or under the model as it was, or without its adapter."""
-        rows = _distinct(self._encode(states))
+        prompts = self._encode(states)
         if self._reference is not None:
-            return self._score(*rows, actions, lm=self._reference).log_probs
+            return self._scorer.scores(prompts, actions, lm=self._reference, log_probs_only=True).log_probs
         assert self._own_reference is not None
         with self._own_reference.active():
-            return self._score(*rows, actions).log_probs
+            return self._scorer.scores(prompts, actions, log_probs_only=True).log_probs
 
     def plan_micro_batches(self, states: Sequence[PromptState], actions: Sequence[Completion]) -> list[Sequence[int]]:
         """Rows of each forward pass, within `max_tokens_per_forward` positions and with little padding."""
-        # what rows share before their first fork counts once, as a prompt does
-        shares_forks = self._lm.shares_forks
-        shared = [action.token_ids[: min(action.forks, default=0) if shares_forks else 0] for action in actions]
-        pairs = zip(self._encode(states), shared, strict=True)
-        prompts, prompt_of_row = _distinct([followed_by(prompt, tokens) for prompt, tokens in pairs])
-        own = zip(self._scored_tokens(actions), shared, strict=True)
-        lengths = [max(len(tokens) - len(before), 0) for tokens, before in own]
-        prompt_lengths, given = [len(prompt) for prompt in prompts], prompt_of_row.tolist()
-        shares_prompts = self._shares_prompts
-        if shares_prompts and self._lm.checkpoints_gradients:  # each pack computes its prompt
-            given, prompt_of_pack = pack_of_rows(prompt_lengths, given, lengths, self._lm.embedding_size)
-            prompt_lengths = [prompt_lengths[prompt] for prompt in prompt_of_pack]
-        limit = self.options.max_tokens_per_forward
-        return plan_by_tokens(prompt_lengths, given, lengths, limit, shares_prompts=shares_prompts)
+        return self._scorer.plan(self._encode(states), actions)
 
     def shard_units(self) -> list[torch.nn.Module]:
         """The layers, and the models around them. From now on, each pass calls each layer equally often: rows that fork are
@@ -611,26 +404,6 @@ class HFPolicy:
     def _trained_modules(self) -> list[torch.nn.Module]:
         return [self.model, *([] if self.value_head is None else [self.value_head])]
 
-    @property
-    def _shares_prompts(self) -> bool:
-        """Whether a prompt is computed once for several completions: by a cache, or in packs with gradient checkpointing."""
-        if not self._lm.shares_prompts or not self._lm.checkpoints_gradients:
-            return self._lm.shares_prompts
-        if self._can_pack is None:
-            self._can_pack = can_pack(self._lm)
-            if not self._can_pack:
-                logging.getLogger("grpo").warning(
-                    "HFPolicy: with gradient checkpointing, layers store no keys and values, so "
-                    f"{type(self._lm.plain).__name__} computes the prompt for each row. Without it, the prompt is computed "
-                    "once per group. (This message appears once.)"
-                )
-        return self._can_pack
-
-    def _sample(
-        self, states: Sequence[PromptState], size: int, config: SamplingConfig
-    ) -> tuple[list[Completion], SampledTokens]:
-        return self._begin(states, size, config)()
-
     def _begin(
         self, states: Sequence[PromptState], size: int, config: SamplingConfig
     ) -> Callable[[], tuple[list[Completion], SampledTokens]]:
@@ -638,107 +411,12 @@ class HFPolicy:
         require_request(states, size)
         prompts = self._encode(states)
         lengths = [len(prompt) + config.max_new_tokens for prompt in prompts]
-        self._require_room(lengths, f"prompts with sampling.max_new_tokens={config.max_new_tokens}")
+        require_room(self.max_positions, lengths, f"prompts with sampling.max_new_tokens={config.max_new_tokens}")
         seeds = torch.randint(2**62, (len(prompts) * size,)).tolist()
         opened = [tag for tag in self._texts.opened_by(prompts) for _ in range(size)]
-        return lambda: self._completions(
-            self._sampler.sample(prompts, size, config, end_token_ids=self.end_token_ids, seeds=seeds), opened
-        )
 
-    def _completions(self, sampled: SampledTokens, opened: Sequence[str]) -> tuple[list[Completion], SampledTokens]:
-        require_lengths("HFPolicy: the sampler", len(opened), token_ids=sampled.token_ids)
-        self._require_known(sampled.token_ids, "sampled")
-        texts = self._texts(sampled.token_ids)
-        completions = [
-            Completion(
-                token_ids=tuple(token_ids),
-                text=text,
-                finish_reason=reason,
-                behaviour_log_probs=tuple(log_probs),
-                opened=tag,
-            )
-            for token_ids, text, reason, log_probs, tag in zip(
-                sampled.token_ids, texts, sampled.finish_reasons, sampled.behaviour_log_probs, opened, strict=True
-            )
-        ]
-        return completions, sampled
+        def sample() -> tuple[list[Completion], SampledTokens]:
+            sampled = self._sampler.sample(prompts, size, config, end_token_ids=self.end_token_ids, seeds=seeds)
+            return completions_of(sampled, self._texts, opened, self._lm.vocabulary_size), sampled
 
-    def _require_known(self, rows: Sequence[Sequence[int]], whose: str) -> None:
-        largest = max((max(row, default=0) for row in rows), default=0)
-        if largest >= self._lm.vocabulary_size:
-            raise ContractError(
-                f"HFPolicy: {whose} token ids must be below {self._lm.vocabulary_size}, the size of the model's vocabulary; "
-                f"got {largest}. Use the tokens of this model's tokenizer."
-            )
-
-    def _require_room(self, lengths: Sequence[int], whose: str) -> None:
-        limit = self._lm.max_positions
-        long = [] if limit is None else [row for row, length in enumerate(lengths) if length > limit]
-        if long:
-            raise ContractError(
-                f"HFPolicy: {whose} must fit into the model's {limit} positions; those at {long[:8]}"
-                f"{' ...' if len(long) > 8 else ''} need {[lengths[row] for row in long[:8]]}. Shorten or remove these "
-                "prompts, or lower max_new_tokens."
-            )
-
-    def _scored_tokens(self, actions: Sequence[Completion]) -> list[tuple[int, ...]]:
-        """The tokens of each completion that count in the loss. A masked completion has no such tokens and is not forwarded."""
-        return [() if self.options.mask_truncated and action.is_truncated else action.token_ids for action in actions]
-
-    def _score(
-        self,
-        prompts: Sequence[Ids],
-        prompt_of_row: Int[Tensor, " N"],
-        actions: Sequence[Completion],
-        *,
-        lm: CausalLM | None = None,
-        log_probs_only: bool = True,
-    ) -> ActionScores:
-        lm = lm or self._lm
-        require_lengths("HFPolicy", len(prompt_of_row), actions=actions)
-        for action in actions:
-            if not isinstance(action, Completion):
-                raise ContractError(
-                    f"HFPolicy: actions must be Completions; got {describe(action)}. Pass what it generated."
-                )
-        self._require_known([action.token_ids for action in actions], "scored")
-        lengths = [len(prompts[prompt]) + len(c) for prompt, c in zip(prompt_of_row.tolist(), actions, strict=True)]
-        self._require_room(lengths, "prompts with their completions")
-        mask = completion_mask(actions, mask_truncated=self.options.mask_truncated)
-        width, scored = mask.shape[1], self._scored_tokens(actions)
-        options: dict[str, Any] = {
-            "temperature": self.sampling.scoring_temperature,
-            "with_entropy": self.options.exact_entropy and not log_probs_only,
-            "value_head": None if log_probs_only else lm.value_head,
-            "balance": self._balance if torch.is_grad_enabled() and not log_probs_only else None,
-            "is_cut": torch.tensor([action.is_truncated for action in actions], dtype=torch.bool),
-        }
-        teacher = None
-        if self.options.exact_kl_top is not None and torch.is_grad_enabled() and not log_probs_only:
-            teacher = self._reference
-            options |= {"teacher": teacher, "top": self.options.exact_kl_top}
-        shares_prompts = self._shares_prompts if lm is self._lm else lm.shares_prompts
-        forks = [action.forks for action in actions]
-        shares_forks = lm.shares_forks and (teacher is None or teacher.shares_forks)
-        if shares_prompts and shares_forks and any(forks) and width > 0:
-            return score_forked_rows(lm, prompts, prompt_of_row, scored, mask, forks, **options)
-        padding = [[*tokens, *[0] * (width - len(tokens))] for tokens in scored]
-        return score_tokens(
-            lm,
-            prompts,
-            prompt_of_row,
-            torch.tensor(padding, dtype=torch.int64).view(mask.shape),
-            mask,
-            shares_prompts=shares_prompts,
-            **options,
-        )
-
-
-def _distinct(prompts: Sequence[Ids]) -> tuple[list[Ids], Int[Tensor, " N"]]:
-    """The different prompts, and the index of each row's prompt."""
-    different, prompt_of_row = distinct(prompts)
-    return different, torch.tensor(prompt_of_row)
-
-
-def _grouped(completions: list[Completion], size: int) -> list[list[Completion]]:
-    return [completions[begin : begin + size] for begin in range(0, len(completions), size)]
+        return sample

@@ -1,16 +1,47 @@
 """What `HFPolicy` requires of its arguments, and what it makes of them."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from grpo.arguments import describe
+from grpo.arguments import describe, refuse_options, require_instances
 from grpo.errors import ConfigError, ContractError
 
 from .model.causal_lm import CausalLM
+from .model.loading import keep_differentiable
 from .model.value_head import ValueHead
+from .options import HFOptions
+from .prompts.processor import picture_token_ids
 from .sampling.sampling_config import SamplingConfig
+from .scoring import check_scores
+
+
+def require_settings(sampling: Any, options: Any, value_head: Any, misplaced: Mapping[str, Any]) -> None:
+    """Refuse settings of other types or in other places, and sampling that would teach nothing."""
+    refuse_options("HFPolicy", HFOptions, misplaced)
+    if misplaced:
+        raise ConfigError(f"HFPolicy has no arguments {sorted(misplaced)}.")
+    require_instances("HFPolicy", SamplingConfig | None, "a SamplingConfig or None", sampling=sampling)
+    require_instances("HFPolicy", HFOptions | None, "HFOptions or None", options=options)
+    require_instances("HFPolicy", bool | ValueHead, "True, False or a ValueHead", value_head=value_head)
+    if sampling is not None and sampling.temperature == 0:
+        raise ConfigError(
+            "HFPolicy: sampling.temperature must be above 0; got 0. All completions of a prompt would be equal, "
+            "and training would learn nothing. For greedy evaluation, call generate_actions(states, 1, temperature=0)."
+        )
+
+
+def language_model_of(model: Any, value_head: bool | ValueHead, processor: Any) -> CausalLM:
+    """The trained model, with its value head and the tokens that stand for pictures."""
+    lm = CausalLM(model)
+    keep_differentiable(model)
+    lm.check_logits()
+    lm.value_head = value_head_of(lm, value_head)
+    if processor is not None:
+        lm.picture_token_ids = picture_token_ids(processor, lm.plain.config)
+    return lm
 
 
 def require_tokenizer(tokenizer: Any, vocabulary_size: int) -> None:
@@ -69,6 +100,27 @@ def value_head_of(lm: CausalLM, given: bool | ValueHead) -> ValueHead | None:
     return head.to(lm.device, torch.promote_types(lm.plain.dtype, torch.float32)).train(lm.plain.training)
 
 
+def reference_of(lm: CausalLM, reference_model: Any, options: HFOptions) -> CausalLM | None:
+    """The frozen model of the KL term, in evaluation mode. None: there is no second model."""
+    reference = None if reference_model is None else CausalLM(reference_model)
+    if reference is not None:
+        require_separate(lm.model, reference_model)
+        # dropout in the reference would make the KL noise
+        reference_model.requires_grad_(False).eval()
+        reference.check_logits()
+        reference.picture_token_ids = lm.picture_token_ids
+        check_scores(reference, None)
+        require_same_vocabulary(lm, reference)
+    if options.reference == "base" and reference is not None:
+        raise ConfigError("HFPolicy: options.reference='base' and reference_model are two references. Keep one.")
+    if options.exact_kl_top is not None and reference is None:
+        raise ConfigError(
+            "HFPolicy: options.exact_kl_top is for the KL to a second model. Pass reference_model=..., or estimate the KL: "
+            "objective.kl_estimator='k2' or 'k3'."
+        )
+    return reference
+
+
 def require_same_vocabulary(lm: CausalLM, reference: CausalLM) -> None:
     """Refuse a reference with other tokens. Models of one tokenizer may be padded to different sizes, by less than 1%."""
     sizes = lm.vocabulary_size, reference.vocabulary_size
@@ -90,6 +142,16 @@ def require_separate(model: Any, reference_model: Any) -> None:
         )
 
 
+def warn_of_half_precision(model: Any) -> None:
+    """Log a warning if trained weights have half precision."""
+    if any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
+        logging.getLogger("grpo").warning(
+            "HFPolicy: the trained weights have half precision, so small updates are lost to rounding (and float16 may "
+            "overflow in the optimizer). Load the model with dtype=torch.float32 and set "
+            "GRPOConfig(autocast_dtype='bfloat16'), or train LoRA."
+        )
+
+
 def require_request(states: Any, num_actions_per_state: Any) -> None:
     """Refuse what is not a batch of prompts, and a group without completions."""
     if isinstance(states, str | bytes | Mapping) or not hasattr(states, "__len__"):
@@ -102,4 +164,25 @@ def require_request(states: Any, num_actions_per_state: Any) -> None:
         raise ContractError(
             f"HFPolicy: num_actions_per_state must be an integer of at least 1; got {num_actions_per_state!r}. Pass the number "
             "of completions per prompt."
+        )
+
+
+def require_known(vocabulary_size: int, rows: Sequence[Sequence[int]], whose: str) -> None:
+    """Refuse token ids that the model does not have."""
+    largest = max((max(row, default=0) for row in rows), default=0)
+    if largest >= vocabulary_size:
+        raise ContractError(
+            f"HFPolicy: {whose} token ids must be below {vocabulary_size}, the size of the model's vocabulary; "
+            f"got {largest}. Use the tokens of this model's tokenizer."
+        )
+
+
+def require_room(limit: int | None, lengths: Sequence[int], whose: str) -> None:
+    """Refuse rows that are longer than the model's positions."""
+    long = [] if limit is None else [row for row, length in enumerate(lengths) if length > limit]
+    if long:
+        raise ContractError(
+            f"HFPolicy: {whose} must fit into the model's {limit} positions; those at {long[:8]}"
+            f"{' ...' if len(long) > 8 else ''} need {[lengths[row] for row in long[:8]]}. Shorten or remove these "
+            "prompts, or lower max_new_tokens."
         )

@@ -19,7 +19,7 @@ from .model.teacher_kl import kl_to_teacher
 from .model.token_log_probs import token_log_probs
 from .model.token_trees import Edges, hidden_of_trees
 from .model.value_head import ValueHead
-from .picture_prompts import Ids, PicturePrompt
+from .picture_prompts import Ids, PicturePrompt, has_later_pictures
 from .sampling.samplers import Sampler
 from .sampling.sampling_config import SamplingConfig
 
@@ -62,6 +62,7 @@ def score_tokens(
         is_cut: Rows that would have gone on after their last token that counts, on the CPU. Their final value is that of the
             state after this token. None: no row would have gone on.
         shares_prompts: Whether to compute each prompt once for all its rows. With gradient checkpointing, once per pack.
+            Prompts that pictures follow are computed for each row.
         edges: The edges that the rows are, if they are edges of trees. Each is computed once for all that continue it.
         balance: Computes the auxiliary loss of a mixture of experts. None: there is none.
         teacher: The model to which the KL is computed. None: there is none.
@@ -77,11 +78,11 @@ def score_tokens(
     def hidden_by(lm: CausalLM, shares_prompts: bool) -> Float[Tensor, "N T H"]:
         if edges is not None:
             return hidden_of_trees(lm, prompts, prompt_of_row, edges.parent, tokens, edges.lengths)
-        if shares_prompts and lm.checkpoints_gradients:
+        if not shares_prompts or has_later_pictures(prompts):
+            return hidden_of_whole_rows(lm, prompts, prompt_of_row, tokens, ends)
+        if lm.checkpoints_gradients:
             return hidden_of_packs(lm, prompts, prompt_of_row, tokens)
-        if shares_prompts:
-            return hidden_with_shared_prompts(lm, prompts, prompt_of_row, tokens)
-        return hidden_of_whole_rows(lm, prompts, prompt_of_row, tokens, ends)
+        return hidden_with_shared_prompts(lm, prompts, prompt_of_row, tokens)
 
     with nullcontext() if balance is None else balance.recording():
         hidden = hidden_by(lm, shares_prompts)

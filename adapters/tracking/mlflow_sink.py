@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from grpo import Samples
 
 from .tracker_sink import TrackerSink
-from .values import Row, flat, table
+from .values import Row, flat, image_of, pictures_of, table
 
 MAX_METRICS, MAX_PARAMS, MAX_NAME, MAX_VALUE = 1_000, 100, 250, 6_000
 """MLflow's limits: metrics and params of one call, and characters of a name and of a param's value."""
@@ -26,8 +26,9 @@ class MLflowSink(TrackerSink):
     """Writes a run to MLflow: metrics, settings as params, and tables of samples.
 
     MLflow has no histograms. The tables are the artifacts `train_samples.json` and `eval_samples.json`, with the newest
-    2,000 rows each and the iteration as the first column. Metrics and tables wait in memory and are written together, because
-    one call of MLflow takes about as long as an iteration of a bandit. A killed process loses what waits.
+    2,000 rows each and the iteration as the first column. Small copies of the pictures of the newest rows are images of the
+    run. Metrics and tables wait in memory and are written together, because one call of MLflow takes about as long as an
+    iteration of a bandit. A killed process loses what waits.
 
     A resumed run continues under its id. MLflow cannot replace what was logged, so an iteration that it has already
     is not logged again: its first values stay. MLflow's params cannot change either: a resumed run keeps those of its start,
@@ -67,6 +68,7 @@ class MLflowSink(TrackerSink):
         self._waiting: list[Any] = []
         self._tables: dict[str, list[Row]] = {}
         self._changed: set[str] = set()
+        self._pictures: dict[str, tuple[list[tuple[str, bytes]], int]] = {}
         self._written_at = -math.inf
         if run:
             self._id = run["id"]
@@ -101,6 +103,7 @@ class MLflowSink(TrackerSink):
         rows = [{"iteration": iteration, **row} for row in table(samples)]
         self._tables[file] = [*self._tables[file], *rows][-MAX_ROWS:]
         self._changed.add(file)
+        self._pictures[samples.kind] = (pictures_of(samples), iteration)
 
     def _saved_rows(self, file: str) -> list[Row]:
         """The rows of a table that this run wrote before it was resumed."""
@@ -128,6 +131,10 @@ class MLflowSink(TrackerSink):
             columns = list(dict.fromkeys(name for row in self._tables[file] for name in row))
             data = [[row.get(name) for name in columns] for row in self._tables[file]]
             self._client.log_text(self._id, json.dumps({"columns": columns, "data": data}), file)
+        shown, self._pictures = self._pictures, {}
+        for pictures, step in shown.values():
+            for name, png in pictures:
+                self._client.log_image(self._id, image_of(png), key=name, step=step, synchronous=True)
         # after the rest: a process that is killed in between writes iterations twice, and loses none
         self._save_run(id=self._id, iteration=iteration)
         self._written_at = time.monotonic()

@@ -10,6 +10,8 @@ from grpo.arguments import require_count
 from grpo.errors import ConfigError
 from grpo.sinks import JSONLSink, Samples, continue_lines, replace_text
 
+from .values import rows_of, small_copies
+
 METRICS, SAMPLES, SETTINGS = "metrics.jsonl", "samples.jsonl", "settings.json"
 """The files that a `RunFolder` writes."""
 
@@ -22,6 +24,7 @@ class RunFolder:
 
     - `metrics.jsonl`: one JSON object per iteration with its number, and its metrics.
     - `samples.jsonl`: the first rows of an iteration or evaluation, with its number, its kind, and the number of its rows.
+      `pictures` has small copies of the pictures of a row's state and action, which have a method `small_picture`.
     - `settings.json`: the settings of each start of the run.
 
     A run that is resumed continues the files: lines of iterations that are made again are removed first, and so is a line that
@@ -75,7 +78,10 @@ class RunFolder:
         """Append a table of samples of an iteration, or of the evaluation after it."""
         if not self._is_open:
             self._open(iteration)
-        rows = samples.table(self.num_states, self.num_actions)
+        rows: list[dict[str, Any]] = [*samples.table(self.num_states, self.num_actions)]
+        for row, number in zip(rows, rows_of(samples, self.num_states, self.num_actions), strict=True):
+            if copies := small_copies([samples.states[number], samples.actions[number]]):
+                row["pictures"] = copies
         line = {"iteration": iteration, "kind": samples.kind, "rows": len(samples.rewards), "samples": rows}
         self._samples.write(line, iteration)
 

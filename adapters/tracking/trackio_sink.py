@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 from grpo import Samples
 
 from .tracker_sink import TrackerSink
-from .values import histograms, table
+from .values import histograms, image_of, pictures_of, table
 
 
 class TrackioSink(TrackerSink):
-    """Writes a run to trackio: metrics, settings as the run's config, tables of samples, and histograms.
+    """Writes a run to trackio: metrics, settings as the run's config, tables of samples with small copies of their
+    pictures, and histograms.
 
     trackio writes to a database on this machine (in the folder TRACKIO_DIR, if this environment variable is set), twice per
     second, in a thread of its own. Look at the runs with `trackio show`. trackio reports its own errors as warnings, and
@@ -81,7 +82,8 @@ class TrackioSink(TrackerSink):
         charts = {
             name: self._trackio.Histogram(np_histogram=(one.counts, one.edges)) for name, one in histograms(samples)
         }
-        self._run.log({f"{samples.kind}/samples": rows, **charts}, step=iteration)
+        shown = {name: self._trackio.Image(image_of(file)) for name, file in pictures_of(samples)}
+        self._run.log({f"{samples.kind}/samples": rows, **shown, **charts}, step=iteration)
 
     def _close(self, *, failed: bool, broken: bool) -> None:
         self._trackio.finish()

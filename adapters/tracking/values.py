@@ -1,10 +1,13 @@
 """Settings, histograms and tables in the forms that trackers take."""
 
+import base64
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib import import_module
+from io import BytesIO
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -15,6 +18,8 @@ from grpo.arguments import flattened
 Row: TypeAlias = Mapping[str, str | float | None]
 """One row of a table of samples: a value per column."""
 
+PICTURE = "data:image/png;base64,"
+"""How links with the data of a picture begin. A page shows no others."""
 NUM_BINS = 32
 """Number of bins of a histogram."""
 
@@ -37,6 +42,53 @@ def table(samples: Samples) -> list[dict[str, str | float | None]]:
         }
         for row in samples.table()
     ]
+
+
+@runtime_checkable
+class HasSmallCopy(Protocol):
+    """A part of a state or of an action that can be shown as a picture, such as a `Picture` of `adapters.llm`."""
+
+    def small_picture(self) -> str:
+        """A link with the data of a small copy, `data:image/png;base64,...`."""
+        ...
+
+
+def small_copies(value: Any) -> list[str]:
+    """Small copies of the pictures in a state or an action, in order. A picture that occurs again is left out."""
+    return [*dict.fromkeys(picture.small_picture() for picture in _pictures(value))]
+
+
+def rows_of(samples: Samples, num_states: int = 2, num_actions: int = 2) -> list[int]:
+    """Which rows `samples.table(num_states, num_actions)` has."""
+    numbered = replace(samples, states=range(len(samples.rewards)))  # its states say it
+    return [int(str(row["state"])) for row in numbered.table(num_states, num_actions)]
+
+
+def pictures_of(samples: Samples) -> list[tuple[str, bytes]]:
+    """Small copies of the pictures in the rows of `samples.table()`, each once: a name, `train/pictures/1`, and a PNG file."""
+    rows = rows_of(samples)
+    links = small_copies([(samples.states[row], samples.actions[row]) for row in rows])
+    files = [base64.b64decode(link.removeprefix(PICTURE)) for link in links]
+    return [(f"{samples.kind}/pictures/{number}", file) for number, file in enumerate(files, 1)]
+
+
+def image_of(file: bytes) -> Any:
+    """A PNG file as a PIL image. There are no such files without Pillow."""
+    return import_module("PIL.Image").open(BytesIO(file))
+
+
+def _pictures(value: Any) -> Iterator[HasSmallCopy]:
+    parts: Sequence[Any] = ()
+    if isinstance(value, HasSmallCopy):
+        yield value
+    elif isinstance(value, Mapping):
+        parts = list(value.values())
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif is_dataclass(value):
+        parts = [getattr(value, each.name) for each in fields(value)]
+    for part in parts:
+        yield from _pictures(part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -11,7 +11,7 @@ from uuid import uuid4
 from grpo import Samples
 
 from .tracker_sink import TrackerSink
-from .values import histograms, table
+from .values import histograms, image_of, pictures_of, table
 
 FLUSH_INTERVAL = "x_transaction_log_flush_interval"
 """W&B's setting: seconds between writes of the file that it keeps on this machine."""
@@ -20,7 +20,8 @@ FLUSH_INTERVAL = "x_transaction_log_flush_interval"
 class WandbSink(TrackerSink):
     """Writes a run to Weights & Biases: metrics, settings as the run's config, histograms, and tables of samples.
 
-    W&B keeps each table as a version of an artifact, so tables are logged less often than metrics: see `tables_every`.
+    W&B keeps each table as a version of an artifact, so tables are logged less often than metrics: see `tables_every`. Small
+    copies of the pictures of a table's rows are logged with it.
 
     Without `mode`, W&B does what it always does: it sends the run to its server, and asks for a login if there is none. With
     `mode="offline"` (or the environment variable WANDB_MODE), the run stays in the folder until `wandb sync` sends it.
@@ -78,13 +79,16 @@ class WandbSink(TrackerSink):
         self._save_run(id=self._id, iteration=self._last)  # W&B keeps an iteration open until the next one comes
 
     def _log_samples(self, samples: Samples, iteration: int) -> None:
-        shown = {name: self._wandb.Histogram(np_histogram=(one.counts, one.edges)) for name, one in histograms(samples)}
+        shown: dict[str, Any] = {
+            name: self._wandb.Histogram(np_histogram=(one.counts, one.edges)) for name, one in histograms(samples)
+        }
         now = time.monotonic()
         if now - self._table_at.get(samples.kind, -math.inf) >= self._tables_every:
             self._table_at[samples.kind] = now
             rows = table(samples)
             columns = list(rows[0]) if rows else []
             shown[f"{samples.kind}/samples"] = self._wandb.Table(columns, [list(row.values()) for row in rows])
+            shown |= {name: self._wandb.Image(image_of(file)) for name, file in pictures_of(samples)}
         self._run.log(shown, step=iteration)
 
     def _close(self, *, failed: bool, broken: bool) -> None:

@@ -17,10 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from adapters.agents import AgentPolicy, Conversation, save_transcripts, transcript_page
-from grpo import GRPOConfig, GRPOTrainer, JSONLSink, presets
+from grpo import GRPOConfig, GRPOTrainer, JSONLSink, ObjectiveConfig, presets
 
 from .model import careless_script, make_model
 from .service import PARTS, CustomerService, Scenario, create_customer_service_reward, grade, make_scenarios
@@ -47,19 +46,22 @@ def settings(profile: str, learning_rate: float, seed: int) -> GRPOConfig:
 def warm_up(policy: AgentPolicy, scenarios: list[Scenario], steps: int, seed: int) -> None:
     """Supervised learning on one scripted conversation for each scenario."""
     rng = random.Random(seed)
-    conversations = policy.replay(scenarios, [careless_script(scenario, rng) for scenario in scenarios])
+    given = policy.demonstrations(scenarios, [careless_script(scenario, rng) for scenario in scenarios])
     optimizer = torch.optim.AdamW(policy.get_parameters().values(), lr=5e-3, weight_decay=0.3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=steps)
-    policy.train()
-    for _ in (bar := tqdm(range(steps), desc="Warm-up", unit="step")):
-        some = rng.sample(range(len(scenarios)), 24)
-        scores = policy.score_actions([scenarios[i] for i in some], [conversations[i] for i in some])
-        loss = -scores.log_probs[scores.mask].mean()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        bar.set_postfix(loss=f"{loss.item():.2f}")
+    config = GRPOConfig(
+        num_demonstrations_per_iteration=24,
+        max_grad_norm=None,
+        seed=seed,
+        objective=ObjectiveConfig(aggregation="step_mean"),  # each token counts the same
+    )
+    trainer = GRPOTrainer(
+        config=config,
+        policy=policy,
+        reward_model=create_customer_service_reward(),
+        optimizer=optimizer,
+        lr_scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=steps),
+    )
+    trainer.train(None, demonstrations=given, num_iterations=steps)
 
 
 def evaluate(policy: AgentPolicy, scenarios: list[Scenario]) -> tuple[dict[str, float], list[Conversation]]:

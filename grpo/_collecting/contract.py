@@ -19,11 +19,15 @@ IMPOSSIBLE = (
     "A sampled action cannot have probability 0: mask logits with torch.finfo(dtype).min, not -inf, and score the action that "
     "was sampled."
 )
+UNREACHABLE = (
+    "Where the reference gives an action of the policy the probability 0, the KL is infinite: bound the reference's log-probs "
+    "from below, for example with log_probs.clamp(min=-30)."
+)
 NOT_A_NUMBER = "Where logits are -inf, p log p is 0 times infinity: mask logits with torch.finfo(dtype).min."
 FINITE = {
     "old_log_probs": IMPOSSIBLE,
     "behaviour_log_probs": IMPOSSIBLE,
-    "ref_log_probs": IMPOSSIBLE,
+    "ref_log_probs": UNREACHABLE,
     "entropy": NOT_A_NUMBER,
     "values": "Look for 0/0 or an overflow in the critic.",
 }
@@ -130,14 +134,19 @@ def fit_state_keys(owner: str, keys: Any, mask: Bool[Tensor, "N T"]) -> Int[Tens
     return pad_steps(keys[:, :width], width, 0)
 
 
-def require_same_steps(owner: str, scored: Bool[Tensor, "N t"], expected: Bool[Tensor, "N T"]) -> None:
-    """Check that the policy scored the steps of the batch and no other. `scored` may omit columns that have no valid step."""
+def require_same_steps(
+    owner: str, scored: Bool[Tensor, "N t"] | None, expected: Bool[Tensor, "N T"], what: str = "steps"
+) -> None:
+    """Check that the policy scored the steps (or observations) of the batch, and no other. `scored` may omit columns that have
+    no valid step."""
     width = expected.shape[1]
-    if scored.shape[1] > width or not torch.equal(pad_steps(scored.to(expected.device), width, False), expected):
+    found = torch.zeros_like(expected) if scored is None else scored.to(expected.device)
+    if found.shape[1] > width or not torch.equal(pad_steps(found, width, False), expected):
         raise ContractError(
-            f"{owner} must score the batch's steps, but the masks differ: the policy scored {describe(scored)}, and the batch "
-            f"has {describe(expected)}. Give ExperienceBatch.from_rows the mask of the policy's decisions, and score the same "
-            "steps every time."
+            f"{owner} must score the batch's {what}, but the masks differ: the policy scored "
+            f"{'none' if scored is None else describe(scored)}, and the batch has {describe(expected)}. Give "
+            "ExperienceBatch.from_rows the mask of the policy's decisions, leave out that of demonstrations, and score the "
+            f"same {what} every time."
         )
 
 

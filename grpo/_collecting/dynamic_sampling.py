@@ -38,6 +38,9 @@ def collect_live_groups(
             Without further draws, the first batch is returned as it is.
         is_alone: Whether dynamic sampling without `more_states` is refused. If not, groups are only left out.
 
+    Raises:
+        ConfigError: Further draws cannot be made, or every group is one row.
+
     Source:
         Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 11.
     """
@@ -54,6 +57,11 @@ def collect_live_groups(
             "itself. Pass more_states=..., a function that returns states, or set dynamic_sampling_rounds=0."
         )
     draws = [collect(states)]
+    if config.group_size == 1 and _num_groups(draws) == draws[0].num_rows:  # `group_by` may make larger groups
+        raise ConfigError(
+            f"config.dynamic_sampling_rounds={num_rounds} draws other states in place of groups whose rewards are equal, and "
+            "with group_size=1 every group is one row. Set dynamic_sampling_rounds=0, or group_size to at least 2."
+        )
     live = _live_part(draws[0], reward_clip)
     while more_states is not None and len(draws) <= num_rounds and _num_groups(live) < len(states):
         draws.append(collect(more_states()))

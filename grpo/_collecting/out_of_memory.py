@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
+from typing import TypeVar
 
 import torch
 
@@ -10,6 +10,8 @@ from grpo.engine import Engine, OneProcess
 from grpo.types import RowIndex
 
 from .update_plan import half, num_selected
+
+Result = TypeVar("Result")
 
 LOGGER = logging.getLogger("grpo")
 """Receives one warning per new size."""
@@ -44,29 +46,31 @@ class PassSizes:
         """The number of forward passes that this rank makes only because other ranks make more than it needs."""
         return self._engine.equal_count(num_passes) - num_passes
 
-    def attempts(self, put_back: Callable[[], None] | None = None, *, together: bool = False) -> Iterator["Attempt"]:
-        """Yield attempts at the same work until one attempt succeeds.
+    def repeat(
+        self, work: Callable[[], Result], put_back: Callable[[], None] | None = None, *, together: bool = False
+    ) -> Result:
+        """Repeat work until memory suffices, and return its result. The work reads its sizes from `num_halvings` and `passes`.
 
         Before a repetition, torch's global random generators are put back to where they were before the first attempt.
 
         Args:
+            work: Makes all forward passes, from the first one on.
             put_back: Drops what the failed attempt has left behind, except random numbers. None: it leaves nothing behind.
             together: Whether all ranks repeat the work if memory ran out on one rank.
-
-        Example:
-            The work finds its sizes in `num_halvings` and `passes`::
-
-                for attempt in sizes.attempts():
-                    with attempt:
-                        results = [work(part) for part in sizes.passes(plan(sizes.num_halvings))]
         """
         restore_generators = _generators_of_torch()
         while True:
             self._current = 0
-            attempt = Attempt(self)
-            yield attempt
-            if not any(self._engine.gather_objects(attempt.ran_out) if together else [attempt.ran_out]):
-                return
+            results: list[Result] = []
+            try:
+                results.append(work())
+            except torch.OutOfMemoryError as error:
+                if not self.accept(error):
+                    raise
+            # from here on, the frames of an error no longer hold the tensors of its forward pass
+            ran_out = not results
+            if not any(self._engine.gather_objects(ran_out) if together else [ran_out]):
+                return results[0]
             if put_back is not None:
                 put_back()
             restore_generators()
@@ -89,25 +93,6 @@ class PassSizes:
         warn_of_new_size(self._work, self._largest, half(self._largest))
         self.num_repeated += 1
         return True
-
-
-class Attempt:
-    """One attempt at some work, as a context manager. It swallows an `OutOfMemoryError` if smaller forward passes can help."""
-
-    def __init__(self, sizes: PassSizes) -> None:
-        self.ran_out = False
-        """Whether memory ran out."""
-        self._sizes = sizes
-
-    def __enter__(self) -> None:
-        """Begin the work."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        """Do not keep the error: its frames hold the tensors of the failed forward pass."""
-        self.ran_out = isinstance(error, torch.OutOfMemoryError) and self._sizes.accept(error)
-        return self.ran_out
 
 
 def warn_of_new_size(work: str, num_rows: int, num_rows_next: int) -> None:

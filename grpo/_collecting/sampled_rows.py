@@ -1,6 +1,5 @@
 """The rows of an iteration between sampling and rewards."""
 
-import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,10 +11,8 @@ from torch import Tensor
 
 from grpo._common.conversion import describe
 from grpo._rewarding.calls import KeptRewards
-from grpo.errors import ConfigError, ContractError
-from grpo.types import ExperienceBatch, Rows, SampledActions, repeat_rows, select_rows
-
-from .contract import check_sampled, flatten_actions, require_finite
+from grpo.errors import ConfigError
+from grpo.types import ExperienceBatch, Rows, select_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,32 +55,6 @@ class SampledRows:
     def state_dict(self) -> dict[str, Any]:
         """All fields by name. No tensor is copied."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
-
-
-def sampled_with(
-    name: str, work: Callable[[], SampledActions], states: Rows, groups: Int[Tensor, " B"], group_size: int
-) -> SampledRows:
-    """The rows that a function of `BeginsSampling` samples, in any thread."""
-    start, owner = time.perf_counter(), f"{name}.begin_sampling"
-    with torch.no_grad():
-        sampled = check_sampled(owner, work(), len(states) * group_size)
-    if sampled.behaviour_log_probs is None:
-        raise ContractError(
-            f"{owner}: the function must return behaviour_log_probs; got None. The policy changes before the rows are used, so "
-            "the log-probs cannot be computed later. Return them in SampledActions."
-        )
-    known = {"behaviour_log_probs": sampled.behaviour_log_probs}
-    require_finite(name, sampled.mask, known)
-    if sampled.observed_mask is not None:
-        known["observed_mask"] = sampled.observed_mask
-    return SampledRows(
-        states=repeat_rows(states, group_size),
-        actions=flatten_actions(owner, sampled.actions, len(states), group_size),
-        group_ids=groups.repeat_interleave(group_size),
-        mask=sampled.mask,
-        known=known,
-        metrics={**sampled.metrics, "time/sample": time.perf_counter() - start, "time/score": 0.0},
-    )
 
 
 def groups_of(states: Rows, group_by: Callable[[Any], Hashable] | None) -> Int[Tensor, " B"]:

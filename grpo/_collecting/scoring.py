@@ -19,7 +19,7 @@ from grpo.policy_base import POLICY_METHODS, ScoresActions, ScoresGroups, Scores
 from grpo.types import ActionScores, ExperienceBatch, RowIndex, Rows, select_rows
 
 from .batches import join_field
-from .contract import check_scores
+from .contract import check_scores, require_finite
 from .out_of_memory import PassSizes
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -112,7 +112,9 @@ class ReferenceScorer:
                 f"{self._name} must score every step that the policy decided, and at most {list(batch.mask.shape)}; "
                 f"got {describe(scores.mask)}. Return one log-prob per step, not their sum."
             )
-        return pad_steps(scores.log_probs, width, 0.0)
+        log_probs = pad_steps(scores.log_probs, width, 0.0)
+        require_finite(self._name, batch.mask, {"ref_log_probs": log_probs})
+        return log_probs
 
     def _ask_policy(self, states: Rows, actions: Rows, group_ids: Tensor) -> ActionScores:
         with self._autocast():
@@ -127,19 +129,20 @@ def score_in_parts(
     If memory runs out, the parts are halved and all rows are scored again. Where all ranks make equally many passes, a rank
     with fewer parts scores its first row again.
     """
-    parts: list[RowIndex] = []
-    scored: list[ActionScores] = []
-    for attempt in sizes.attempts():
-        with attempt, torch.no_grad():
-            parts = plan(sizes.num_halvings)
-            num_missing = sizes.num_missing(len(parts))
-            scored = [
-                score(select_rows(states, part), select_rows(actions, part), group_ids[part])
-                for part in sizes.passes(parts)
-            ]
-            for _ in range(num_missing):
-                first = slice(0, 1)
-                score(select_rows(states, first), select_rows(actions, first), group_ids[first])
+
+    def scored_part(part: RowIndex) -> ActionScores:
+        return score(select_rows(states, part), select_rows(actions, part), group_ids[part])
+
+    @torch.no_grad()
+    def all_parts() -> tuple[list[RowIndex], list[ActionScores]]:
+        parts = plan(sizes.num_halvings)
+        num_missing = sizes.num_missing(len(parts))
+        scored = [scored_part(part) for part in sizes.passes(parts)]
+        for _ in range(num_missing):
+            scored_part(slice(0, 1))
+        return parts, scored
+
+    parts, scored = sizes.repeat(all_parts)
     if len(scored) == 1 and isinstance(parts[0], slice):
         return scored[0]
     rows = torch.arange(len(group_ids))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import wraps
 from numbers import Integral, Real
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 from grpo.errors import ConfigError
 
@@ -44,10 +44,15 @@ def require_numbers(owner: str, /, **named: Any) -> None:
             raise ConfigError(f"{owner}: {name} must be a finite number; got {describe(value)}.")
 
 
-def require_instances(owner: str, kind: Any, what: str, /, **named: Any) -> None:
-    """Raise a ConfigError that names the argument and `what` it must be, unless each value is an instance of `kind`."""
+def require_instances(owner: str, kind: Any, what: str = "", /, **named: Any) -> None:
+    """Raise a ConfigError that names the argument and `what` it must be, unless each value is an instance of `kind`.
+
+    `kind` may be a `Literal` of words. The message then lists the words, and `what` is left out.
+    """
+    words = get_args(kind) if get_origin(kind) is Literal else ()
+    what = f"one of {', '.join(map(repr, words))}" if words else what
     for name, value in named.items():
-        if not isinstance(value, kind):
+        if not (isinstance(value, str) and value in words if words else isinstance(value, kind)):
             raise ConfigError(f"{owner}: {name} must be {what}; got {describe(value)}.")
 
 

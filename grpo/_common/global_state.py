@@ -1,27 +1,10 @@
-"""State outside of a trainer that is put back: the global random generators, and the mode of a policy."""
+"""The global random generators of Python, numpy and torch."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-
-
-@contextmanager
-def preserved_mode(model: Any) -> Iterator[None]:
-    """Restore the mode of a policy after the block, because sampling calls `eval()`. The mode is read from `training`."""
-    was_training = getattr(model, "training", None) is True
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    modes = {module: module.training for module in modules}
-    try:
-        yield
-    finally:
-        if was_training:
-            model.train()
-        for module, mode in modes.items():  # one by one: a user may have frozen a submodule in eval()
-            module.training = mode
 
 
 def seed_everything(seed: int) -> None:
@@ -48,13 +31,3 @@ def restore_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     for device, generator_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(generator_state, device)
-
-
-@contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """Restore the global random generators after the block."""
-    state = capture_random_state()
-    try:
-        yield
-    finally:
-        restore_random_state(state)

@@ -27,11 +27,16 @@ else:
     AnyPolicy = Any  # at run time `require_methods` names the missing methods, also where tests check types
 
 
+def has_method(value: Any, name: str) -> bool:
+    """Whether an object has an optional method. An attribute of this name that cannot be called is the object's own."""
+    return callable(getattr(value, name, None))
+
+
 def require_methods(value: Any, methods: Sequence[str], role: str, protocol: str) -> None:
     """Check that `value` is an instance with all of `methods`."""
     if isinstance(value, type):
         raise ProtocolError(f"{role} must be an instance; got the class {value.__name__}. Pass {value.__name__}(...).")
-    missing = [name for name in methods if not callable(getattr(value, name, None))]
+    missing = [name for name in methods if not has_method(value, name)]
     if missing:
         listed = ", ".join(f"{name}()" for name in missing)
         raise ProtocolError(

@@ -86,7 +86,11 @@ def measured_steps(
         low, high = stopped
         found |= {"clip_fraction_low": low, "clip_fraction_high": high, "clip_fraction": low | high}
     found |= {"sampler_ratio": steps.sampler_weights, "selected_fraction": steps.selected, **others}
-    per_step = {name: _detached(value) for name, value in found.items() if value is not None}
+    per_step = {
+        name: value.detach() if isinstance(value, Tensor) else value
+        for name, value in found.items()
+        if value is not None
+    }
     return Measured(terms={name: term.detach() for name, term in terms.items()}, per_step=per_step, mask=steps.mask)
 
 
@@ -132,7 +136,3 @@ def _moments_of(measured: Sequence[Measured]) -> list[Moments]:
     by_constant = {c: torch.stack([count, c * count, c * c * count], dim=1) for c in set(constants.values())}
     found |= {name: by_constant[c] for name, c in constants.items()}
     return [dict(zip(found, each, strict=True)) for each in zip(*(of.unbind(0) for of in found.values()), strict=True)]
-
-
-def _detached(value: Tensor | float) -> Tensor | float:
-    return value.detach() if isinstance(value, Tensor) else value

@@ -48,9 +48,8 @@ class Meetings:
         """Why no further meeting is possible. None: meetings are possible."""
         # short, because a Python signal handler does not run while an operation waits in C++
         self._slice = min(0.25, timeout / 20)
-        self._longest_wait = (
-            timeout - 4 * self._slice
-        )  # the rest is for finding out who is missing, and telling the others
+        # the rest is for finding out who is missing, and telling the others
+        self._longest_wait = timeout - 4 * self._slice
         # a waiting rank writes a sign of life in each slice, so one that is silent for so long has ended or hangs
         self._longest_silence = min(5.0, timeout / 4)
         self._watch = Watch(store, rank, num_ranks, self._slice)

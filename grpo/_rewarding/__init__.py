@@ -1,1 +1,1 @@
-"""Calls of reward models: made within limits, repeated or left out if they fail, and checked."""
+"""Calls of reward models: made within limits, and checked."""

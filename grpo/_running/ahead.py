@@ -23,16 +23,11 @@ import torch
 
 from grpo._collecting.sampled_rows import SampledRows
 from grpo._common.conversion import reward_name
-from grpo._common.global_state import (
-    capture_random_state,
-    preserved_random_state,
-    restore_random_state,
-    seed_everything,
-)
+from grpo._common.global_state import capture_random_state, restore_random_state, seed_everything
+from grpo._common.preserved import preserved_random_state
 from grpo._common.protocols import kept_state
-from grpo._processes.calls import call_in_process
 from grpo._processes.process import ForkRefusedError, Process
-from grpo._rewarding.calls import RewardCalls
+from grpo._retrying.calls import RetriedCalls
 from grpo._updating.parts import Counters
 from grpo._updating.sampler import SamplerSync
 from grpo.config import GRPOConfig
@@ -42,8 +37,9 @@ from grpo.experience_collector import ExperienceCollector
 from grpo.types import ExperienceBatch, Rows
 
 from .background import Background, Task
+from .begun_rows import begun_rows
 from .interrupts import Interrupts
-from .pending import CollectedRewards, Pending, asked, sleep_and_tell
+from .pending import CollectedRewards, Pending, asked
 
 LOGGER = logging.getLogger("grpo")
 
@@ -98,10 +94,7 @@ class Ahead:
         self._sampling = Background("sampling of later iterations", in_order=in_order)
         self._rewards = Background("rewards of later iterations", in_order=in_order)
         self._sampler.finish = self._finish_sampling
-        self._calls = RewardCalls(
-            self._collector.reward_model, self._config.reward, in_process=call_in_process, waiting=self._waiting
-        )
-        self._calls.sleep = sleep_and_tell
+        self._calls = RetriedCalls(self._collector.reward_model, self._config.reward, waiting=self._waiting)
         self._first_thread, is_complete = threading.get_ident(), False
         Process.only_thread = self._first_thread
         try:
@@ -157,7 +150,7 @@ class Ahead:
         iteration = self._counters.iteration + len(self.pending)
         with preserved_random_state():
             seed_everything(seed_of(self._counters.data_seed, iteration, self._engine.rank))
-            begun = self._collector.begin_rows(states)
+            begun = begun_rows(self._collector, states)
             if begun is None:
                 return Pending(Task.of(self._collector.sample_rows(states, ahead=True)), self._answer)
         pending = Pending(Task(begun), self._answer)
@@ -175,7 +168,8 @@ class Ahead:
             pending.rows.result()  # raises what sampling raised
 
     def _answer(self, rows: SampledRows) -> CollectedRewards:
-        return asked(self._calls, lambda calls: self._collector.rewards_of(rows, calls))
+        given = rows.states, rows.actions, rows.mask, rows.group_ids
+        return asked(self._calls, lambda calls: self._collector.rewards_of(*given, calls))
 
     def _ask(self, pending: Pending) -> None:
         """Ask for the rewards of an iteration: beside the next updates, if this cannot change a number."""

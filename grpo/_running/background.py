@@ -62,6 +62,7 @@ class Background:
             task.run()
             return
         if self._thread is None:
+            # no ThreadPoolExecutor: Python joins its threads at exit, and would wait for a reward model that hangs
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
         self._last = task

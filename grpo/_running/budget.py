@@ -79,9 +79,10 @@ class Budget:
             ConfigError: The iteration lacks the metric.
         """
         if self.unit is not None and not metrics.get(self.unit, 0.0) > 0:
+            remedy = nearest_name(self.unit, sorted(metrics)) if metrics else "Nothing is sampled: pass num_iterations."
             raise ConfigError(
                 f"train: budget={self.unit, self.total} counts a metric of every iteration, above 0; got "
-                f"{metrics.get(self.unit)}. {nearest_name(self.unit, sorted(metrics))}"
+                f"{metrics.get(self.unit)}. {remedy}"
             )
         return 1 if self.unit is None else metrics[self.unit]
 

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 
 from grpo._collecting.batches import select_batch
+from grpo._common.calls import takes
 from grpo._common.conversion import describe
 from grpo.config import GRPOConfig
 from grpo.errors import ConfigError
+from grpo.reward_model_base import is_function
 from grpo.types import ExperienceBatch
 
 from .state_source import StateSource
@@ -32,7 +34,7 @@ class DemonstrationSource:
             places = self._places = StateSource(range(batch.num_rows), num_per_iteration, seed)
             is_whole = num_per_iteration is None
             self._draw = lambda iteration: batch if is_whole else select_batch(batch, torch.tensor(places(iteration)))
-        elif callable(demonstrations) and not isinstance(demonstrations, type):
+        elif is_function(demonstrations) and takes(demonstrations, 1):
             self._draw = demonstrations
         else:
             raise ConfigError(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from grpo._common.global_state import preserved_random_state
+from grpo._common.preserved import preserved_random_state
 from grpo._updating.first_ratio import TOLERANCE, dropout_of
 from grpo._updating.optimizer_step import OptimizerStep
 from grpo._updating.update_context import UpdateContext

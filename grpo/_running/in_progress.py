@@ -1,8 +1,11 @@
 """The iteration whose updates are being made."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from grpo._collecting.batches import without_content
+from grpo._updating.training_rows import TrainingRows
 from grpo._updating.update_context import UpdateContext
 from grpo._updating.update_rows import UpdateRows
 from grpo.errors import warn_user
@@ -35,7 +38,7 @@ class IterationInProgress:
         """The rows, which never change, and a copy of the metrics. The device is not synchronised."""
         if self.rows is None:
             return lambda: {"rows": None}
-        rows, meter = self.rows.state_dict(), self._meter.copy()
+        rows, meter = _state_of(self.rows), self._meter.copy()
         return lambda: {"rows": rows, "meter": meter.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -46,5 +49,27 @@ class IterationInProgress:
         """Restore what `state_dict` returned."""
         self.rows = None
         if state["rows"] is not None:
-            self.rows = UpdateRows.from_state_dict(state["rows"], self._context)
+            self.rows = _restored(state["rows"], self._context)
             self._meter.load_state_dict(state["meter"])
+
+
+def _state_of(rows: UpdateRows) -> dict[str, Any]:
+    """The rows, their plan, and the number of updates so far. No tensor is copied."""
+    counts = [counts for _, counts in rows.planned if counts is not None]
+    for_metrics = replace(rows.all_ranks, batch=without_content(rows.all_ranks.batch))
+    return {
+        "rows": rows.given.state_dict(),
+        "all_ranks": for_metrics.state_dict(),
+        "num_planned": rows.num_planned,
+        "num_dead": rows.num_dead,
+        "row_order": rows.row_order,
+        "counts": counts or None,
+    }
+
+
+def _restored(state: Mapping[str, Any], context: UpdateContext) -> UpdateRows:
+    """The rows that `_state_of` described. Their next update follows the last one before."""
+    given, all_ranks = (TrainingRows.from_state_dict(state[name]) for name in ("rows", "all_ranks"))
+    rows = UpdateRows(given, context, all_ranks, state["row_order"], state["counts"])
+    rows.num_planned, rows.num_dead = state["num_planned"], state["num_dead"]
+    return rows

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from grpo._common.global_state import capture_random_state, preserved_random_state, seed_everything
+from grpo._common.global_state import capture_random_state, seed_everything
+from grpo._common.preserved import preserved_random_state
 from grpo._sharding.tensors import is_sharded
 from grpo.checkpoint import Checkpoint, SavedRows, SavedTensor
 from grpo.engine import Engine

@@ -1,6 +1,5 @@
-"""An iteration that waits for its rewards, and long waits, which are told in the log."""
+"""An iteration that waits for its rewards."""
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -11,10 +10,6 @@ from grpo._rewarding.calls import KeptRewards, RewardCalls
 from grpo.errors import CheckpointError
 
 from .background import Task
-
-LOGGER = logging.getLogger("grpo")
-SECONDS_BETWEEN_LINES = 30.0
-"""How often a wait is logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +78,6 @@ def asked(calls: RewardCalls, ask: Callable[[RewardCalls], KeptRewards]) -> Coll
     counts, measured = dict(calls.counts), dict(calls.measured)
     calls.forget_counts()
     return CollectedRewards(rewards=rewards, counts=counts, measured=measured, seconds=time.perf_counter() - start)
-
-
-def sleep_and_tell(seconds: float, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Wait for the reward model, and log every 30 seconds how long it will still take."""
-    while seconds > SECONDS_BETWEEN_LINES:
-        sleep(SECONDS_BETWEEN_LINES)
-        seconds -= SECONDS_BETWEEN_LINES
-        LOGGER.warning("Training waits for the reward model, and calls it again in %.0f s.", seconds)
-    sleep(seconds)
 
 
 def _fields(value: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -46,6 +45,8 @@ class Run:
     """The progress of the run. This call updates it."""
     counters: Counters
     """The number of finished iterations."""
+    clock: Callable[[], float]
+    """Returns seconds."""
     source: StateSource | None
     """Returns the states of an iteration. None: there are demonstrations only."""
     demonstrations: DemonstrationSource | None
@@ -91,22 +92,15 @@ class Run:
             require_encodable(self.source.first, "states[0]")
         if self.folder is not None:
             require_encodable(callbacks.state_dict(), "callbacks")
-        self._saved_at = time.monotonic()
+        self._saved_at = self.clock()
         self._bar: Any = None
-        self._is_stopped = False
+        self._is_stopped = self._asks_callbacks = False
         self._score = math.nan
         self._silent_parts = SilentParts()
         self.samples: list[Samples] | None = [] if self._sinks.take_samples else None
         """The rows of the current iteration that sinks record. None: no sink records rows."""
         is_done = self._is_done()  # before a loaded run counts as continued
         self.progress.begin(callbacks)
-        ended_by = callbacks.ended_by()
-        if ended_by is not None:
-            self._is_stopped = True
-            warn_user(
-                f"{ended_by} has ended the run already, so there is nothing left to do. Leave it out, or let it stop later, to "
-                "continue."
-            )
         if is_done:
             warn_user(f"{self._where}, so there is nothing left to do. Raise {budget.name} to continue.")
         unit, total = self.progress.unit, self.progress.total
@@ -145,10 +139,18 @@ class Run:
             while not (budget.is_over or self._is_stopped):
                 yield
 
-    def start(self, policy: object, reward_model: object) -> None:
-        """Tell the sinks what is run."""
-        settings = run_settings(self.config, policy, reward_model) | {self.budget.name: self.budget.total}
+    def start(self, trainer: RunningTrainer, reward_model: object) -> None:
+        """Tell the sinks what is run, and the callbacks that it begins."""
+        settings = run_settings(self.config, trainer.policy, reward_model) | {self.budget.name: self.budget.total}
         self._sinks.start(settings, self.budget.position + 1)
+        self._asks_callbacks = any(self.engine.gather_objects(bool(self.callbacks)))  # one rank may have them alone
+        names = self._of_all_ranks(self.progress.callbacks.on_start(trainer))
+        self._is_stopped = bool(names)
+        if names:
+            warn_user(
+                f"{' and '.join(names)} has ended the run already, so there is nothing left to do. Leave it out, or let it "
+                "stop later, to continue."
+            )
 
     def draw(self) -> Rows:
         """Draw the next states, and return this rank's share of them."""
@@ -186,7 +188,7 @@ class Run:
         """Record an iteration and its evaluation, if there was one, and ask the callbacks. Returns whether a checkpoint is
         due. The first metric of the evaluation is its score."""
         self._score = score = next(iter(evaluation.values()), math.nan)
-        improved = score > self.progress.best_score
+        improved = score > self.progress.best_score  # False for NaN, an iteration without an evaluation
         is_last = self.budget.ends_with(metrics)
         is_due = self.folder is not None and (improved or self._checkpoint_is_due(metrics))
         if improved:
@@ -213,19 +215,21 @@ class Run:
 
     def _ask_callbacks(self, trainer: RunningTrainer, metrics: dict[str, float], *, is_last: bool) -> None:
         """Call the callbacks. The run stops if one of them says so, on any rank."""
-        if not self.callbacks:
-            return
-        of_ranks = self.engine.gather_objects(self.progress.callbacks.on_iteration(trainer, metrics))
-        names = sorted({name for of_rank in of_ranks for name in of_rank})
+        names = self._of_all_ranks(self.progress.callbacks.on_iteration(trainer, metrics))
         self._is_stopped = bool(names)
         if names and not is_last and self.engine.rank == 0:
             logger.warning("Stopped by %s after iteration %d.", " and ".join(names), self.counters.iteration)
+
+    def _of_all_ranks(self, names: list[str]) -> list[str]:
+        """The names of callbacks on all ranks. If no rank has a callback, the ranks need not meet."""
+        of_ranks = self.engine.gather_objects(names) if self._asks_callbacks else []
+        return sorted({name for of_rank in of_ranks for name in of_rank})
 
     def _checkpoint_is_due(self, metrics: Mapping[str, float]) -> bool:
         if not isinstance(self._checkpoint_every, timedelta):
             return self.budget.passes(self._checkpoint_every, metrics)
         # the clocks of ranks differ, so the first rank decides for all
-        has_passed = time.monotonic() - self._saved_at >= self._checkpoint_every.total_seconds()
+        has_passed = self.clock() - self._saved_at >= self._checkpoint_every.total_seconds()
         return bool(self.engine.gather_objects(has_passed)[0]) or self.budget.ends_with(metrics)
 
     def save(self, trainer: RunningTrainer, state: Mapping[str, Any]) -> None:
@@ -233,7 +237,7 @@ class Run:
         assert self.folder is not None
         score = self._score if self.evaluate is not None else self.history[-1].get("rewards/mean")
         path = self.folder.save(state, iteration=self.counters.iteration, score=score)
-        self._saved_at = time.monotonic()
+        self._saved_at = self.clock()
         self.progress.callbacks.on_checkpoint(trainer, path)
 
 

@@ -158,6 +158,7 @@ class _Loader:
     def __init__(self, read: Callable[[str], Tensor], objects: dict[int, Any], read_rows: Any) -> None:
         self._read, self._objects, self._read_rows = read, objects, read_rows
         self._tensors: dict[str, Tensor] = {}
+        self._arrays: dict[SavedArray, NDArray[Any]] = {}
 
     def value(self, value: Any) -> Any:
         match value:
@@ -190,9 +191,9 @@ class _Loader:
     def _array(self, value: SavedArray) -> NDArray[Any]:
         if math.prod(value.shape) * value.dtype.itemsize == 0:
             return np.zeros(value.shape, value.dtype)
-        # every array has bytes of its own, so that the array can take over the memory
-        found: NDArray[Any] = self._read(value.name).numpy().view(value.dtype).reshape(value.shape)
-        return found
+        if value not in self._arrays:  # what was one array is one again
+            self._arrays[value] = self._read(value.name).numpy().view(value.dtype).reshape(value.shape)
+        return self._arrays[value]
 
 
 def _from_state(kind: Any, state: Any) -> Any:

@@ -30,13 +30,15 @@ MAX_DEPTH = 100
 MAX_BITS = 10_000
 """Bits of an integer. Python refuses to read integers of more than 4,300 digits."""
 ALLOWED = "Use tensors, arrays, numbers, strings, None, and dicts, lists and tuples of these"
+PICTURE = "If it is a picture, pass adapters.llm.Picture.of(picture) in its place, which a checkpoint holds once."
 ADVICE = f"{ALLOWED}, give the class to_state() and from_state(), or train without checkpoint_dir."
 
 
 def encode(state: Mapping[str, Any], sink: Callable[[bytes], object]) -> dict[str, Stored]:
     """Pass the JSON text of `state` to `sink` in parts, and return the tensors and arrays that it refers to by name.
 
-    Tensors are not copied. Equal views of one storage are stored once, and so is an object with `to_state` that occurs again.
+    Tensors are not copied. Equal views of one storage are stored once, and so are an array and an object with `to_state` that
+    occur again.
     """
     encoder = _Encoder(sink)
     encoder.encode(state, "state")
@@ -107,7 +109,7 @@ class _Encoder:
         elif isinstance(value, Tensor):
             self._write(json.dumps({"$tensor": self._tensor(value, where, path)}))
         elif isinstance(value, np.ndarray) and value.dtype.kind not in "OV":
-            name = self._store(value, path)
+            name = self._array(value, path)
             self._write(json.dumps({"$array": name, "dtype": str(value.dtype), "shape": list(value.shape)}))
         elif isinstance(value, Mapping):
             self._mapping(value, where, path, depth)
@@ -186,6 +188,13 @@ class _Encoder:
             self._seen[identity] = self._store(value, path)
         return self._seen[identity]
 
+    def _array(self, value: np.ndarray, path: tuple[str, ...]) -> str:
+        # the rows of a group have the same state, and its pictures and observations may be large
+        identity = ("array", value.__array_interface__["data"][0], str(value.dtype), value.shape, value.strides)
+        if identity not in self._seen:
+            self._seen[identity] = self._store(value, path)
+        return self._seen[identity]
+
     def _store(self, value: Stored, path: tuple[str, ...]) -> str:
         """Keep a value under a readable name that is not in use yet."""
         readable = ".".join(path).encode("ascii", "replace").decode() or "value"
@@ -210,7 +219,9 @@ def _scalar(value: Any, where: str) -> str:
 
 
 def _unknown(value: Any, where: str) -> CheckpointError:
-    return CheckpointError(f"{where} is a {type(value).__name__}, which a checkpoint cannot hold. {ADVICE}")
+    is_picture = isinstance(value, bytes) or type(value).__module__.startswith("PIL.")
+    advice = f"{PICTURE} {ADVICE}" if is_picture else ADVICE
+    return CheckpointError(f"{where} is a {type(value).__name__}, which a checkpoint cannot hold. {advice}")
 
 
 def _too_deep(where: str) -> CheckpointError:

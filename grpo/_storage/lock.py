@@ -66,10 +66,8 @@ class FolderLock:
                 return
             del _held[str(self._path)]
             try:
-                if fcntl is None:
-                    os.close(
-                        descriptor
-                    )  # Windows removes no open file, and has no lock that this could release too early
+                if fcntl is None:  # Windows removes no open file, and has no lock that this could release too early
+                    os.close(descriptor)
                     self._path.unlink(missing_ok=True)
                     return
                 try:

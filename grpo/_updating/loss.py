@@ -14,7 +14,7 @@ from grpo._objective.metrics import Measured, MeasuredLoss
 from grpo._objective.sampler import sampler_divergence
 from grpo.config import GRPOConfig
 from grpo.errors import ContractError, warn_user
-from grpo.grpo_objective import Objective, cross_entropy, unchecked_objective
+from grpo.grpo_objective import Objective, unchecked_objective
 from grpo.metrics import Meter
 from grpo.types import ObjectiveInputs, ObjectiveOutput, zero_outside
 
@@ -45,10 +45,18 @@ class MeteredObjective:
         return reduce(torch.add, losses)
 
     def _of_given(self, name: str, coef: float, given: Given) -> Float[Tensor, ""]:
-        terms = {name: coef * cross_entropy(given.log_probs, given.weights)}
+        """The loss of steps that somebody else took: their cross-entropy, and the policy's own loss a.
+
+        L = -coef sum_{n,t} w[n,t] log pi[n,t] + sum_{n,t} w[n,t] a[n,t],  with w of `step_weights`
+        """
+
+        def weighted_sum(values: Tensor) -> Tensor:
+            values = zero_outside(as_float32(values), given.weights > 0)
+            return (given.weights.to(values.dtype) * values).sum()
+
+        terms = {name: -coef * weighted_sum(given.log_probs)}
         if given.auxiliary_loss is not None:
-            auxiliary = zero_outside(as_float32(given.auxiliary_loss), given.weights > 0)
-            terms["auxiliary_loss"] = (given.weights.to(auxiliary.dtype) * auxiliary).sum()
+            terms["auxiliary_loss"] = weighted_sum(given.auxiliary_loss)
         loss = reduce(torch.add, terms.values())
         measured = {name: term.detach() for name, term in {**terms, "total_loss": loss}.items()}
         self._meter.add(Measured(terms=measured, per_step={}, mask=given.weights > 0))

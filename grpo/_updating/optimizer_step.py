@@ -196,9 +196,10 @@ class OptimizerStep:
             self.scaler.update(self.scaler.get_scale())  # reset its state for this update; the loss scale stays
         self.clear()
         raise ContractError(
-            f"{self.policy_name}: log-probabilities of sampled steps must be finite, and so must exact entropy, KL, "
-            "values and a penalty; some are not. A sampled action cannot have probability 0, and an entropy with logits of "
-            "-inf is 0 times infinity: mask logits with torch.finfo(dtype).min, not -inf."
+            f"{self.policy_name}: log-probabilities of steps and observations must be finite, and so must exact entropy, "
+            "KL, values and a penalty; some are not. What was sampled, demonstrated or observed cannot have probability 0, and "
+            "an entropy with logits of -inf is 0 times infinity: mask logits with torch.finfo(dtype).min, not -inf. A teacher "
+            "that gives an action the probability 0 makes a KL infinite."
         )
 
     def _skip(self, norm: float) -> None:

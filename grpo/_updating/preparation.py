@@ -9,6 +9,7 @@ from grpo._common.global_state import seed_everything
 from grpo.config import GRPOConfig
 from grpo.engine import Engine
 from grpo.errors import ConfigError
+from grpo.policy_base import HasShardUnits
 
 from .requirements import require_reference
 
@@ -35,8 +36,10 @@ def prepare(config: GRPOConfig, engine: Engine, policy: Any, reward_model: Any, 
         if config.device is not None:
             model.to(config.device)
     engine.require_equal_weights(policy, reference_policy)
-    for model in policies:
-        engine.divide(model)
+    engine.divide(policy)
+    # a teacher that only scores may be a table, a service, or the policy with a hint: it stays as it is on every rank
+    if config.reference_sync_every is not None or isinstance(reference_policy, torch.nn.Module | HasShardUnits):
+        engine.divide(reference_policy)
     return seed
 
 

@@ -2,36 +2,20 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
-from grpo.experience_collector import ExperienceCollector
-from grpo.metrics import Meter
-
-from .optimizer_step import OptimizerStep
 from .update import Update
 
 
-@runtime_checkable
-class AddsGradients(Protocol):
-    """What has to be put back before a repetition."""
+def repeated_with_fewer_rows(add_gradients: Callable[[Any, Update], None]) -> Callable[[Any, Update], None]:
+    """Repeat a method of a learner until memory suffices for one attempt on every rank.
 
-    policy: Any
-    collector: ExperienceCollector
-    meter: Meter
-    optimizer_step: OptimizerStep
-
-
-LearnerT = TypeVar("LearnerT", bound=AddsGradients)
-
-
-def repeated_with_fewer_rows(add_gradients: Callable[[LearnerT, Update], None]) -> Callable[[LearnerT, Update], None]:
-    """Repeat a method until memory suffices for one attempt on every rank. Every repetition halves the rows per pass.
-
-    A failed attempt leaves nothing behind: gradients, metrics, log-probs and random numbers are put back.
+    Every repetition halves the rows per pass. A failed attempt leaves nothing behind: gradients, metrics, log-probs and random
+    numbers are put back.
     """
 
     @wraps(add_gradients)
-    def repeated(learner: LearnerT, update: Update) -> None:
+    def repeated(learner: Any, update: Update) -> None:
         forget_metrics = learner.meter.restore_point()
 
         def put_back() -> None:
@@ -41,8 +25,6 @@ def repeated_with_fewer_rows(add_gradients: Callable[[LearnerT, Update], None]) 
             if hasattr(learner.policy, "release_memory"):  # such as a cache that a sampler keeps
                 learner.policy.release_memory()
 
-        for attempt in learner.collector.updating.attempts(put_back, together=True):
-            with attempt:
-                add_gradients(learner, update)
+        learner.collector.updating.repeat(lambda: add_gradients(learner, update), put_back, together=True)
 
     return repeated

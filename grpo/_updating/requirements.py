@@ -150,6 +150,17 @@ def _require_batch(batch: Any) -> None:
             )
 
 
+def require_demonstrated_steps(policy_name: str, batch: ExperienceBatch) -> None:
+    """Refuse demonstrations without any step, from which nothing can be learned."""
+    flags = batch.is_demonstration
+    if flags is None or bool(batch.mask[flags.to(batch.mask.device)].any()):
+        return
+    raise ContractError(
+        f"{policy_name}: demonstrations must have a step to imitate; in {int(flags.sum())} rows, the mask is False everywhere. "
+        "Return True in ActionScores.mask at the policy's own steps."
+    )
+
+
 def require_observations(config: GRPOConfig, policy_name: str, batch: ExperienceBatch) -> None:
     """Refuse a term for observations if the policy gives none."""
     coef = config.objective.observation_coef

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo._collecting.batches import OPTIONAL, gather_rewards, join_batches, join_field, join_rows, without_content
+from grpo._collecting.batches import OPTIONAL, gather_rewards, join_batches, join_field, join_rows
 from grpo._common.conversion import as_advantages, describe, join_steps, require_rows
 from grpo.advantage_estimator import AdvantageEstimator
 from grpo.engine import Engine
@@ -84,10 +84,6 @@ class TrainingRows:
             advantages=followed(self.advantages),
             returns=followed(self.returns),
         )
-
-    def without_content(self) -> "TrainingRows":
-        """The rows without states, actions and log-probs. Metrics need the other fields only."""
-        return replace(self, batch=without_content(self.batch))
 
     def state_dict(self) -> dict[str, Any]:
         """All fields by name. No tensor is copied."""

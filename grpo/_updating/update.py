@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo._collecting.contract import require_same_steps
 from grpo._collecting.update_plan import compose_index, num_selected
-from grpo._common.conversion import pad_steps, widest_float
+from grpo._common.conversion import widest_float
 from grpo._objective.selection import kept_by_entropy, selected_by
 from grpo.errors import ConfigError, ContractError
 from grpo.types import ActionScores, ObjectiveInputs, RowIndex, select_rows, zero_outside
@@ -20,8 +21,6 @@ from .requirements import require_probabilities
 from .training_rows import TrainingRows
 from .update_context import UpdateContext
 from .update_weights import weights_of
-
-_SAME_STEPS = "Score the same steps every time. If you made the rollouts, pass their mask to ExperienceBatch.from_rows."
 
 
 class Given(NamedTuple):
@@ -144,10 +143,7 @@ class Update:
         scores = self._context.collector.scorer(
             select_rows(batch.states, selected), select_rows(batch.actions, selected), batch.group_ids[selected]
         )
-        self._check(scores, batch.mask[selected])
-        if self.weights.observations is not None:
-            assert batch.observed_mask is not None
-            self._check_observations(scores, batch.observed_mask[selected])
+        self._check(scores, selected)
         observed = self._observations(scores, micro)
         is_sampled = None if self._is_sampled is None else self._is_sampled[micro]
         if is_sampled is None or bool(is_sampled.all()):
@@ -163,7 +159,9 @@ class Update:
         assert scores.observed_log_probs is not None
         assert scores.observed_mask is not None
         self._sums.append(_sum_of([scores.observed_log_probs], scores.observed_mask))
-        return Given(scores.observed_log_probs, _beside(scores.observed_log_probs, self.weights.observations, micro))
+        weights = _beside(scores.observed_log_probs, self.weights.observations, micro)
+        self._require_gradient("observed_log_probs", scores.observed_log_probs, scores, weights)
+        return Given(scores.observed_log_probs, weights)
 
     def _demonstrations(self, scores: ActionScores, micro: RowIndex) -> Given:
         """Combine the scores of demonstrations with their weights."""
@@ -202,6 +200,9 @@ class Update:
             returns=beside(rows.returns),
         )
         self._sums.append(_sum_of(self._read(scores), scores.mask))
+        is_exact = self._context.config.objective.kl_estimator == "exact" and not self._context.has_own_loss
+        if is_exact and scores.kl is not None and self._context.coefficients.kl_coef > 0:
+            self._require_gradient("kl", scores.kl, scores, scores.mask)
         if self._context.traits.for_probabilities:
             require_probabilities(self._context.config.objective.surrogate, scores.log_probs, scores.mask)
         if self._compares_modes:
@@ -219,12 +220,20 @@ class Update:
         ]
         return [values for values in read if values is not None]
 
+    def _require_gradient(self, name: str, values: Tensor, scores: ActionScores, counted: Tensor) -> None:
+        """Refuse values without a gradient where log-probs have one, because their term of the loss would teach nothing."""
+        if scores.log_probs.requires_grad and not values.requires_grad and bool(counted.any()):
+            raise ContractError(
+                f"{self._context.policy_name}: {name} must carry a gradient, as log_probs do, or it teaches nothing. Compute "
+                "it without no_grad(), detach() or item()."
+            )
+
     def sum_of_scores(self) -> Float[Tensor, ""]:
         """The sum of all scores that the loss or the metrics read. It is finite only if all of them are."""
         return reduce(torch.add, self._sums) if self._sums else torch.zeros((), dtype=torch.float64)
 
-    def _check(self, scores: ActionScores, mask: Bool[Tensor, "n T"]) -> None:
-        name, config = self._context.policy_name, self._context.config
+    def _check(self, scores: ActionScores, selected: RowIndex) -> None:
+        name, config, batch = self._context.policy_name, self._context.config, self._rows.batch
         needs_entropy = config.entropy_control is not None and config.objective.entropy_estimator == "exact"
         if needs_entropy and scores.entropy is None and not self._context.has_own_loss:
             raise ConfigError(
@@ -236,25 +245,10 @@ class Update:
                 f"{name} returned values when its rows were collected, but none in an update, so the critic would not "
                 "be trained. Return ActionScores.values whenever rows are scored."
             )
-        width, found = mask.shape[1], scores.mask
-        if found.shape[1] > width:
-            raise ContractError(f"{name} scored {found.shape[1]} steps in rows of {width} steps. {_SAME_STEPS}")
-        if not torch.equal(pad_steps(found, width, False), mask.to(found.device)):
-            raise ContractError(
-                f"{name} must return the mask of the batch in an update; the masks differ. {_SAME_STEPS}"
-            )
-
-    def _check_observations(self, scores: ActionScores, mask: Bool[Tensor, "n O"]) -> None:
-        name, found, width = self._context.policy_name, scores.observed_mask, mask.shape[1]
-        if (
-            found is None
-            or found.shape[1] > width
-            or not torch.equal(pad_steps(found, width, False), mask.to(found.device))
-        ):
-            raise ContractError(
-                f"{name} must return the observed_mask {list(mask.shape)} of the batch in an update; got "
-                f"{'none' if found is None else f'another one, {list(found.shape)}'}. Score the same observations every time."
-            )
+        require_same_steps(name, scores.mask, batch.mask[selected])
+        if self.weights.observations is not None:
+            assert batch.observed_mask is not None
+            require_same_steps(name, scores.observed_mask, batch.observed_mask[selected], "observations")
 
     def _compare_modes(self, inputs: ObjectiveInputs) -> None:
         """Warn once if log-probs differ between train() and eval(), because the first ratio is then not 1."""

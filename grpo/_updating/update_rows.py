@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -52,41 +51,23 @@ class UpdateRows:
         self.num_dead = 0
         """Number of updates that were skipped before the forward pass, because none of their rows has an advantage."""
         self._context = context
-        self._row_order = context.row_order.get_state() if row_order is None else row_order
-        self._planned = self._plan(counts)
+        self.row_order = context.row_order.get_state() if row_order is None else row_order
+        """The state of the generator before it drew the order of these rows."""
+        self.planned = self._plan(counts)
+        """This rank's rows of each update, and `counts_of` the update, summed over all ranks. None: there is one rank."""
 
     def updates(self) -> Iterator[Update]:
         """Yield each update, epoch by epoch. The rows of a group stay adjacent. An update is left out if none of its rows, on
-        any rank, can have a gradient. After `from_state_dict`, the updates that were done before are not repeated."""
+        any rank, can have a gradient. The first `num_planned` updates are not repeated."""
         self._context.between()
-        for position in range(self.num_planned, len(self._planned)):
+        for position in range(self.num_planned, len(self.planned)):
             self.num_planned = position + 1
-            selected, counts = self._planned[position]
+            selected, counts = self.planned[position]
             if not self._is_live(selected, counts):
                 self.num_dead += 1
                 continue
             yield Update(self.data, selected, self._context, counts, is_first=position == 0)
             self._context.between()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The rows, their plan, and the number of updates so far. No tensor is copied."""
-        counts = [counts for _, counts in self._planned if counts is not None]
-        return {
-            "rows": self.given.state_dict(),
-            "all_ranks": self.all_ranks.without_content().state_dict(),
-            "num_planned": self.num_planned,
-            "num_dead": self.num_dead,
-            "row_order": self._row_order,
-            "counts": counts or None,
-        }
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any], context: UpdateContext) -> "UpdateRows":
-        """Return the rows that `state_dict` described. Their next update follows the last update before `state_dict`."""
-        rows, all_ranks = (TrainingRows.from_state_dict(state[name]) for name in ("rows", "all_ranks"))
-        resumed = cls(rows, context, all_ranks, state["row_order"], state["counts"])
-        resumed.num_planned, resumed.num_dead = state["num_planned"], state["num_dead"]
-        return resumed
 
     def _is_live(self, selected: RowIndex, counts: list[float] | None) -> bool:
         """Whether any rank has a row in this update that may have a gradient."""
@@ -95,9 +76,8 @@ class UpdateRows:
         return self.data.live is None or bool(self.data.live[selected].any())
 
     def _plan(self, counts: list[list[float]] | None) -> list[tuple[RowIndex, list[float] | None]]:
-        """This rank's rows of each update, and `counts_of` the update, summed over all ranks. None: there is one rank."""
         context, batch = self._context, self.data.batch
-        context.row_order.set_state(self._row_order)
+        context.row_order.set_state(self.row_order)
         epochs = [
             list(
                 epoch_of_updates(batch.group_ids, context.config.batch_size, context.row_order, batch.is_demonstration)

@@ -9,7 +9,12 @@ from grpo._collecting.batches import apart
 from grpo._collecting.update_plan import num_updates_per_epoch
 from grpo.types import ExperienceBatch
 
-from .requirements import refuse_probabilities, require_batches, require_observations
+from .requirements import (
+    refuse_probabilities,
+    require_batches,
+    require_demonstrated_steps,
+    require_observations,
+)
 from .training_rows import ReplayBuffer, with_advantages
 from .update_context import UpdateContext
 from .update_rows import UpdateRows
@@ -45,6 +50,7 @@ class Updates:
         if rows.num_replayed:  # a reference that has moved has to score them again
             rows, self._completed = replace(rows, batch=self.completed(rows.batch)), None
         rows = rows.with_demonstrations([self.context.collector.with_steps(part) for part in demonstrations])
+        require_demonstrated_steps(self.context.policy_name, rows.batch)
         require_observations(self.context.config, self.context.policy_name, rows.batch)
         return UpdateRows(rows, self.context, all_ranks)
 

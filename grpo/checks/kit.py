@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo._common.conversion import describe, require_lengths, reward_name
-from grpo._common.global_state import preserved_random_state
+from grpo._common.preserved import preserved_random_state
 from grpo.errors import ConfigError, ContractError, RewardError
 from grpo.policy_base import POLICY_METHODS
 from grpo.reward_model_base import Rewards, as_reward_model

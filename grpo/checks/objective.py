@@ -26,7 +26,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo._common.conversion import describe
-from grpo._common.global_state import preserved_random_state, seed_everything
+from grpo._common.global_state import seed_everything
+from grpo._common.preserved import preserved_random_state
 from grpo.config import ObjectiveConfig
 from grpo.errors import ContractError
 from grpo.grpo_objective import Objective, grpo_objective, with_selections

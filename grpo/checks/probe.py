@@ -144,7 +144,7 @@ class PolicyProbe:
 
     def sample(self, policy: Any, states: Rows, num_actions: int) -> tuple[Rows, Rows, SampledActions | None]:
         """Sample actions as in training, with the same checks as in training."""
-        collector = ExperienceCollector(policy=policy, reward_model=_no_reward, group_size=num_actions)
+        collector = ExperienceCollector(policy=policy, reward_model=lambda *_: 0.0, group_size=num_actions)
         return collector.sample(states, num_actions)
 
     def raw_log_probs(self, states: Rows, actions: Rows) -> Any:
@@ -200,10 +200,6 @@ class PolicyProbe:
         states, actions, sampled = self.sample(policy, select_rows(self.states, slice(0, 1)), self.num_samples)
         scores = self.score(self.row_scorer, states, actions, torch.zeros(len(states), dtype=torch.int64))
         return Draws(states=states, actions=actions, sampled=sampled, scores=scores)
-
-
-def _no_reward(states: Any, _: Any) -> list[float]:
-    return [0.0] * len(states)
 
 
 def difference(found: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:

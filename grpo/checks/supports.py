@@ -46,7 +46,10 @@ class Support:
 def support_of(values: Float[Tensor, "N D"]) -> Support | None:
     """The support of the samples, whose numbers all vary. None: it is curved, so no line stays inside."""
     count, width = values.shape
-    orders: list[Condition] = [_is_ascending, _is_descending]
+    orders: list[Condition] = [
+        lambda points: (points.diff(dim=1) >= 0).all(1),
+        lambda points: (points.diff(dim=1) <= 0).all(1),
+    ]
     conditions = [holds for holds in orders if width > 1 and bool(holds(values).all())]
     if count < 4 * width:
         return Support(torch.eye(width, dtype=values.dtype), values, conditions)
@@ -98,14 +101,6 @@ def _has_equation(white: Tensor) -> bool:
     terms = torch.cat([white, white[:, rows] * white[:, columns]], 1)
     terms = (terms - terms.mean(0)) / terms.std(0)
     return bool(torch.linalg.eigvalsh(terms.T @ terms / len(terms))[0] < EXACT**2)
-
-
-def _is_ascending(points: Tensor) -> Tensor:
-    return (points.diff(dim=1) >= 0).all(1)
-
-
-def _is_descending(points: Tensor) -> Tensor:
-    return (points.diff(dim=1) <= 0).all(1)
 
 
 def _are_symmetric(values: Tensor) -> bool:

@@ -1,5 +1,7 @@
 """The exact KL to a teacher, from the log-probs of every choice."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -7,6 +9,9 @@ from torch import Tensor
 from grpo._common.checks import require_count
 from grpo._common.conversion import describe
 from grpo.errors import ContractError
+
+ROUNDING = 0.1
+"""Largest logarithm of the sum of all probabilities that half precision may make of 0."""
 
 
 def exact_kl(
@@ -29,7 +34,7 @@ def exact_kl(
         top: Number k of choices that are compared one by one. Larger: nearer to the exact KL. None: all K.
 
     Raises:
-        ContractError: The two tensors have different shapes.
+        ContractError: The arguments are no tensors of one shape, or probabilities do not sum to 1 (found on the CPU only).
         ConfigError: `top` is not a positive integer.
 
     Example:
@@ -42,12 +47,15 @@ def exact_kl(
     Source:
         Agarwal et al. 2024 (GKD), arXiv:2306.13649, eq. 3; one term for the rest: Cover & Thomas 2006, theorem 2.7.1.
     """
-    if log_probs.shape != teacher_log_probs.shape or log_probs.dim() == 0:
+    given: tuple[Any, Any] = (log_probs, teacher_log_probs)
+    are_tensors = all(isinstance(each, Tensor) and each.is_floating_point() and each.dim() for each in given)
+    if not are_tensors or log_probs.shape != teacher_log_probs.shape:
         raise ContractError(
             f"exact_kl: log_probs and teacher_log_probs must have one shape, [..., K]; got {describe(log_probs)} and "
             f"{describe(teacher_log_probs)}. Pass the log-probs of all choices, in the same order."
         )
     teacher_log_probs = teacher_log_probs.detach()
+    _require_whole(log_probs=log_probs, teacher_log_probs=teacher_log_probs)
     if top is not None:
         require_count("exact_kl: top", top)
         if top < log_probs.shape[-1]:
@@ -56,6 +64,19 @@ def exact_kl(
     is_possible = log_probs > -torch.inf  # 0 log 0 is 0
     difference = torch.where(is_possible, log_probs, 0.0) - torch.where(is_possible, teacher_log_probs, 0.0)
     return (log_probs.exp() * difference).sum(-1)
+
+
+def _require_whole(**given: Float[Tensor, "*steps K"]) -> None:
+    """Refuse logits, and choices that were left out. Other devices than the CPU would have to wait for the answer."""
+    for name, log_probs in given.items():
+        if log_probs.device.type != "cpu" or not log_probs.numel() or torch.compiler.is_compiling():
+            continue
+        totals = log_probs.detach().logsumexp(-1).flatten()
+        if bool((wrong := totals.abs() > ROUNDING).any()):
+            raise ContractError(
+                f"exact_kl: {name} must be the log-probs of all choices, whose probabilities sum to 1; got a sum of "
+                f"{totals[wrong][0].exp().item():.3g}. Pass logits.log_softmax(-1)."
+            )
 
 
 def with_rest(log_probs: Float[Tensor, "*steps K"], chosen: Tensor) -> Float[Tensor, "*steps k1"]:

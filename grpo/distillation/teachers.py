@@ -1,4 +1,4 @@
-"""Teachers that are made of policies: one that reads hints, and several for different states."""
+"""Teachers: a function that scores, a policy that reads hints, and several teachers for different states."""
 
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo._collecting.scoring import Scorer, join_scores
 from grpo._common.calls import takes
@@ -18,7 +19,7 @@ from grpo.types import ActionScores, Rows, select_rows, zero_outside
 
 
 def no_reward(states: Rows, actions: Rows) -> Float[Tensor, " N"]:  # noqa: ARG001
-    """The reward 0 for every action, for a policy that learns from its teacher alone.
+    """The reward 0 for every action, for a policy that learns from a teacher or demonstrations alone.
 
     Example:
         >>> no_reward(["a", "a"], [0, 1])
@@ -28,7 +29,7 @@ def no_reward(states: Rows, actions: Rows) -> Float[Tensor, " N"]:  # noqa: ARG0
 
 
 class _Teacher:
-    """What both teachers have in common: they only score, and the methods of a policy follow from `score_actions`."""
+    """What teachers have in common: they only score, and the methods of a policy follow from `score_actions`."""
 
     score_actions: Callable[[Rows, Rows], ActionScores]
 
@@ -40,6 +41,73 @@ class _Teacher:
     def train(self) -> "_Teacher":
         """Do nothing, because a teacher is not trained."""
         return self
+
+
+class Teacher(_Teacher):
+    """A teacher that is a function: a table, a service, or a policy of another library.
+
+    It has no weights that are saved, and is not moved: the function decides where it computes.
+
+    Args:
+        log_probs: `log_probs(states, actions)` returns one entry per row: the log-prob of its action or, if actions have
+            several steps, the log-probs [T] of the student's steps. As a tensor [N] or [N, T], or as a list of N entries.
+
+    Raises:
+        ConfigError: `log_probs` is no function of states and actions.
+
+    Example:
+        >>> table = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()  # two actions in two states
+        >>> teacher = Teacher(lambda states, actions: table[states, actions])
+        >>> teacher.get_log_probabilities([0, 1], [0, 0]).exp()
+        tensor([0.9000, 0.2000])
+    """
+
+    def __init__(self, log_probs: Callable[[Any, Any], Any]) -> None:
+        if not is_function(log_probs) or not takes(log_probs, 2):
+            raise ConfigError(f"Teacher: log_probs must be a function of (states, actions); got {describe(log_probs)}.")
+        self.log_probs = log_probs
+
+    @torch.no_grad()
+    def score_actions(self, states: Rows, actions: Rows) -> ActionScores:
+        """The function's log-probs, padded to the longest row.
+
+        Raises:
+            ContractError: The function did not return one entry per row, each a float or floats [T].
+        """
+        found = self.log_probs(states, actions)
+        require_lengths("Teacher: log_probs(states, actions)", len(states), log_probs=found)
+        rows = [_steps(row) for row in found]
+        mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
+        return ActionScores(log_probs=pad_sequence(rows, batch_first=True), mask=mask)
+
+    def generate_actions(self, states: Rows, num_actions_per_state: int, **kwargs: Any) -> Any:
+        """Raise an error: the function only says how likely an action is."""
+        raise ContractError("Teacher only scores actions. Sample from the policy that learns.")
+
+    def get_parameters(self) -> dict[str, Tensor]:
+        """Empty: nothing of it is trained or saved."""
+        return {}
+
+    def eval(self) -> "Teacher":
+        """Do nothing."""
+        return self
+
+    def to(self, device: torch.device | str) -> "Teacher":
+        """Do nothing."""
+        return self
+
+
+def _steps(row: Any) -> Float[Tensor, " T"]:
+    """The log-probs of a row's steps."""
+    try:
+        steps = torch.as_tensor(row)
+    except (TypeError, ValueError, RuntimeError):  # what torch raises for texts, None and ragged lists
+        steps = torch.zeros(0, 0)
+    if steps.dim() > 1 or not steps.is_floating_point():
+        raise ContractError(
+            f"Teacher: log_probs(states, actions) must return a float or floats [T] per row; got {describe(row)}."
+        )
+    return steps.reshape(-1)
 
 
 class Hinted(_Teacher):
@@ -165,8 +233,8 @@ class Teachers(_Teacher):
     def _rows_by_teacher(self, states: Rows) -> dict[Hashable, Tensor]:
         rows: dict[Hashable, list[int]] = {}
         for place in range(len(states)):
-            name = self.choose(states[place])
-            if name not in self.teachers:
+            name: Any = self.choose(states[place])
+            if not isinstance(name, Hashable) or name not in self.teachers:
                 raise ContractError(
                     f"Teachers: choose must return one of {sorted(map(repr, self.teachers))}; got {name!r} for state {place}. "
                     "Add this teacher, or choose another."

@@ -138,6 +138,11 @@ class Course:
         return self("train/kl_coef") > 0 and abs(self("train/kl_mean")) > TINY
 
     @property
+    def is_its_own_teacher(self) -> bool:
+        """Whether a KL to a reference could teach the policy, if the reference were not the policy, and no reward ever did."""
+        return self.is_dead and self("train/kl_coef") > 0 and not self._was_pulled and self.lowest == self.highest
+
+    @property
     def is_solved(self) -> bool:
         """Whether all rewards are the highest one so far, and there were lower ones before."""
         return self.lowest < self("rewards/min") == self("rewards/max") == self.highest
@@ -185,7 +190,8 @@ def standard_error(values: Float64[np.ndarray, " W"]) -> float:
 
     s^2 = mean of (x_(i+1) - x_i)^2 / 2,   error = s / sqrt(n)
 
-    Source: von Neumann et al. 1941, The mean square successive difference.
+    Source:
+        von Neumann et al. 1941, The mean square successive difference.
     """
     return math.sqrt(float(np.square(np.diff(values)).mean()) / 2 / len(values)) if len(values) > 1 else 0.0
 
@@ -254,8 +260,17 @@ RULES = (
         text="Iterations have hardly anything to learn from: in nearly every group all rewards are equal, so that its rows "
         "have no advantage. Does the reward read the action? Make rewards less sparse, the task easier or harder, groups "
         "larger (group_size), or draw other states (dynamic_sampling_rounds).",
-        is_seen=lambda run: run.is_dead and not run.is_solved and not run.earns_well,
+        is_seen=lambda run: run.is_dead and not run.is_solved and not run.earns_well and not run.is_its_own_teacher,
         shows=("group_stats/zero_variance_fraction",),
+        of_updates=False,
+    ),
+    Advice(
+        sign="the teacher is the policy",
+        text="The KL to the reference has always been 0, and no reward has ever differed from another, so nothing teaches the "
+        "policy. If a teacher is to teach it, pass the teacher as reference_policy (HFPolicy: reference_model), and let a hint "
+        "change the states. If rewards are, they must differ between the actions of a state.",
+        is_seen=lambda run: run.is_its_own_teacher,
+        shows=("train/kl_coef", "train/kl_mean", "rewards/mean"),
         of_updates=False,
     ),
     Advice(

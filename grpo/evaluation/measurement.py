@@ -13,7 +13,9 @@ from jaxtyping import Float64, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from grpo._common.global_state import preserved_mode, preserved_random_state, seed_everything
+from grpo._common.global_state import seed_everything
+from grpo._common.preserved import preserved_mode, preserved_random_state
+from grpo._retrying.calls import RetriedCalls
 from grpo._storage.encoding import encode
 from grpo._storage.tensor_file import chunks_of
 from grpo.config import RewardConfig
@@ -156,7 +158,11 @@ def measure_policy(
         if not bound <= value < 2**63:
             raise ConfigError(f"measure_policy: {name} must be >= {bound}; got {value}. Pass an integer below 2**63.")
     collector = ExperienceCollector(
-        policy=policy, reward_model=reward_model, group_size=num_actions_per_state, reward=reward
+        policy=policy,
+        reward_model=reward_model,
+        group_size=num_actions_per_state,
+        reward=reward,
+        reward_calls=RetriedCalls,
     )
     if len(states) == 0:
         raise ContractError("No states to measure in: pass at least one.")
@@ -186,7 +192,10 @@ def measured_rows(
     Returns:
         The K of B * G rows that have a reward, and their positions [K] among all rows. State 0's rows are first.
     """
-    row_states, row_actions, group_ids, mask, rewards = collector.sample_with_rewards(states, num_actions_per_state)
+    row_states, row_actions, sampled = collector.sample(states, num_actions_per_state)
+    group_ids = collector.groups_of(states).repeat_interleave(num_actions_per_state)
+    mask = None if sampled is None else sampled.mask
+    rewards = collector.rewards_of(row_states, row_actions, mask, group_ids)
     kept = torch.arange(len(group_ids)) if rewards.kept is None else rewards.kept.nonzero().squeeze(1)
     steps = None if mask is None else mask.cpu()[kept]
     rows = Samples(

@@ -1,7 +1,7 @@
 """What judges have in common: a call that fails or answers with rubbish loses its own rows, and no others."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -9,8 +9,9 @@ from grpo._common.calls import takes
 from grpo._common.conversion import describe
 from grpo._rewarding.answers import is_failed_call
 from grpo._rewarding.deadlines import is_async
+from grpo._rewarding.functions import AsksFunction
 from grpo.errors import ConfigError, RewardError
-from grpo.reward_model_base import RewardFunction, is_function
+from grpo.reward_model_base import is_function
 
 FAILED, MALFORMED = "judge/failed", "judge/malformed"
 """Metrics that count the rows for which the judge raised, and the rows for which its answer cannot be read."""
@@ -30,7 +31,7 @@ class MalformedError(Exception):
     """An answer of a judge that cannot be read. It never leaves this package."""
 
 
-class Judge:
+class Judge(AsksFunction):
     """A function that judges, as a reward model. A subclass plans the calls, and reads their answers.
 
     Args:
@@ -50,13 +51,8 @@ class Judge:
             raise ConfigError(
                 f"{type(self).__name__}: judge must be a function of {self.arguments}; got {describe(judge)}. {self.returns}"
             )
-        self._function = RewardFunction(judge)
-        self.__name__ = self._function.__name__
+        super().__init__(judge)
         self._said: set[str] = set()  # shared by copies for groups
-
-    def parts(self) -> Iterable[Any]:
-        """The function that judges."""
-        return (self._function,)
 
     def guarded(self) -> Callable[[Any, Any], Any]:
         """The function, which returns a `Failure` where it raises. `RewardConfig` handles its deadlines."""
@@ -114,20 +110,6 @@ class Judge:
                     *(name, len(of_kind), len(answers), metric, type(first).__name__, first),
                 )
         return found, {metric: sorted(of_kind) for metric, of_kind in errors.items()}
-
-    def train(self, *_: Any) -> "Judge":
-        """Do nothing. `train`, `eval` and `to` do nothing, because a function has no mode and no device."""
-        return self
-
-    eval = to = train
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the function's own `state_dict()` if it has one, else an empty dict."""
-        return self._function.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._function.load_state_dict(state)
 
 
 def _failure(error: Exception) -> Failure:

@@ -107,7 +107,8 @@ def measure_judge(
     """
     if not 0 < confidence < 1:
         raise ConfigError(f"measure_judge: confidence must be > 0 and < 1; got {confidence}.")
-    if not len(pairs) or not all(isinstance(pair, KnownPair) for pair in pairs):
+    given: Any = pairs
+    if not isinstance(given, Sequence) or not given or not all(isinstance(pair, KnownPair) for pair in given):
         raise ContractError(
             "measure_judge: pairs must be a list of KnownPair, at least one. Pass [KnownPair(...), ...]."
         )

@@ -1,25 +1,23 @@
 """One call of a judge ranks all actions of a group."""
 
-import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from grpo._common.calls import Call
-from grpo._common.conversion import describe, require_lengths
+from grpo._common.conversion import describe
+from grpo._rewarding.functions import AsksAboutGroups
 from grpo._rewarding.parts import PlannedCalls, ask
-from grpo.errors import ConfigError
 from grpo.reward_model_base import Rewards
 from grpo.types import select_rows
 
 from .answers import Judge, MalformedError
 
 
-class ListwiseJudge(Judge):
+class ListwiseJudge(Judge, AsksAboutGroups):
     """The place of each action among the actions of its group, from a judge that ranks them in one call.
 
         r[i] = (number of actions behind i + half the number of other actions beside i) / (G - 1)
@@ -53,16 +51,6 @@ class ListwiseJudge(Judge):
         "It returns the places of the actions from the best to the worst, such as [2, 0, 1]; a list inside is a tie."
     )
 
-    def __init__(self, judge: Callable[[Any, Any], Any]) -> None:
-        super().__init__(judge)
-        self._group_ids: Tensor | None = None
-
-    def in_groups(self, group_ids: Int[Tensor, " N"]) -> "ListwiseJudge":
-        """Return a copy that ranks N rows within these groups. Groups may have different sizes."""
-        grouped = copy.copy(self)
-        grouped._group_ids = group_ids.cpu()
-        return grouped
-
     def compute_rewards(self, states: Any, actions: Any) -> Rewards:
         """Call the judge without a deadline, and return the rewards. Call `in_groups` first; the trainer does so.
 
@@ -76,15 +64,9 @@ class ListwiseJudge(Judge):
 
     def plan_calls(self, states: Any, actions: Any) -> PlannedCalls:
         """One call for each group of several actions. Raises a ConfigError if the groups are not known."""
-        if self._group_ids is None:
-            raise ConfigError(
-                f"ListwiseJudge({self.__name__}) must know which rows are a group. Call in_groups(group_ids) and use its "
-                "result; GRPOTrainer, measure_policy and compare_policies do so."
-            )
-        num_rows = len(self._group_ids)
-        require_lengths("ListwiseJudge.in_groups(group_ids)", num_rows, states=states, actions=actions)
-        counts = self._group_ids.unique(return_counts=True)[1]
-        groups = [rows for rows in self._group_ids.argsort(stable=True).split(counts.tolist()) if len(rows) > 1]
+        group_ids = self.groups_of(states, actions)
+        num_rows, counts = len(group_ids), group_ids.unique(return_counts=True)[1]
+        groups = [rows for rows in group_ids.argsort(stable=True).split(counts.tolist()) if len(rows) > 1]
         function = self.guarded()
 
         def rewards(answers: list[Any]) -> Rewards:

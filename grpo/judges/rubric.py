@@ -110,13 +110,18 @@ class RubricJudge(Judge):
         if not isinstance(answer, Mapping) or set(answer) != set(self.weights):
             names = f"the names {sorted(map(str, answer))}" if isinstance(answer, Mapping) else describe(answer)
             raise MalformedError(f"{required}; got {names}.")
-        scores = [math.nan if answer[name] is None else answer[name] for name in self.weights]
+        scores = [math.nan if answer[name] is None else _as_number(answer[name]) for name in self.weights]
         for name, score in zip(self.weights, scores, strict=True):
             if not _is_number(score) or not (math.isnan(score) or 0 <= score <= 1):
                 raise MalformedError(
                     f"the score of {name!r} must be from 0 to 1, or None; got {describe(answer[name])}."
                 )
         return [float(score) for score in scores]
+
+
+def _as_number(score: Any) -> Any:
+    """The number of a tensor without an axis: a comparison such as `action == 4` is one if actions are tensors."""
+    return score.item() if isinstance(score, torch.Tensor) and score.dim() == 0 else score
 
 
 def _is_number(value: Any) -> bool:

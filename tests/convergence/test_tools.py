@@ -1,7 +1,7 @@
 """The example's configuration learns which tool answers a request, from rewards alone; with the sign wrong it does not.
 
-Every call is answered at once: what is learned is the same as when it is executed, because the right calls run. Every day: a
-quarter of the example's iterations. Slow: all of them, with five seeds.
+Every call is answered at once: what is learned is the same as when it is executed, because the right calls run. All iterations
+of the example, with three seeds.
 """
 
 import random
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:ToolSelectionPolicy. fill gave n
 
 EVERYTHING = workbench_catalogue()
 CHANCE = 1 / 33
-FEW, ALL, FIRST = 100, 400, 25
-"""Iterations: of every day, of the example, and until the right tool is found more often than not."""
+ALL, FIRST = 400, 25
+"""Iterations: of the example, and until the right tool is found more often than not."""
 
 
 class Answers:
@@ -145,16 +145,6 @@ def assert_an_added_tool_is_found_at_once_and_learned_in_20_iterations(learned: 
 
 
 @pytest.mark.slow
-def test_the_right_tool_is_learned() -> None:
-    assert_the_tool_is_learned(run(0, FEW), right_call=0.5)
-
-
-@pytest.mark.slow
-def test_the_policy_learns_more_than_the_words_of_the_descriptions() -> None:
-    assert_more_is_learned_than_the_words_of_the_descriptions(run(0, FEW))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.faults) for seed in (1, 2))])
 def test_the_example_learns_tools_and_added_tools(seed: int, subtests: pytest.Subtests) -> None:
     learned = run(seed, ALL)
@@ -167,22 +157,11 @@ def test_the_example_learns_tools_and_added_tools(seed: int, subtests: pytest.Su
 
 
 @pytest.mark.slow
-def test_an_added_tool_is_found_at_once_and_learned_without_harming_the_others() -> None:
-    """The other tools are still being learned after a quarter of the iterations, so that theirs can only rise."""
-    learned = run(0, FEW)
-    assert learned.close[0] >= 0.60, learned.close
-    assert learned.close[1] >= 0.90, learned.close
-    before, later = learned.others
-    assert later.right_tool >= before.right_tool - 0.005, learned.others
-    assert later.right_call >= before.right_call, learned.others
-
-
-@pytest.mark.slow
 def test_negated_rewards_teach_nothing() -> None:
     """After as many iterations as take the right sign beyond a half."""
     with as_users_run_it():
         policy, tasks, held_out = start(0)
         trainer_of(policy, 0, Negated).train(tasks, num_iterations=FIRST, progress=False)
         negated = evaluate_tools(policy, held_out, policy.catalogue).overall.right_tool
-    assert run(0, FEW).early.overall.right_tool > 0.5
+    assert run(0, ALL).early.overall.right_tool > 0.5
     assert negated <= CHANCE

@@ -35,9 +35,7 @@ from tests.support.llm_models import (
     tiny_model,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.slow
 
 TOKENIZER = character_tokenizer()
 SETTINGS: list[dict[str, Any]] = [
@@ -132,13 +130,6 @@ def test_recordings_follow_updates_in_place_and_by_replacement(autocast: bool, d
     assert max(gaps_after_updates(policy, STATES, autocast=autocast)) < (0.3 if autocast else FLOAT32_LOG_PROB)
 
 
-@pytest.mark.parametrize("sampler", ["recorded", "continuous"])
-def test_a_model_learns_from_samples_of(sampler: Any, device: torch.device) -> None:
-    policy = policy_of(tiny_model(), max_new_tokens=4, sampler=sampler)
-    metrics = trained(policy, steps=12, device=str(device))
-    assert metrics[-1]["rewards/mean"] > metrics[0]["rewards/mean"] + 0.1
-
-
 def reward(states: Any, actions: Any) -> list[float]:
     """The share of one digit."""
     return [sum(token == 7 for token in one.token_ids) / max(len(one.token_ids), 1) for one in actions]
@@ -163,18 +154,20 @@ def test_training_on_the_device_gives_the_weights_of_the_cpu(device: torch.devic
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("sampler", "settings"),
     [
-        {"autocast_dtype": "bfloat16"},
-        {"autocast_dtype": "float16"},
-        {"micro_batch_size": 3, "batch_size": 12, "num_epochs_per_update": 2},
+        ("recorded", {}),
+        ("continuous", {}),
+        ("decoding", {"autocast_dtype": "bfloat16"}),
+        ("decoding", {"autocast_dtype": "float16"}),
+        ("decoding", {"micro_batch_size": 3, "batch_size": 12, "num_epochs_per_update": 2}),
     ],
     ids=str,
 )
-def test_a_model_learns_on_the_device(settings: dict[str, Any], device: torch.device) -> None:
+def test_a_model_learns_on_the_device(sampler: Any, settings: dict[str, Any], device: torch.device) -> None:
     if settings.get("autocast_dtype") == "float16" and device.type == "cpu":
         pytest.skip("float16 is for GPUs")
-    policy = policy_of(tiny_model(), max_new_tokens=4)
+    policy = policy_of(tiny_model(), max_new_tokens=4, sampler=sampler)
     metrics = trained(policy, steps=12, device=str(device), **settings)
     assert all(value.dtype == torch.float32 for value in policy.get_parameters().values())
     assert metrics[-1]["rewards/mean"] > metrics[0]["rewards/mean"] + 0.1

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 def test_a_thousand_conversations_leave_no_file_open(
     client: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """At most 20 are open after any of 20 rounds, and the second half needs at most 10 MB more."""
+    """At most 20 are open after any of 20 rounds, and ten rounds need at most 10 MB more."""
     num_files, growth = soak(client, 1000)
     record_property(client, f"{num_files} open files, {growth:+} MB")
     assert num_files <= 20

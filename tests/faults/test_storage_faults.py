@@ -1,11 +1,9 @@
 """Checkpoints on failing disks: a kill or an error at every file call, and thousands of damaged files."""
 
 import json
-import os
 import random
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,10 +13,10 @@ import torch
 from grpo import CheckpointError
 from grpo.checkpoint import CheckpointFolder, open_checkpoint, read_checkpoint, write_checkpoint
 from tests.support.imitated_ranks import ImitatedRank, on_ranks
+from tests.support.launches import printed_by
 from tests.support.storage_faults import SCENARIOS
 
 pytestmark = [pytest.mark.usefixtures("without_type_checks"), pytest.mark.faults, pytest.mark.timeout(1200)]
-ROOT = Path(__file__).resolve().parents[2]
 FAULTS = ["SIGKILL", "ENOSPC", "EIO", "EACCES", "EMFILE"]
 FEWEST_CALLS = {"save and prune": 100, "replace": 100, "load": 50}
 """Fewer calls would say that strace has missed some."""
@@ -30,19 +28,10 @@ def test_a_fault_at_every_file_call_loses_no_earlier_checkpoint(
     scenario: str, fault: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     assert shutil.which("strace"), "These tests need strace: apt-get install strace"
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.support.storage_faults", str(tmp_path), scenario, fault],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    points = [json.loads(line) for line in result.stdout.splitlines()]
+    printed = printed_by("-m", "tests.support.storage_faults", tmp_path, scenario, fault, seconds=900)
+    points = [json.loads(line) for line in printed.splitlines()]
     wrong = [point for point in points if point[-1]]
-    assert not wrong, f"{len(wrong)} of {len(points)}: {wrong[:5]}\n{result.stderr[-2000:]}"
+    assert not wrong, f"{len(wrong)} of {len(points)}: {wrong[:5]}"
     record_property(f"{scenario}, {fault}", f"{len(points)} calls")
     assert len(points) >= FEWEST_CALLS[scenario]
 

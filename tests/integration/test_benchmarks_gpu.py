@@ -1,8 +1,6 @@
 """The benchmark for a GPU runs on a CPU with a tiny model, and writes a line for each sampler, measured or not."""
 
 import inspect
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import get_args
@@ -12,9 +10,9 @@ import pytest
 from adapters.llm import HFPolicy
 from benchmarks import gpu
 from benchmarks.objective import HAS_TRL, INSTALL
+from tests.support.launches import printed_by
 from tests.support.objective_inputs import as_users_run_it
 
-ROOT = Path(__file__).resolve().parents[2]
 LINES = [("all", "4"), ("LoRA", "8"), ("all", "8"), ("LoRA", "4")]
 
 
@@ -83,9 +81,7 @@ def test_the_benchmark_for_a_gpu_runs_as_typed(tmp_path: Path) -> None:
     output = tmp_path / "gpu.md"
     runs = ["ours:decoding", "TRL:generate", "TRL:vLLM"]
     options = ["--tiny", "--output", output, "--seconds", "1200", "--repeats", "1", "--only", *runs, "--tests", test]
-    command = [sys.executable, "-m", "benchmarks.gpu", *map(str, options)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    printed_by("-m", "benchmarks.gpu", *options)
     written = output.read_text()
     assert "; Python 3." in written.splitlines()[0]
     table = [cells(line) for line in written.splitlines() if line.startswith("| ")]

@@ -3,10 +3,7 @@
 import ast
 import copy
 import json
-import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,19 +20,16 @@ from benchmarks._bare_llm import BareLoop
 from benchmarks.objective import HAS_TRL, INSTALL
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import GRPOWarning
+from tests.support.launches import printed_by
 
-ROOT = Path(__file__).resolve().parents[2]
 SIDES = ["TRL", "ours with TRL's metrics", "ours", "bare loop", "fused bare loop"]
 NUMBERS = rf"  ({'|'.join([*SIDES, 'TRL in one pass'])}) ([\d.]+)"
 
 
 def run_tiny(tmp_path: Path, *arguments: str) -> list[str]:
     """The lines that the benchmark prints for its tiny case."""
-    command = [sys.executable, "-m", "benchmarks.llm_vs_trl", "--cases", "tiny", "--pairs", "1", *arguments]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    tiny = "--cases", "tiny", "--pairs", "1"
+    return printed_by("-m", "benchmarks.llm_vs_trl", *tiny, *arguments, TMPDIR=str(tmp_path)).splitlines()
 
 
 @pytest.mark.slow

@@ -1,15 +1,11 @@
 """Compiled, the objective has the same loss and the same gradient, in one graph; and a trainer reaches the same weights."""
 
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
 from grpo.surrogates import SURROGATES
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.launches import printed_by
 
 OBJECTIVE = """
 import sys
@@ -17,7 +13,7 @@ import torch
 from grpo import Mask, ObjectiveConfig, ObjectiveInputs, Truncate, grpo_objective, step_weights
 from grpo.surrogates import SURROGATES
 
-backend, both = sys.argv[1], len(sys.argv) > 2
+backend = sys.argv[1]
 torch.manual_seed(0)
 mask = torch.arange(6) < torch.tensor([[6], [3], [0], [4]])
 old = -0.1 - torch.rand(4, 6)
@@ -56,7 +52,7 @@ for number, (name, kind) in enumerate(SURROGATES.items()):
         (ObjectiveConfig(surrogate=kind(), kl_coef=0.1), old),
         (ObjectiveConfig(surrogate=kind(**other_level), **terms[number % 3]), old if number % 2 else None),
     ]
-    for config, old_log_probs in cases if both else cases[number % 2 : number % 2 + 1]:
+    for config, old_log_probs in cases if backend == "aot_eager" else cases[number % 2 : number % 2 + 1]:
         expected, found = both_ways(config, old_log_probs)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7, msg=lambda m: f"{config}: {m}")
     print(name)
@@ -65,21 +61,13 @@ for number, (name, kind) in enumerate(SURROGATES.items()):
 
 def output_of(script: str, *arguments: str) -> str:
     """What a script prints, in a process of its own: the compiler cannot trace the type checks of pytest's hook."""
-    command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=290, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return printed_by("-c", textwrap.dedent(script), *arguments, seconds=290)
 
 
 @pytest.mark.slow
-def test_every_surrogate_and_every_term_is_one_graph() -> None:
+def test_every_surrogate_and_every_term_is_one_graph_in_two_configurations() -> None:
     """Traced and differentiated by the compiler, which leaves out only the generation of machine code."""
     assert output_of(OBJECTIVE, "aot_eager").split() == [*SURROGATES]
-
-
-@pytest.mark.slow
-def test_every_surrogate_is_one_graph_in_two_configurations() -> None:
-    assert output_of(OBJECTIVE, "aot_eager", "both").split() == [*SURROGATES]
 
 
 @pytest.mark.slow
@@ -140,14 +128,7 @@ print(num_graphs)
 """
 
 
-# A graph each for: the first width, any width, and a width of 1, which the compiler always treats on its own; a few of
-# these once more for how the tensors lie in memory. Never one per micro-batch: there are 22.
 @pytest.mark.slow
 def test_a_trainer_reaches_the_same_weights_with_a_compiled_objective() -> None:
     """Micro-batches of six widths and an adaptive KL coefficient, in few graphs."""
-    assert 1 <= int(output_of(TRAINER, "aot_eager")) <= 8
-
-
-@pytest.mark.slow
-def test_a_trainer_reaches_the_same_weights_with_an_objective_in_machine_code() -> None:
     assert 1 <= int(output_of(TRAINER, "inductor")) <= 8

@@ -1,13 +1,12 @@
 """What needs no extra runs where only the core's six dependencies, and their own dependencies, can be imported."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.launches import printed_by
 from tools.try_wheel import CORE, blocks, run_every_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,11 +15,7 @@ OPTIONAL = ["gymnasium", "matplotlib", "transformers", "pytest", "scipy.stats"]
 
 def run(code: str, folder: Path) -> str:
     """The output of a new interpreter that finds no other package."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", f"import tests.support.core_only\n{code}"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return printed_by("-c", f"import tests.support.core_only\n{code}", folder=folder)
 
 
 @pytest.mark.slow

@@ -1,23 +1,15 @@
 """A run whose process is killed, or stopped by signals, at random times loses nothing that was saved and ends the same."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.launches import printed_by
 
 
 def assert_nothing_is_lost(folder: Path, num_kills: int, num_signals: int, seed: int) -> None:
-    numbers = map(str, (num_kills, num_signals, seed))
-    command = [sys.executable, "-m", "tests.support.killed_runs", str(folder), *numbers]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    counts = json.loads(done.stdout)
+    counts = json.loads(printed_by("-m", "tests.support.killed_runs", folder, num_kills, num_signals, seed))
     kills, signals = counts["kills"], counts["signals"]
     assert (kills["killed"], kills["older"], kills["mixed"]) == (num_kills, 0, 0)
     assert (signals["signals"], signals["wrong codes"]) == (num_signals, [])

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from adapters.llm import CompletionRewards, HFPolicy, SamplingConfig
-from adapters.llm import policy as policy_module
+from adapters.llm.policy_scoring import CompletionScorer
 from grpo import (
     EntropyControl,
     GRPOConfig,
@@ -156,13 +156,13 @@ def test_only_the_adapter_changes() -> None:
 
 def forwarded_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
-    inner = policy_module.HFPolicy._score
+    inner = CompletionScorer.scores
 
-    def counting(self: HFPolicy, prompts: Any, prompt_of_row: Any, actions: Any, **options: Any) -> Any:
+    def counting(self: CompletionScorer, prompts: Any, actions: Any, **options: Any) -> Any:
         counts.append(len(actions))
-        return inner(self, prompts, prompt_of_row, actions, **options)
+        return inner(self, prompts, actions, **options)
 
-    monkeypatch.setattr(policy_module.HFPolicy, "_score", counting)
+    monkeypatch.setattr(CompletionScorer, "scores", counting)
     return counts
 
 

@@ -1,22 +1,15 @@
 """The memory of a run does not grow with its iterations."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.launches import printed_by
 
 
 def growth_of(name: str, num_iterations: int, folder: Path) -> float:
     """MB that the second half of a run adds."""
-    command = [sys.executable, "-m", "tests.support.memory_growth", name, str(num_iterations), str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return float(done.stdout)
+    return float(printed_by("-m", "tests.support.memory_growth", name, num_iterations, folder))
 
 
 @pytest.mark.slow

@@ -1,20 +1,27 @@
 """The scripts of examples/migration: how many lines change when a script moves over, and that both versions run."""
 
 import ast
+import copy
 import difflib
-import os
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+from types import MethodType
+from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from adapters.llm import CompletionRewards, HFPolicy, SamplingConfig
+from benchmarks._trl import run_trl
+from grpo import GRPOConfig, GRPOTrainer
+from tests.support.launches import printed_by
 from tests.support.llm_models import character_tokenizer, tiny_model
 from tests.support.objective_inputs import as_users_run_it
+from tests.support.vision_models import picture, tiny_vision
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "migration"
@@ -98,11 +105,7 @@ def test_our_version_of_the_sb3_script_trains_tracks_saves_and_loads(
 
 
 def run_as_file(name: str, *arguments: object) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPTS / f"{name}.py"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return printed_by(SCRIPTS / f"{name}.py", *arguments, seconds=280, HF_HUB_OFFLINE="1")
 
 
 @pytest.mark.slow
@@ -120,3 +123,37 @@ def test_both_versions_of_the_trl_script_run_from_the_command_line(
 def test_both_versions_of_the_sb3_script_learn_to_balance_the_pole(name: str, tmp_path: Path) -> None:
     said = run_as_file(name, "--output", tmp_path)
     assert float(said.split("best policy: return ")[1].split()[0]) >= 475
+
+
+@pytest.mark.slow
+def test_rows_with_an_image_column_are_the_same_prompts_as_in_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One iteration of TRL's own trainer, with a reward function that names the column. Ours has the same rows and function."""
+    model, processor = tiny_vision("llava")
+    rows = [{"prompt": [{"role": "user", "content": text}], "image": picture(seed=i)} for i, text in enumerate("ab")]
+    rewarded: list[list[Any]] = []
+    read: list[Any] = []
+
+    def brightness(completions: Any, image: Any, **columns: Any) -> list[float]:
+        rewarded.append([np.asarray(own).mean() for own in image])
+        return [len(str(said)) * mean for said, mean in zip(completions, rewarded[-1], strict=True)]
+
+    def generate(self: Any, *args: Any, **options: Any) -> Any:
+        read.append({name: options[name].clone() for name in ("input_ids", "attention_mask", "pixel_values")})
+        return type(self).generate(self, *args, **options)
+
+    theirs = copy.deepcopy(model)
+    theirs.generate = MethodType(generate, theirs)
+    arguments = {"max_completion_length": 4}
+    run_trl(theirs, processor, rows, 1, lambda _: None, group=2, passes=1, arguments=arguments, reward_funcs=brightness)
+    policy = HFPolicy(model, processor, sampling=SamplingConfig(max_new_tokens=4))
+    trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=policy, reward_model=CompletionRewards(brightness))
+    trainer.step(rows)
+    assert sorted(rewarded[0]) == sorted(rewarded[1])
+    [inputs] = read
+    found = {
+        tuple(ids[mask.bool()].tolist()): pixels
+        for ids, mask, pixels in zip(inputs["input_ids"], inputs["attention_mask"], inputs["pixel_values"], strict=True)
+    }
+    prompts = policy._encode(rows)
+    assert {tuple(prompt) for prompt in prompts} == found.keys()
+    assert all(found[tuple(prompt)].equal(prompt.fields["pixel_values"][0]) for prompt in prompts)  # type: ignore[union-attr]

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import ConfigError
 from grpo.checkpoint import read_checkpoint
-from grpo.distributed import Replicated
-from grpo.engine import Engine, OneProcess
+from grpo.engine import OneProcess
 from tests.support import on_each_rank
 from tests.support.configs import EVERY, Rows, update
 from tests.support.launches import run_with_children
-from tests.support.on_each_rank import DIFFERENT, IDLE, PATTERNS, UNEQUAL
+from tests.support.on_each_rank import DIFFERENT, IDLE, PATTERNS
 
 pytestmark = [
     pytest.mark.usefixtures("without_type_checks"),
@@ -102,54 +100,6 @@ def test_ranks_with_fewer_rows_wait_for_the_others(ranks, subtests):
             assert done["weights"].isfinite().all()
 
 
-def test_gathered_rows_are_padded_to_the_widest_rank(ranks, subtests):
-    for case, (first, second) in enumerate(UNEQUAL):
-        with subtests.test(shapes=[list(first.shape), list(second.shape)]):
-            width = [max(sizes) for sizes in zip(first.shape[1:], second.shape[1:], strict=True)]
-            expected = first.new_zeros(len(first) + len(second), *width)
-            expected[(slice(0, len(first)), *(slice(0, size) for size in first.shape[1:]))] = first
-            expected[(slice(len(first), None), *(slice(0, size) for size in second.shape[1:]))] = second
-            for rank, results in enumerate(ranks):
-                together, start = results["gathered"][case]
-                assert together.dtype == first.dtype
-                assert torch.equal(together, expected)
-                assert start == (0, len(first))[rank]
-
-
-def test_a_sum_is_a_new_tensor_and_gathered_objects_come_one_per_rank(ranks):
-    for rank, results in enumerate(ranks):
-        own, total, objects = results["summed"]
-        assert own.tolist() == [1.0 + rank, 10.0 * (1 + rank)]
-        assert total.tolist() == [3.0, 30.0]
-        assert objects == [{"rank": 0}, {"rank": 1}]
-
-
-def test_different_initial_weights_are_an_error_on_every_rank(ranks):
-    for results in ranks:
-        assert results["unequal weights"].startswith(
-            "ConfigError: Ranks must start from the same weights; rank 1 differs"
-        )
-        assert "head.weight" in results["unequal weights"]
-
-
-def test_a_non_finite_log_prob_on_one_rank_stops_all_ranks(ranks):
-    for results in ranks:
-        assert results["not a number"].startswith(
-            "ContractError: NanOnOneRank: log-probabilities of sampled steps must"
-        )
-
-
-def test_a_parameter_without_a_gradient_does_not_change(ranks):
-    assert on_each_rank.unused_parameter(OneProcess()).tolist() == [1, 1, 1]
-    for results in ranks:
-        assert results["unused parameter"].tolist() == [1, 1, 1]
-
-
-def test_a_policy_whose_parameters_get_no_gradient_is_refused(ranks):
-    for results in ranks:
-        assert results["copied parameters"].startswith("ContractError: Copied: no gradient reached get_parameters().")
-
-
 def test_ranks_do_not_sample_the_same_actions(ranks):
     assert ranks[0]["samples"] != ranks[1]["samples"]
 
@@ -182,9 +132,3 @@ def test_train_refuses_fewer_states_than_ranks(ranks):
         assert results["too few states"]["message"].startswith(
             "ConfigError: Every one of 2 ranks needs a state; got 1."
         )
-
-
-def test_one_process_is_an_engine_and_replicated_needs_a_process_group():
-    assert isinstance(OneProcess(), Engine)
-    with pytest.raises(ConfigError, match=r"call torch[.]distributed[.]init_process_group"):
-        Replicated()

@@ -3,14 +3,13 @@
 import ast
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.support.launches import printed_by
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -70,18 +69,7 @@ def minimal_example() -> str:
 
 def run(code: str, *arguments: str, folder: Path) -> str:
     """Standard output of a new interpreter in an empty folder; single-threaded, without a display."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
-    result = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout
+    return printed_by("-c", code, *arguments, folder=folder, seconds=280, MPLBACKEND="Agg")
 
 
 def test_the_minimal_example_runs_as_typed_and_says_that_nothing_was_updated(tmp_path: Path) -> None:

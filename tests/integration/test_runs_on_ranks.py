@@ -1,23 +1,16 @@
 """A run on two ranks that is stopped on one rank, or killed, continues on both ranks as if nothing had stopped it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.launches import printed_by
 
 
 def run_on_ranks(*arguments: Any, engine: str = "Replicated", **variables: str) -> Any:
-    command = [sys.executable, "-m", "tests.support.runs_on_ranks", *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ENGINE_OF_RANKS": engine} | variables
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return json.loads(printed_by("-m", "tests.support.runs_on_ranks", *arguments, ENGINE_OF_RANKS=engine, **variables))
 
 
 def assert_same_ends(ranks: list[dict[str, Any]], subtests: pytest.Subtests, num_stops: int = 2) -> None:

@@ -1,8 +1,6 @@
 """`examples.scale` runs unchanged on one process and on two ranks."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +8,8 @@ import pytest
 import torch
 
 from examples.scale import train
-from tests.support.example_runs import NUMBER, ROOT, STRICT, example_process, run_example
+from tests.support.example_runs import NUMBER, STRICT, example_process, run_example
+from tests.support.launches import printed_by
 
 SAID = re.compile(
     rf"(\d+) ranks on cpu.*\ndigits right on held-out prompts: ({NUMBER}) before, ({NUMBER}) after (\d+) iterations\n"
@@ -29,17 +28,8 @@ def figures(printed: str) -> tuple[int, float, float, int, list[str]]:
 def on_two_ranks(*arguments: object, folder: Path) -> str:
     """What `torchrun --nproc-per-node 2 -m examples.scale.train` prints."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = subprocess.run(
-        [sys.executable, *launcher, "-m", "examples.scale.train", *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": STRICT[1]},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    return process.stdout
+    train = "-m", "examples.scale.train"
+    return printed_by(*launcher, *train, *arguments, folder=folder, seconds=280, PYTHONWARNINGS=STRICT[1])
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ def played(policy: AgentPolicy, state: Any, *turns: str) -> Conversation:
 
 def test_a_proposer_and_a_solver_have_rewards_of_their_own() -> None:
     """The answer to the problem d is the last digit of 7 d + 3: 4 has the answer 1, and 5 has the answer 8."""
-    policy = proposer_and_solver.make_policy(proposer_and_solver.make_model(), is_alone=False)
+    policy = proposer_and_solver.make_policy(proposer_and_solver.make_model())
     for turns, rewards in (
         (["4", "1"], {"proposer": 1.0, "solver": 1.0}),
         (["4", "2"], {"proposer": 1.0, "solver": 0.0}),
@@ -30,7 +30,7 @@ def test_a_proposer_and_a_solver_have_rewards_of_their_own() -> None:
         assert [said[0]["content"] for said, _ in row.contexts] == ["propose1", f"solve{turns[0]}"]
     (turn,) = played(policy, "1", "solve").turns
     assert (turn.seat, turn.reward) == ("proposer", 0.0), "what is no digit is not solved"
-    alone = played(proposer_and_solver.make_policy(policy.policy, is_alone=True), "4", "1")
+    alone = played(proposer_and_solver.make_policy(policy.policy, proposer_and_solver.from_a_list), "4", "1")
     assert [(turn.seat, turn.reward) for turn in alone.turns] == [("solver", 1.0)]
 
 
@@ -82,6 +82,5 @@ def test_the_agent_listens_to_the_user() -> None:
 def test_one_policy_learns_both_seats() -> None:
     torch.manual_seed(0)
     model = proposer_and_solver.make_model()
-    proposer_and_solver.train(model, 50, 0, is_alone=False)
-    right = proposer_and_solver.shares_right(model)
-    assert min(right.values()) > 0.4
+    proposer_and_solver.train(model, 50, 0)
+    assert min(proposer_and_solver.shares_right(model)) > 0.4

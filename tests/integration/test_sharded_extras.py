@@ -3,9 +3,6 @@
 `test_sharded.py` has language models and more ranks.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from safetensors.torch import load_file
 
 from grpo import load_weights
 from grpo.engine import OneProcess
+from tests.support.launches import printed_by
 from tests.support.layered import Layered
 from tests.support.sharded_extras import DAILY
 from tests.support.sharded_ranks import CASES, NUM_UPDATES, loaded
@@ -23,14 +21,9 @@ from tests.support.tensor_hashes import hash_of
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-
 
 def launched(folder: Path, *arguments: str) -> None:
-    command = [sys.executable, "-m", "tests.support.sharded_extras", str(folder), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    printed_by("-m", "tests.support.sharded_extras", folder, *arguments, seconds=200)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def soak(client: str, num_conversations: int) -> tuple[int, float]:
-    """The most open files after any of 20 rounds, and the MB that the second half needs more. Nothing is an error."""
+    """The most open files after any of 20 rounds, and the MB that ten rounds need more. Nothing is an error."""
     command = [sys.executable, "-m", "benchmarks.agent_clients", "--only", client]
     command += ["--conversations", str(num_conversations)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

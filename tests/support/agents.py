@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import string
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,6 +34,17 @@ ORIGINALS = sorted(path.stem for path in TEMPLATES.glob("*.jinja") if not path.s
 ENDS = {"gptoss": ("<|call|>", "<|return|>"), "glm4moe": ("<|user|>", "<|observation|>"), "llava_next": ("</s>",)}
 ENDS |= dict.fromkeys((name for name in ORIGINALS if name.startswith("gemma4")), ("<|tool_response>",))
 """Tokens that end a turn, where the template does not write one after an answer."""
+
+
+THINKS: dict[str, Any] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close_pattern": "</think>", "content": "text"},
+        "content": {"close_pattern": r"<\|im_end\|>", "content": "text"},
+    },
+}
+"""A tokenizer's own parser of turns, which separates thoughts."""
 
 
 def chat_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
@@ -165,6 +177,14 @@ def converse(policy: Any, make: Any, state: Any = "you", *, size: int = 1, **opt
     """Conversations about one state."""
     (conversations,) = AgentPolicy(policy, make, **options).generate_actions([state], size)
     return conversations
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds, at most for ten seconds."""
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def scores_one_by_one(model: Any, conversation: Conversation) -> torch.Tensor:

@@ -481,19 +481,10 @@ def of_iterations() -> Iterator[Place]:
         return after(trainer, trainer.update(value))
 
     yield Place("update", "batch", updated_after_step)
-    for name in (
-        *(
-            "states",
-            "num_iterations",
-            "eval_states",
-            "eval_every",
-            "sinks",
-            "callbacks",
-            "checkpoint_dir",
-            "checkpoint_every",
-        ),
-        *("keep_last", "resume", "checkpoint_async", "progress"),
-    ):
+    named = (
+        "states num_iterations eval_states eval_every sinks callbacks checkpoint_dir checkpoint_every keep_last resume"
+    )
+    for name in (*named.split(), "checkpoint_async", "progress"):
         without = LARGE if name == "num_iterations" else frozenset()
         like = states_like if "states" in name else (lambda: None)
         if name == "progress":

@@ -47,8 +47,8 @@ In the phase "outage", the rank's reward fails for a second, and its rank then w
 
 ROOT = Path(__file__).parents[2]
 
-SLACK = 3.0
-"""Seconds for a machine that does other work, too."""
+SLACK = 30.0
+"""Seconds for a machine that does other work, too. A rank that never gives up is killed after a minute."""
 
 AT_ONCE = 4
 """Number of cases at a time. Most of a case is waiting."""

@@ -1,4 +1,4 @@
-"""Processes that start processes of their own, and are ended together."""
+"""Programs in processes of their own: what they print, and those that start further processes and are ended together."""
 
 import os
 import signal
@@ -6,7 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def printed_by(*arguments: object, folder: Path = ROOT, seconds: float | None = None, **variables: str) -> str:
+    """What `python ARGUMENTS` prints, started in `folder`. The test fails if the program fails, or needs more seconds."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 def run_with_children(*arguments: str, output: Path, seconds: float, **variables: str) -> str:

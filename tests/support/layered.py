@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grpo import ActionScores
+
 
 class Layered(nn.Module):
     """A policy over 3 actions with layers of sizes that no number of ranks divides, a scalar, and a branch for some states."""
@@ -20,9 +22,12 @@ class Layered(nn.Module):
     def shard_units(self) -> list[nn.Module]:
         return list(self.layers)
 
-    def logits(self, states: Sequence[int]) -> Tensor:
+    def inputs(self, states: Sequence[int]) -> Tensor:
         inputs = torch.stack([torch.randn(5, generator=torch.Generator().manual_seed(s)) for s in states])
-        inputs = inputs.to(self.temperature.dtype)
+        return inputs.to(self.temperature.dtype)
+
+    def logits(self, states: Sequence[int]) -> Tensor:
+        inputs = self.inputs(states)
         hidden = self.layers[1](self.layers[0](inputs).tanh()).tanh()
         logits = self.layers[2](hidden)
         if any(state % 2 for state in states):  # some ranks never reach the branch
@@ -40,3 +45,22 @@ class Layered(nn.Module):
 
     def get_parameters(self) -> dict[str, Tensor]:
         return dict(self.named_parameters())
+
+
+class Foreseeing(Layered):
+    """Also foresees what the environment answers: state s is followed by s % 3 answers, each the action that was taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = nn.Linear(5, 3)
+
+    def score_actions(self, states: Sequence[int], actions: Sequence[int]) -> ActionScores:
+        taken = torch.tensor(list(actions))[:, None]
+        foreseen = self.answers(self.inputs(states)).log_softmax(1).gather(1, taken)
+        mask = torch.arange(2) < torch.tensor([[state % 3] for state in states])
+        return ActionScores(
+            log_probs=self.logits(states).log_softmax(1).gather(1, taken),
+            mask=torch.ones_like(taken, dtype=torch.bool),
+            observed_log_probs=torch.where(mask, foreseen, torch.nan),
+            observed_mask=mask,
+        )

@@ -86,6 +86,37 @@ class MaskedPart(Odd):
     step = Masked.step
 
 
+class Writes(Odd):
+    """Scales the action that it gets in place. `taken` has copies of what it got."""
+
+    def __init__(self) -> None:
+        super().__init__(act=BOX)
+
+    def step(self, action: Any) -> Any:
+        taken = Odd.step(self, action.copy())
+        action *= 0.5
+        return taken
+
+
+class Unreadable:
+    """Numpy cannot make an array of it."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("It is on a GPU.")
+
+
+class Spaceless(Odd):
+    """Has no spaces."""
+
+    def __init__(self) -> None: ...
+
+
+class Specified(Odd):
+    """Uses the name of Gymnasium's `spec`."""
+
+    spec = "the small one"  # type: ignore[assignment]
+
+
 class Duck:
     """Not a `gymnasium.Env`, although it has everything of one."""
 
@@ -172,6 +203,9 @@ WORK: dict[str, Callable[[], Any]] = {
     "a bool as reward": lambda: Odd(reward=True),
     "a bool of numpy as end": lambda: Odd(ended=np.bool_(True)),
     "1 as end": lambda: Odd(ended=1),
+    "1 of numpy as end": lambda: Odd(ended=np.int64(1)),
+    "an array as end": lambda: Odd(ended=np.array([True])),
+    "writes into its actions": Writes,
     "an observation as a list": lambda: Odd(look=lambda env: [0.5, -0.5]),
     "doubles for floats": lambda: Odd(look=lambda env: np.zeros(2)),
     "beyond the bounds of its box": lambda: Odd(look=lambda env: np.full(2, 9.0, np.float32)),
@@ -215,17 +249,57 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "nothing as reward": (lambda: Odd(reward=None), "the reward must be a number; got None"),
     "two rewards": (lambda: Odd(reward=np.ones(2)), "the reward must be a number"),
     "a list as reward": (lambda: Odd(reward=[1.0]), "the reward must be a number"),
+    "an integer beyond floats as reward": (lambda: Odd(reward=10**400), "the reward must be a number; got 10000"),
     "a complex reward": (lambda: Odd(reward=1j), "the reward must be a number"),
-    "NaN as reward": (lambda: Odd(reward=np.nan), "the reward must be finite; got nan"),
+    "NaN as reward": (lambda: Odd(reward=np.nan), "the reward must be finite, also as float32; got nan"),
+    "a reward beyond float32": (lambda: Odd(reward=-1e39), "must be finite, also as float32; got -1e\\+39"),
     "a text as end": (lambda: Odd(ended="False"), "terminated must be True or False; got 'False'"),
     "nothing as end": (lambda: Odd(ended=None), "terminated must be True or False; got None"),
+    "2 as end": (lambda: Odd(ended=2), "terminated must be True or False; got 2"),
+    "-1 as end": (lambda: Odd(ended=-1), "terminated must be True or False; got -1"),
+    "1.0 as end": (lambda: Odd(ended=1.0), r"terminated must be True or False; got 1\.0"),
+    "two ends": (lambda: Odd(ended=np.array([True, True])), "terminated must be True or False; got array"),
     "four values of a step": (lambda: Odd(result=(BOX.sample(), 0.0, True, {})), "step.. must return .*got 4 values"),
     "no values of a step": (lambda: Odd(result=3), r"step\(\) must return .*got a int"),
+    "no info of a step": (
+        lambda: Odd(result=(BOX.sample(), 0.0, True, False, None)),
+        r"step\(\) must return a dict as info; got a NoneType. Return \{\}",
+    ),
     "no info of a reset": (lambda: Odd(begins=BOX.sample()), r"reset\(\) must return .*got a ndarray"),
     "no dict of a reset": (lambda: Odd(begins=(BOX.sample(), None)), r"reset\(\) must return \(observation, info\)"),
+    "numbers beyond float32": (
+        lambda: Odd(spaces.Box(-np.inf, np.inf, (2,), np.float64), look=lambda env: np.array([0.0, 1e300])),
+        "or a number beyond float32",
+    ),
+    "what numpy cannot read": (
+        lambda: Odd(look=lambda env: Unreadable()),
+        "got Unreadable, which numpy cannot read: It is on a GPU. Correct",
+    ),
     "a step that raises": (
         lambda: Odd(look=lambda env: BOX.sample() * (1 // (env.time - 1))),
         "raised ZeroDivisionError",
+    ),
+    "a function that raises": (
+        lambda: Odd(act=1 // 0),
+        r"<lambda> cannot be created: it raised ZeroDivisionError: .*The cause is chained",
+    ),
+    "a spec of its own": (Specified, "Specified.spec must be what gymnasium.make sets.* got str.*another name"),
+    "no spaces": (Spaceless, "Spaceless.observation_space must be a space of gymnasium.spaces; got NoneType None"),
+    "a dict of spaces": (
+        lambda: Odd({"a": BOX}),  # type: ignore[arg-type]
+        "Odd.observation_space must be a space of gymnasium.spaces; got dict",
+    ),
+    "nothing to observe": (
+        lambda: Odd(spaces.Box(0.0, 1.0, (0,), np.float32)),
+        r"at least one number in each part; got Box.*return a constant",
+    ),
+    "a part without numbers": (
+        lambda: Odd(spaces.Dict(a=BOX, b=spaces.Tuple(()))),
+        r"at least one number in each part; got Tuple\(\)",
+    ),
+    "nothing to do": (
+        lambda: Odd(act=spaces.Box(0.0, 1.0, (0,), np.float32)),
+        "Gaussian needs a box with at least one number",
     ),
     "no Env": (Duck, "inherit from gymnasium.Env.*shimmy"),
     "vectors of SB3": (TheirVector, "make_vec_env got, and num_members"),
@@ -275,8 +349,14 @@ WRONG_MASKS: dict[str, tuple[Callable[[], Any], str]] = {
     "a text": (masked("all"), "must be one row of 0 and 1"),
     "texts": (masked(["a", "b", "c"]), "must be one row of 0 and 1"),
     "one part of a pair": (masked((np.ones(2, np.int8),), PAIR), "nested as in action_space.sample"),
+    "no info of a step": (lambda: Masked(result=(BOX.sample(), 0.0, True, False, [])), "a dict as info; got a list"),
     "none allowed": (masked(np.zeros(3, np.int8)), "must allow an action; row 0 allows none"),
     "no mask": (Odd, "needs info.'action_mask'. after every reset"),
-    "of a box": (masked(np.ones(2), BOX), "K = 0"),
+    "of a box": (masked(np.ones(2), BOX), "action_mask needs actions with categories"),
+    "of bits": (masked(np.ones(2), spaces.MultiBinary(2)), r"Declare bits as MultiDiscrete\(\[2, 2, \.\.\.\]\)"),
+    "of a part without categories": (
+        masked((np.ones(3), np.ones(2)), spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(2)))),
+        "nested as in action_space.sample",
+    ),
 }
 """Environments whose masks cannot be used, and words of the error."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from grpo import GRPOError, GRPOTrainer, RewardConfig
+from grpo import GRPOError, RewardConfig
 from grpo.distributed import Replicated
 from tests.support.configs import EVERY, Done, Rows, TellingPlanned, make_policy, make_trainer, update
 from tests.support.policies import RowScoring, weights_of
@@ -41,18 +41,6 @@ PATTERNS = ["dapo", "rloo", "tool_default", "kl_cov", "clip_cov", "top_entropy",
 
 IDLE = [*PATTERNS, "deepseek_math", "gpg", "maxrl", "reinforce_plus_plus_baseline"]
 """Configurations for a rank without an advantage: the patterns, and each way to count or scale groups of equal rewards."""
-
-UNEQUAL = [
-    [torch.arange(6.0).reshape(2, 3), torch.arange(10.0, 15.0).reshape(1, 5)],
-    [torch.tensor([True, False, True]), torch.tensor([True])],
-    [torch.zeros(0, 2, dtype=torch.int64), torch.tensor([[7, 8, 9]])],
-    [torch.full((1, 2, 2), 0.5, dtype=torch.float64), torch.ones(3, 1, 2, dtype=torch.float64)],
-]
-"""What each rank brings to `gather`."""
-
-
-def no_reward(states: Any, actions: Any) -> list[float]:
-    return [0.0] * len(states)
 
 
 def as_dict(done: Done) -> dict[str, Any]:
@@ -82,15 +70,6 @@ def different_numbers_of_updates(engine: Replicated) -> dict[str, Any]:
     return results
 
 
-def gathered(engine: Replicated) -> list[Any]:
-    return [engine.gather(parts[engine.rank]) for parts in UNEQUAL]
-
-
-def summed(engine: Replicated) -> Any:
-    own = torch.tensor([1.0, 10.0]) * (engine.rank + 1)
-    return own, engine.sum(own), engine.gather_objects({"rank": engine.rank})
-
-
 def message_of(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -99,71 +78,11 @@ def message_of(call: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
-def unequal_weights(engine: Replicated) -> str:
-    policy = make_policy()
-    with torch.no_grad():
-        policy.head.weight += 1e-3 * engine.rank
-    return message_of(lambda: make_trainer(EVERY["dapo"], policy, engine=engine))
-
-
-class WithAnUnusedParameter(RowScoring):
-    """One tensor that no gradient reaches, as a frozen branch or a head that is not asked."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.unused = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-
-def unused_parameter(engine: Any) -> torch.Tensor:
-    """After two updates by an optimizer that moves, or shrinks, whatever has a gradient."""
-    policy = make_policy(WithAnUnusedParameter)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1, weight_decay=0.5)
-    config = EVERY["dapo"]
-    trainer = GRPOTrainer(config=config, policy=policy, reward_model=no_reward, optimizer=optimizer, engine=engine)
-    rows = SHARES["one group"][engine.rank] if engine.num_ranks > 1 else range(15)
-    trainer.update(Rows.example().take(rows).batch(config))
-    return policy.unused.detach()
-
-
-class Copied(RowScoring):
-    """`get_parameters` gives copies, which no gradient reaches."""
-
-    def get_parameters(self) -> dict[str, torch.Tensor]:
-        return {name: value.detach().clone().requires_grad_() for name, value in self.named_parameters()}
-
-
-def copied_parameters(engine: Any) -> str:
-    config = EVERY["dapo"]
-    trainer = GRPOTrainer(config=config, policy=make_policy(Copied), reward_model=no_reward, engine=engine)
-    rows = Rows.example().take(SHARES["one group"][engine.rank])
-    return message_of(lambda: trainer.update(rows.batch(config)))
-
-
 def samples_without_a_seed(engine: Any) -> list[Any]:
     """What the same policy does in the same state: built as the error about unequal weights advises, without `config.seed`."""
     config = replace(EVERY["dapo"], seed=None, group_size=16)
     trainer, _ = make_trainer(config, make_policy(RowScoring), engine=engine)
     return [list(action) for action in trainer.collect([0]).actions]
-
-
-class NanOnOneRank(RowScoring):
-    """Rank 1's log-probs are not numbers."""
-
-    rank = 0
-
-    def _scores(self, states: Any, actions: Any) -> Any:
-        scores = super()._scores(states, actions)
-        return replace(scores, log_probs=scores.log_probs / (1 - self.rank))
-
-
-def not_a_number(engine: Replicated) -> str:
-    """Found while updating, where ranks compare notes."""
-    policy = make_policy(NanOnOneRank)
-    policy.rank = engine.rank
-    config = replace(EVERY["dapo"], num_epochs_per_update=1)
-    trainer, _ = make_trainer(config, policy, engine=engine)
-    rows = Rows.example().take(SHARES["one group"][engine.rank])
-    return message_of(lambda: trainer.update(rows.batch(config)))
 
 
 def run(engine: Any, num_states: int = 5) -> dict[str, Any]:
@@ -217,14 +136,8 @@ def main(rank: int, folder: Path) -> None:
         "updates": updates(engine),
         "different numbers": different_numbers_of_updates(engine),
         "without an advantage": without_an_advantage(engine),
-        "gathered": gathered(engine),
-        "summed": summed(engine),
-        "unequal weights": unequal_weights(engine),
-        "unused parameter": unused_parameter(engine),
-        "copied parameters": copied_parameters(engine),
         "samples": samples_without_a_seed(engine),
         "dropped": dropped(engine),
-        "not a number": not_a_number(engine),
         "run": run(engine),
         "too few states": run(engine, num_states=1),
     }

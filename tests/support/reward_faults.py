@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from grpo import GRPOTrainer, RewardConfig, RewardError
+from grpo import RewardConfig, RewardError
+from grpo._retrying.calls import RetriedCalls
 from grpo._rewarding import parts
-from grpo._rewarding.calls import COUNTED, KeptRewards, RewardCalls
+from grpo._rewarding.calls import COUNTED, KeptRewards
 from grpo.errors import DeadlineError
-from grpo.rewards import call_in_process
 from tests.support.policies import TablePolicy
 from tests.support.trainers import trainer_of
 
@@ -35,11 +35,11 @@ class FakeTime:
         self.now += seconds
 
 
-def calls_of(reward: Any, time: FakeTime | None = None, **settings: Any) -> RewardCalls:
+def calls_of(reward: Any, time: FakeTime | None = None, **settings: Any) -> RetriedCalls:
     """Calls that wait without taking time, and have no pauses between retries unless told otherwise."""
     time = time or FakeTime()
     config = RewardConfig(**{"retry_delay": 0.0, **settings})
-    return RewardCalls(reward, config, in_process=call_in_process, clock=time.clock, sleep=time.sleep)
+    return RetriedCalls(reward, config, clock=time.clock, sleep=time.sleep)
 
 
 def asked(
@@ -186,7 +186,7 @@ def run_with_faults(
     settings = RewardConfig(num_retries=1, retry_delay=0.0, timeout=timeout, on_failure=on_failure, breaker_failures=50)
     reported = dict.fromkeys(COUNTED, 0.0)
     num_raised = num_answered = 0
-    maker = (parts, "await_all") if is_async else (GRPOTrainer, "call_in_process")
+    maker = (parts, "await_all") if is_async else (RetriedCalls, "in_process")
     with recorded(*maker) as outcomes:
         model = asynchronous(reward) if is_async else reward
         trainer = trainer_of(TablePolicy(), model, reward=settings, seed=seed)  # it keeps what makes the calls

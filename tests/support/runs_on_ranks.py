@@ -126,14 +126,18 @@ def continued(rank: int, folder: Path, rendezvous: Path, num_iterations: int, re
 
 
 def kills(folder: Path, num_kills: int, generator: random.Random, num_iterations: int) -> dict[str, Any]:
-    """Kill one rank or both at random times, and compare what both load afterwards with a run that nothing kills."""
+    """Kill one rank or both at random times, and compare what both load afterwards with a run that nothing kills.
+
+    The run goes on after each kill. After the last kill, it goes on to its end.
+    """
     folder.mkdir(exist_ok=True)
     expected = launched(partial(whole_run, folder, num_iterations))
     counts = {"killed": 0, "older": 0, "mixed": 0, "runs": 0, "unnamed": 0}
     newest = 0
-    while counts["killed"] < num_kills:
+    while True:
+        is_last = counts["killed"] == num_kills
         rendezvous = folder / f"rendezvous {counts['killed']} {time.monotonic_ns()}"
-        victims = generator.choice([(0,), (1,), (0, 1)])
+        victims = () if is_last else generator.choice([(0,), (1,), (0, 1)])
         work = partial(continued, folder=folder, rendezvous=rendezvous, num_iterations=num_iterations)
         said, codes = launched_and_killed(work, victims, 0.4 * generator.random())
         loaded = [json.loads(lines[0]) for lines in said if lines and lines[0].startswith("{")]
@@ -147,10 +151,12 @@ def kills(folder: Path, num_kills: int, generator: random.Random, num_iterations
         if all(code == 0 for code in codes):
             shutil.rmtree(folder / "run")
             newest, counts["runs"] = 0, counts["runs"] + 1
+            if is_last:
+                return counts
             continue
+        assert not is_last, codes
         counts["killed"] += 1
         counts["unnamed"] += any(codes[rank] == 1 for rank in range(NUM_RANKS))  # 2: a RankError, as it must be
-    return counts
 
 
 def whole_run(folder: Path, num_iterations: int, rank: int, report: int) -> None:

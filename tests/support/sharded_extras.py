@@ -27,6 +27,13 @@ from tests.support.sharded_ranks import CASES, language_model, result_of, result
 
 NUM_RANKS = 2
 DAILY = ["module, a rank without rows", "module, float64", "module, sampling", "moving reference"]
+DAILY += [
+    "module, a hint",
+    "module, two teachers",
+    "module, KPop",
+    "module, demonstrations",
+    "module, demonstrations and observations",
+]
 """Cases that need no language model."""
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,9 @@ import torch.multiprocessing
 from torch import Tensor
 
 from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo.distillation import Hinted, Teachers
 from grpo.distributed import Replicated
-from tests.support.layered import Layered
+from tests.support.layered import Foreseeing, Layered
 from tests.support.tensor_hashes import hashes_of
 
 NUM_UPDATES = 5
@@ -77,7 +78,10 @@ class Case:
     """Whether a group is a rank's."""
     dead: Callable[[int], bool] = lambda group: False
     """Whether all rewards of a group are equal."""
-    has_reference_policy: bool = False
+    reference: Literal["none", "a copy", "the policy with a hint", "two teachers"] = "none"
+    """The reference policy. A hint is the next state. Two teachers are for even and odd states."""
+    demonstrations: Literal["none", "beside rows", "alone"] = "none"
+    """Whether there are five demonstrations."""
     samples: bool = False
     """Whether rows are sampled by the policy, and not given."""
 
@@ -96,12 +100,12 @@ CASES: dict[str, Case] = {
         policy=lambda: language_model("qwen3", lora=True, exact_entropy=True),
         objective={"kl_coef": 0.1, "entropy_coef": 0.01},
     ),
-    "reference policy": Case(policy=language_model, objective={"kl_coef": 0.1}, has_reference_policy=True),
+    "reference policy": Case(policy=language_model, objective={"kl_coef": 0.1}, reference="a copy"),
     "moving reference": Case(
         policy=Layered,
         config={"reference_sync_every": 2, "reference_mix": 0.5},
         objective={"kl_coef": 0.1},
-        has_reference_policy=True,
+        reference="a copy",
     ),
     "reference model": Case(policy=lambda: language_model(has_reference_model=True), objective={"kl_coef": 0.1}),
     "tied embeddings": Case(policy=lambda: language_model("qwen3", changes={"tie_word_embeddings": True})),
@@ -124,6 +128,18 @@ CASES: dict[str, Case] = {
     "sampling": Case(policy=lambda: language_model("qwen3"), samples=True, config={"num_epochs_per_update": 2}),
     "sampling, lora": Case(policy=lambda: language_model(lora=True), samples=True, objective={"kl_coef": 0.1}),
     "module, float64": Case(policy=lambda: Layered().double()),
+    "module, a hint": Case(
+        policy=Layered, objective={"kl_coef": 0.5}, reference="the policy with a hint", share=uneven
+    ),
+    "module, two teachers": Case(policy=Layered, objective={"kl_coef": 0.5}, reference="two teachers", share=uneven),
+    "module, KPop": Case(policy=Layered, objective={"sampler_correction": "kpop"}),
+    "module, demonstrations": Case(policy=Layered, demonstrations="alone", config={"micro_batch_size": 2}),
+    "module, demonstrations and observations": Case(
+        policy=Foreseeing,
+        objective={"observation_coef": 0.3, "demonstration_coef": 0.7},
+        demonstrations="beside rows",
+        config={"micro_batch_size": 4},
+    ),
     "module, sampling": Case(policy=Layered, samples=True, config={"autocast_dtype": "bfloat16"}),
 }
 KEPT = ["module, a rank without rows", "tied embeddings", "llama lora"]
@@ -139,19 +155,43 @@ def rows_of(case: Case, policy: Any, rank: int, num_ranks: int) -> ExperienceBat
         from adapters.llm.completions import completion_mask
         from tests.support.llm_models import completion
     generator = torch.Generator().manual_seed(3)
-    states, actions, rewards, groups = [], [], [], []
+    states, actions, rewards, groups, sampled_with = [], [], [], [], []
     for group in range(NUM_GROUPS):
         for _ in range(GROUP_SIZE):
             length = int(torch.randint(1, 7, (1,), generator=generator)) if group < NUM_GROUPS - 1 else 1
             tokens = torch.randint(2, 40, (length,), generator=generator).tolist()
             reward = 0.5 if case.dead(group) else float(torch.rand(1, generator=generator))
+            probability = 0.3 + 0.1 * (tokens[0] % 3)  # of the sampler, for corrections: some are far from the policy's
             if case.share(group, rank, num_ranks):
                 states.append("12+3="[: 2 + group % 3] if speaks else group)
                 actions.append(completion(*tokens) if speaks else tokens[0] % 3)
                 rewards.append(reward)
                 groups.append(group)
+                sampled_with.append(probability)
+    if "sampler_correction" in case.objective:
+        log_probs = torch.tensor(sampled_with).log()
+        return ExperienceBatch.from_rows(states, actions, rewards, groups, behaviour_log_probs=log_probs)
     mask = completion_mask(actions) if speaks else None
     return ExperienceBatch.from_rows(states, actions, rewards, torch.tensor(groups), mask=mask)
+
+
+def batches_of(case: Case, policy: Any, rank: int, num_ranks: int) -> list[ExperienceBatch]:
+    """The rows of a rank and its demonstrations."""
+    batches = [] if case.demonstrations == "alone" else [rows_of(case, policy, rank, num_ranks)]
+    if case.demonstrations != "none":
+        states = [*range(5)][rank::num_ranks]
+        batches.append(ExperienceBatch.from_demonstrations(states, [state % 3 for state in states]))
+    return batches
+
+
+def reference_of(case: Case, policy: Any) -> Any:
+    if case.reference == "the policy with a hint":
+        return Hinted(policy, lambda states, actions: [state + 1 for state in states])
+    if case.reference == "two teachers":
+        colder = Layered()
+        colder.temperature.data.fill_(0.3)
+        return Teachers(lambda state: state % 2, {0: Layered(), 1: colder})
+    return copy.deepcopy(policy) if case.reference == "a copy" else None
 
 
 def trained(case: Case, engine: Any, num_updates: int = NUM_UPDATES) -> tuple[GRPOTrainer, list[dict[str, float]]]:
@@ -168,7 +208,7 @@ def trained(case: Case, engine: Any, num_updates: int = NUM_UPDATES) -> tuple[GR
         config=config,
         policy=policy,
         reward_model=lambda states, actions: [float(len(str(action)) % 7) for action in actions],
-        reference_policy=copy.deepcopy(policy) if case.has_reference_policy else None,
+        reference_policy=reference_of(case, policy),
         optimizer=lambda tensors: torch.optim.AdamW(tensors, lr=0.01, weight_decay=0.0, eps=1e-3),
         engine=engine,
     )
@@ -178,7 +218,7 @@ def trained(case: Case, engine: Any, num_updates: int = NUM_UPDATES) -> tuple[GR
             states: list[Any] = [2, 3] if isinstance(policy, Layered) else ["1+2=", "3"]
             metrics.append(trainer.step(states[: 1 + trainer.engine.rank % 2]))
         else:
-            metrics.append(trainer.update(rows_of(case, policy, trainer.engine.rank, trainer.engine.num_ranks)))
+            metrics.append(trainer.update(*batches_of(case, policy, trainer.engine.rank, trainer.engine.num_ranks)))
     return trainer, metrics
 
 

@@ -26,48 +26,12 @@ from grpo import CheckpointError
 from grpo.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
 from tests.support.policies import digest
 
-CALLS = (
-    *(
-        "openat",
-        "close",
-        "write",
-        "pwrite64",
-        "writev",
-        "read",
-        "pread64",
-        "fsync",
-        "fdatasync",
-        "ftruncate",
-        "lseek",
-        "fcntl",
-    ),
-    *(
-        "rename",
-        "renameat",
-        "renameat2",
-        "mkdir",
-        "mkdirat",
-        "rmdir",
-        "unlink",
-        "unlinkat",
-        "link",
-        "linkat",
-        "symlink",
-    ),
-    *(
-        "newfstatat",
-        "statx",
-        "fstat",
-        "lstat",
-        "stat",
-        "access",
-        "faccessat2",
-        "getdents64",
-        "readlink",
-        "chmod",
-        "fchmod",
-    ),
-)
+CALLS = [
+    "openat", "close", "write", "pwrite64", "writev", "read", "pread64", "fsync", "fdatasync", "ftruncate", "lseek",
+    "fcntl", "rename", "renameat", "renameat2", "mkdir", "mkdirat", "rmdir", "unlink", "unlinkat", "link", "linkat",
+    "symlink", "newfstatat", "statx", "fstat", "lstat", "stat", "access", "faccessat2", "getdents64", "readlink", "chmod",
+    "fchmod",
+]  # fmt: skip
 """File calls that a save or a load may make. Those that it does not make cost one run each."""
 ALLOW_ANY_TRACER = (0x59616D61, -1)
 """`prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY)`: where tracing is restricted, a process may allow it."""
@@ -172,20 +136,9 @@ def run_child(action: Callable[[Path], None], root: Path, name: str, fault: str,
             os._exit(code)
     os.read(ready[0], 1)
     what = "signal=SIGKILL" if fault == "SIGKILL" else f"error={fault}"
+    options = "-o", log, "-e", f"trace={name}", "-e", f"inject={name}:{what}:when={k}", "-p", str(child)
     tracer = subprocess.Popen(
-        [
-            "strace",
-            "-f",
-            "-qq",
-            "-o",
-            log,
-            "-e",
-            f"trace={name}",
-            "-e",
-            f"inject={name}:{what}:when={k}",
-            "-p",
-            str(child),
-        ],
+        ["strace", "-f", "-qq", *options],
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -36,16 +36,9 @@ SIZES = {name: size for size, names in _SIZES.items() for name in names.split()}
 
 FOUR_LAYERS = ["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "kimi_linear", "lfm3"]
 ALL_HEADS = [
-    "axk1",
-    "axk2",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "glm_moe_dsa",
-    "glm4_moe_lite",
-    "longcat_flash",
-]
-ALL_HEADS += ["minicpm3", "youtu"]
+    "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "longcat_flash",
+    "minicpm3", "youtu",
+]  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
     **{name: {"num_hidden_layers": 4} for name in FOUR_LAYERS},
     **{name: {"num_key_value_heads": 4} for name in [*ALL_HEADS, "dots3_note", "dots3_note_text"]},

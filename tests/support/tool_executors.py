@@ -16,6 +16,7 @@ from adapters.tools.catalogue.calls import ToolCall, ToolResult
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.execution.confinement.landlock import Landlock
 from adapters.tools.execution.executor import ToolExecutor
+from adapters.tools.execution.options import ExecutorOptions
 from adapters.tools.execution.workers import WorkerLimits
 from tests.support import hostile_tools, tool_functions
 
@@ -97,6 +98,12 @@ def on_linux(test: Callable[..., None]) -> Callable[..., None]:
     for mark in LINUX:
         test = mark(test)
     return test
+
+
+def executor_of(catalogue: ToolCatalogue, *, num_workers: int = 1, allow: Any = None, **options: Any) -> ToolExecutor:
+    """An executor whose options stand among its arguments. A call may take `LONG` unless they say otherwise."""
+    given = ExecutorOptions(**{"timeout": LONG} | options)
+    return ToolExecutor(catalogue, num_workers=num_workers, allow=allow, options=given)
 
 
 def call(tool: str, **arguments: Any) -> ToolCall:

@@ -3,7 +3,8 @@
 import importlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,16 @@ def crash_after(iteration: int, checkpoints: Path) -> None:
             shutil.rmtree(folder)
 
 
+def resumed_run(make: Callable[[], Any], folder: Path) -> tuple[GRPOTrainer, GRPOTrainer]:
+    """Train for 5 iterations, crash, and go on from iteration 3 to 8, each time with a sink of its own."""
+    options: dict[str, Any] = {"eval_states": STATES, "eval_every": 2}
+    with make() as sink:
+        started = train([sink], 5, folder / "checkpoints", **options)
+    crash_after(5, folder / "checkpoints")
+    with make() as sink:
+        return started, train([sink], 8, folder / "checkpoints", **options)
+
+
 def samples(kind: Any = "train", *, offset: float = 0.0) -> Samples:
     """Four rows: two states with two actions each."""
     is_train = kind == "train"
@@ -64,6 +75,22 @@ def samples(kind: Any = "train", *, offset: float = 0.0) -> Samples:
         advantages=torch.tensor([0.5, -0.5, 0.0, 0.25]) if is_train else None,
         num_steps=torch.tensor([1, 5, 3, 3]),
     )
+
+
+class Dot:
+    """Something that can be shown as a picture: a PNG file of 1 x 1 pixels."""
+
+    link = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+
+    def small_picture(self) -> str:
+        """The file as a link."""
+        return self.link
+
+
+def pictured_samples() -> Samples:
+    """The rows of `samples`, with the same picture in both states."""
+    rows = samples()
+    return replace(rows, states=[{"prompt": state, "image": Dot()} for state in rows.states])
 
 
 FIRST_ROW = {"state": "1 + 1 = ?", "action": "2", "reward": 1.0, "reward/style": 0.5, "advantage": 0.5, "steps": 1.0}

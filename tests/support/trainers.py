@@ -4,9 +4,10 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from grpo import GRPOConfig, GRPOTrainer
-from tests.support.policies import TablePolicy, digest, weights_of
+from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, Learner
+from tests.support.policies import RecordingSGD, TablePolicy, digest, weights_of
 
 # Two states, two actions each, all probabilities 1/2. Advantages (the group's mean subtracted) are +-1/2.
 SCRIPT = [[0, 1], [1, 0]]
@@ -33,6 +34,28 @@ def by_hand(
         others["optimizer"] = torch.optim.SGD(list(policy.get_parameters().values()), lr=1.0)
     reward_model = values if callable(values) else (lambda states, actions: list(values))
     return GRPOTrainer(config=GRPOConfig(**settings), policy=policy, reward_model=reward_model, **others), policy
+
+
+def updated(
+    policy: Any, *batches: ExperienceBatch, own_loss: Any = None, engine: Any = None, **settings: Any
+) -> tuple[list[Tensor], dict[str, float]]:
+    """The unclipped gradient of each update on these rows, and the metrics."""
+    optimizer = RecordingSGD(policy)
+    learner = Learner(
+        config=GRPOConfig(**{"group_size": 2, "max_grad_norm": None, "seed": 0, **settings}),
+        policy=policy,
+        reward_model=lambda states, actions: [0.0] * len(states),
+        optimizer=optimizer,
+        objective=own_loss,
+        engine=engine,
+    )
+    metrics = learner.update(*batches)
+    return optimizer.gradients, metrics
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Compare gradients in float64."""
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def quarters() -> TablePolicy:

@@ -140,7 +140,8 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any], Callable[[Any, Any], Any]]] = 
     ),
     "qwen3_vl": (
         "Qwen3VLForConditionalGeneration",
-        _qwen("Qwen3VL", {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}),
+        # a third layer, because what the second one gets of the tower must reach the answers
+        _qwen("Qwen3VL", {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}, num_hidden_layers=3),
         _qwen_processor("Qwen3VL"),
     ),
     "qwen3_5": (

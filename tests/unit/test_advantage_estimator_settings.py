@@ -1,6 +1,5 @@
 """Every setting of `AdvantageConfig`, through the estimator that a trainer calls."""
 
-import itertools
 import json
 import math
 from typing import get_args
@@ -24,6 +23,10 @@ def batch_of(rewards: Tensor, group_ids: list[int], mask: Tensor | None = None, 
     return ExperienceBatch(states=rows, actions=rows, group_ids=group_ids, rewards=rewards, mask=mask, **others)
 
 
+def estimate(batch: ExperienceBatch, **settings):
+    return AdvantageEstimator(AdvantageConfig(**settings)).estimate(batch)
+
+
 def advantages(batch: ExperienceBatch, **settings) -> Tensor:
     return AdvantageEstimator(AdvantageConfig(**settings))(batch)
 
@@ -38,11 +41,7 @@ def advantages(batch: ExperienceBatch, **settings) -> Tensor:
 STEPS = double([[1, 2, 4], [3, 5, NAN]])
 MASK = torch.tensor([[True, True, True], [True, True, False]])
 WITH_EVERYTHING = batch_of(
-    STEPS,
-    [4, 4],
-    MASK,
-    values=double([[2, 1, 3], [1, 1, NAN]]),
-    state_keys=torch.tensor([[1, 1, 2], [2, 1, 1]]),
+    STEPS, [4, 4], MASK, values=double([[2, 1, 3], [1, 1, NAN]]), state_keys=torch.tensor([[1, 1, 2], [2, 1, 1]])
 )
 CREDITS = {
     "row": [-1.25, 1.25],
@@ -53,66 +52,48 @@ CREDITS = {
 }
 
 
-def test_advantages_under_every_credit_equal_hand_worked_values(subtests):
-    assert set(CREDITS) == {*get_args(Credit)}, "work a credit out by hand in CREDITS"
-    for credit in [None, *CREDITS]:
-        with subtests.test(credit=credit):
-            estimate = AdvantageEstimator(
-                AdvantageConfig(credit=credit, gamma=0.5, gae_lambda=0.5, gigpo_weight=2.0)
-            ).estimate(WITH_EVERYTHING)
-            assert estimate.advantages.tolist() == CREDITS[credit or "return_to_go"]
-            assert (estimate.returns is None) == (credit != "gae")
+HALVES = {"gamma": 0.5, "gae_lambda": 0.5}
 
 
-def test_a_critic_is_trained_towards_advantage_plus_value():
-    config = AdvantageConfig(credit="gae", gamma=0.5, gae_lambda=0.5)
-    returns = AdvantageEstimator(config).estimate(WITH_EVERYTHING).returns
-    assert returns.tolist() == [[2.1875, 3.75, 4.0], [4.5, 5.0, 0.0]]
-    assert returns.dtype == torch.float64
+@pytest.mark.parametrize("credit", [None, *get_args(Credit)])
+def test_advantages_under_every_credit_equal_hand_worked_values(credit):
+    assert {credit} <= {None, *CREDITS}, "work the credit out by hand in CREDITS"
+    found = estimate(WITH_EVERYTHING, credit=credit, gigpo_weight=2.0, **HALVES)
+    assert found.advantages.tolist() == CREDITS[credit or "return_to_go"]
+    if credit == "gae":  # a critic is trained towards advantage plus value
+        assert found.returns.tolist() == [[2.1875, 3.75, 4.0], [4.5, 5.0, 0.0]]
+        assert found.returns.dtype == torch.float64
+    else:
+        assert found.returns is None
 
 
-def test_scaling_advantages_does_not_change_the_critics_target(subtests):
-    for scale in ["batch", "whiten"]:
-        with subtests.test(scale=scale):
-            plain, scaled = (
-                AdvantageEstimator(AdvantageConfig(credit="gae", gamma=0.5, gae_lambda=0.5, scale=choice)).estimate(
-                    WITH_EVERYTHING
-                )
-                for choice in ("none", scale)
-            )
-            assert torch.equal(plain.returns, scaled.returns)
-            # over the five valid steps: .1875 2.75 1 3.5 4
-            valid = plain.advantages[MASK]
-            shift = valid.mean() if scale == "whiten" else 0.0
-            torch.testing.assert_close(scaled.advantages[MASK], (valid - shift) / valid.std(), rtol=1e-13, atol=0)
-            assert scaled.advantages[~MASK].tolist() == [0]
+@pytest.mark.parametrize("scale", ["batch", "whiten"])
+def test_scaling_advantages_does_not_change_the_critics_target(scale):
+    plain, scaled = (estimate(WITH_EVERYTHING, credit="gae", scale=choice, **HALVES) for choice in ("none", scale))
+    assert torch.equal(plain.returns, scaled.returns)
+    # over the five valid steps: .1875 2.75 1 3.5 4
+    valid = plain.advantages[MASK]
+    shift = valid.mean() if scale == "whiten" else 0.0
+    torch.testing.assert_close(scaled.advantages[MASK], (valid - shift) / valid.std(), rtol=1e-13, atol=0)
+    assert scaled.advantages[~MASK].tolist() == [0]
 
 
 def test_gae_places_the_reward_of_a_row_on_its_last_step():
     # reward 5 on the second step: delta 5 + .5 * 8 - 1 = 8, 0 + .5 - 2 = -1.5;  A: 8, -1.5 + .25 * 8
-    batch = batch_of(
-        double([5]),
-        [0],
-        torch.tensor([[True, True, False]]),
-        values=double([[2, 1, NAN]]),
-        final_values=double([8]),
-    )
-    estimate = AdvantageEstimator(AdvantageConfig(credit="gae", gamma=0.5, gae_lambda=0.5)).estimate(batch)
-    assert estimate.advantages.tolist() == [[0.5, 8.0, 0.0]]
-    assert estimate.returns.tolist() == [[2.5, 9.0, 0.0]]
+    values = {"values": double([[2, 1, NAN]]), "final_values": double([8])}
+    found = estimate(batch_of(double([5]), [0], torch.tensor([[True, True, False]]), **values), credit="gae", **HALVES)
+    assert found.advantages.tolist() == [[0.5, 8.0, 0.0]]
+    assert found.returns.tolist() == [[2.5, 9.0, 0.0]]
 
 
-def test_the_critics_precision_is_kept_and_half_precision_becomes_float32(subtests):
-    for dtype, found in [
-        (torch.float64, torch.float64),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-    ]:
-        with subtests.test(dtype=dtype):
-            batch = batch_of(double([5]), [0], values=torch.tensor([[2.0]], dtype=dtype))
-            estimate = AdvantageEstimator(AdvantageConfig(credit="gae")).estimate(batch)
-            assert estimate.advantages.dtype == estimate.returns.dtype == found
-            assert (estimate.advantages.item(), estimate.returns.item()) == (3.0, 5.0)
+@pytest.mark.parametrize(
+    ("dtype", "found"),
+    [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
+)
+def test_the_critics_precision_is_kept_and_half_precision_becomes_float32(dtype, found):
+    result = estimate(batch_of(double([5]), [0], values=torch.tensor([[2.0]], dtype=dtype)), credit="gae")
+    assert result.advantages.dtype == result.returns.dtype == found
+    assert (result.advantages.item(), result.returns.item()) == (3.0, 5.0)
 
 
 def test_gigpo_with_rewards_per_row_equals_hand_worked_values():
@@ -141,79 +122,44 @@ def test_max_at_k_uses_the_configured_k():
 SOME_DEAD = batch_of(double([1, 3, 5, 5, 2, 2]), [0, 0, 1, 1, 2, 2])
 
 
-def test_live_groups_are_upweighted_by_rows_over_live_rows():
-    # six rows, two of them alive: times 3
-    assert advantages(SOME_DEAD, upweight_live_groups=True).tolist() == [-3, 3, 0, 0, 0, 0]
-    all_alive = batch_of(double([1, 3, 0, 2]), [0, 0, 1, 1])
-    assert advantages(all_alive, upweight_live_groups=True).tolist() == [-1, 1, -1, 1]
+THREE = batch_of(double([0, 2, 4]), [0, 0, 0])
+DEAD = batch_of(double([5, 5, 2, 2]), [0, 0, 1, 1])
+UP = {"upweight_live_groups": True}
+FAR = batch_of(double([-100, 0, 100]), [0, 0, 0])
 
 
-def test_a_single_live_row_is_upweighted_by_the_number_of_rows():
+@pytest.mark.parametrize(("batch", "settings", "expected"), [
+    (SOME_DEAD, UP, [-3, 3, 0, 0, 0, 0]),  # six rows, two of them alive: times 3
+    (batch_of(double([1, 3, 0, 2]), [0, 0, 1, 1]), UP, [-1, 1, -1, 1]),  # all are alive
     # groups of one row, with their rewards as advantages: one of four is not 0, times 4
-    batch = batch_of(double([0, 3, 0, 0]), [0, 1, 2, 3])
-    assert advantages(batch, upweight_live_groups=True, baseline="none").tolist() == [0, 12, 0, 0]
-
-
-def test_without_a_live_group_nothing_is_upweighted():
-    dead = batch_of(double([5, 5, 2, 2]), [0, 0, 1, 1])
-    assert advantages(dead, upweight_live_groups=True).tolist() == [0, 0, 0, 0]
-    # with the reward itself as advantage there is nothing to make up for
-    assert advantages(dead, upweight_live_groups=True, baseline="none").tolist() == [5, 5, 2, 2]
-
-
-def test_a_group_with_equal_sums_but_different_step_rewards_is_live():
+    (batch_of(double([0, 3, 0, 0]), [0, 1, 2, 3]), {**UP, "baseline": "none"}, [0, 12, 0, 0]),
+    (DEAD, UP, [0, 0, 0, 0]),
+    (DEAD, {**UP, "baseline": "none"}, [5, 5, 2, 2]),  # nothing to make up for
     # to go 1 0 | 1 1: column 0 is constant, column 1: -.5 .5; the group of rows 2 and 3 is dead at every step: times 2
-    batch = batch_of(double([[1, 0], [0, 1], [2, 2], [2, 2]]), [0, 0, 1, 1])
-    found = advantages(batch, upweight_live_groups=True)
-    assert found.tolist() == [[0, -1], [0, 1], [0, 0], [0, 0]]
-
-
-def test_a_group_made_equal_by_reward_clip_is_not_live():
+    (batch_of(double([[1, 0], [0, 1], [2, 2], [2, 2]]), [0, 0, 1, 1]), UP, [[0, -1], [0, 1], [0, 0], [0, 0]]),
     # 11 and 12 are 10 and 10: two of four rows are alive, times 2
-    batch = batch_of(double([11, 12, 1, 3]), [0, 0, 1, 1])
-    assert advantages(batch, reward_clip=10.0, upweight_live_groups=True).tolist() == [0, 0, -2, 2]
-
-
-def test_sign_weights_and_clip_equal_hand_worked_advantages(subtests):
-    cases = [
-        ({"negative_only": True}, [-2, 0, 0]),
-        ({"negative_only": True, "positive_weight": 0.0}, [-2, 0, 0]),
-        ({"positive_weight": 0.0}, [-2, 0, 0]),
-        ({"positive_weight": 0.25}, [-2, 0, 0.5]),
-        ({"positive_weight": 3.0}, [-2, 0, 6]),
-        ({"clip": 1.5}, [-1.5, 0, 1.5]),
-        ({"clip": 1.5, "positive_weight": 0.5}, [-1.5, 0, 1]),  # weighed, then bounded
-        ({"clip": 2.5, "positive_weight": 3.0}, [-2, 0, 2.5]),
-    ]
-    for settings, expected in cases:
-        with subtests.test(settings=settings, expected=expected):
-            assert advantages(batch_of(double([0, 2, 4]), [0, 0, 0]), **settings).tolist() == expected
-
-
-def test_sign_weights_and_clip_apply_to_advantages_per_step():
-    settings = {"gamma": 0.5, "negative_only": True, "clip": 1.0}
-    assert advantages(WITH_EVERYTHING, **settings).tolist() == [[-1, -0.5, 0], [0, 0, 0]]
-
-
-def test_live_groups_are_upweighted_before_clip_is_applied():
-    assert advantages(SOME_DEAD, upweight_live_groups=True, clip=2.0).tolist() == [-2, 2, 0, 0, 0, 0]
-
-
-def test_reward_clip_is_applied_first():
-    # -100 and 100 are -3 and 3, beside 0: mean 0
-    assert advantages(batch_of(double([-100, 0, 100]), [0, 0, 0]), reward_clip=3.0).tolist() == [-3, 0, 3]
+    (batch_of(double([11, 12, 1, 3]), [0, 0, 1, 1]), {**UP, "reward_clip": 10.0}, [0, 0, -2, 2]),
+    (SOME_DEAD, {**UP, "clip": 2.0}, [-2, 2, 0, 0, 0, 0]),  # 3, then bounded
+    (THREE, {"negative_only": True}, [-2, 0, 0]),
+    (THREE, {"negative_only": True, "positive_weight": 0.0}, [-2, 0, 0]),
+    (THREE, {"positive_weight": 0.0}, [-2, 0, 0]),
+    (THREE, {"positive_weight": 0.25}, [-2, 0, 0.5]),
+    (THREE, {"positive_weight": 3.0}, [-2, 0, 6]),
+    (THREE, {"clip": 1.5}, [-1.5, 0, 1.5]),
+    (THREE, {"clip": 1.5, "positive_weight": 0.5}, [-1.5, 0, 1]),  # weighed, then bounded
+    (THREE, {"clip": 2.5, "positive_weight": 3.0}, [-2, 0, 2.5]),
+    (WITH_EVERYTHING, {"gamma": 0.5, "negative_only": True, "clip": 1.0}, [[-1, -0.5, 0], [0, 0, 0]]),  # per step
+    (FAR, {"reward_clip": 3.0}, [-3, 0, 3]),
     # each step's, not the row's: 3 + 3 and 1 + 1 -> 6, 2
-    steps = batch_of(double([[9, 5], [1, 1]]), [0, 0])
-    assert advantages(steps, reward_clip=3.0, credit="row").tolist() == [2, -2]
+    (batch_of(double([[9, 5], [1, 1]]), [0, 0]), {"reward_clip": 3.0, "credit": "row"}, [2, -2]),
+])  # fmt: skip
+def test_live_groups_signs_and_bounds_change_advantages_as_worked_by_hand(batch, settings, expected):
+    assert advantages(batch, **settings).tolist() == expected
 
 
 def test_the_estimator_does_not_change_the_rewards_of_the_batch():
-    batch = batch_of(double([-100, 0, 100]), [0, 0, 0])
-    advantages(batch, reward_clip=3.0, normalize_rewards=True)
-    assert batch.rewards.tolist() == [-100, 0, 100]
-
-
-# Running normalisation
+    advantages(FAR, reward_clip=3.0, normalize_rewards=True)
+    assert FAR.rewards.tolist() == [-100, 0, 100]
 
 
 def test_rewards_are_divided_by_the_deviation_of_all_seen_so_far():
@@ -224,18 +170,13 @@ def test_rewards_are_divided_by_the_deviation_of_all_seen_so_far():
     assert found == pytest.approx([-1 / math.sqrt(5), 1 / math.sqrt(5)], rel=1e-14)
 
 
-def test_rewards_per_step_are_divided_by_the_deviation_of_their_rows_sums():
+def test_rewards_are_divided_by_the_deviation_of_the_first_batch():
     # sums 7 and 8 (the padding is not read): std .5, so every step counts double
-    normalised = advantages(WITH_EVERYTHING, gamma=0.5, normalize_rewards=True)
-    assert normalised.tolist() == [[-2.5, -1.0, 0.0], [2.5, 1.0, 0.0]]
-
-
-def test_a_single_first_reward_is_not_divided_by_a_deviation_of_0():
+    found = advantages(WITH_EVERYTHING, gamma=0.5, normalize_rewards=True)
+    assert found.tolist() == [[-2.5, -1.0, 0.0], [2.5, 1.0, 0.0]]
+    # a single reward has no deviation
     assert advantages(batch_of(double([5]), [0]), normalize_rewards=True, baseline="none").tolist() == [5]
-
-
-def test_reward_clip_is_applied_before_rewards_are_normalised():
-    # -3 0 3: variance with n 6
+    # clipped first: -3 0 3: variance with n 6
     found = advantages(batch_of(double([-9, 0, 9]), [0, 0, 0]), reward_clip=3.0, normalize_rewards=True)
     assert found.tolist() == pytest.approx([-3 / math.sqrt(6), 0, 3 / math.sqrt(6)])
 
@@ -250,9 +191,6 @@ def test_running_statistics_survive_a_save():
         assert torch.equal(first(batch), second(batch))
     fresh = AdvantageEstimator(config)
     assert not torch.equal(fresh(batch_of(double([9, 2]), [0, 0])), first(batch_of(double([9, 2]), [0, 0])))
-
-
-# Several rewards
 
 
 def of_two_rewards(**others) -> ExperienceBatch:
@@ -285,46 +223,29 @@ def test_without_normalize_each_the_weighted_sum_of_rewards_is_compared():
     assert advantages(of_two_rewards(reward_weights={"brief": 2.0})).tolist() == [3.5, -3.5, -7, 7]
 
 
-# Errors that say what is missing
+ROWS, STEPWISE = double([1, 2]), double([[1, 2], [3, 4]])
+PER_STEP = r"advantage\.credit='{}' needs rewards per step, \[N, T\]"
+BY_NAME = r"several_rewards='normalize_each' needs several rewards by name"
+EACH = {"several_rewards": "normalize_each"}
 
 
-def test_process_supervision_without_rewards_per_step_is_refused(subtests):
-    for credit in ["return_to_go", "process_supervision"]:
-        with (
-            subtests.test(credit=credit),
-            pytest.raises(ConfigError, match=rf"advantage\.credit='{credit}' needs rewards per step, \[N, T\]"),
-        ):
-            advantages(batch_of(double([1, 2]), [0, 0]), credit=credit)
+@pytest.mark.parametrize(("rewards", "parts", "settings", "message"), [
+    (ROWS, {}, {"credit": "return_to_go"}, PER_STEP.format("return_to_go")),
+    (ROWS, {}, {"credit": "process_supervision"}, PER_STEP.format("process_supervision")),
+    (ROWS, {}, {"credit": "gae"}, r"advantage\.credit='gae' needs a critic's values.*ActionScores\.values"),
+    (ROWS, {}, {"credit": "gigpo"}, r"advantage\.credit='gigpo' needs the state each step was taken in"),
+    (ROWS, {}, EACH, BY_NAME),
+    (ROWS, {"steps": STEPWISE}, EACH, BY_NAME),
+    (STEPWISE, {"steps": STEPWISE}, EACH, rf"{BY_NAME}, one number per row each"),
+])  # fmt: skip
+def test_what_a_setting_needs_and_a_batch_lacks_is_named(rewards, parts, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        advantages(batch_of(rewards, [0, 0], reward_components=parts), **settings)
 
 
-def test_gae_without_values_is_refused():
-    with pytest.raises(ConfigError, match=r"advantage\.credit='gae' needs a critic's values.*ActionScores\.values"):
-        advantages(batch_of(double([1, 2]), [0, 0]), credit="gae")
-
-
-def test_gigpo_without_state_keys_is_refused():
-    with pytest.raises(ConfigError, match=r"advantage\.credit='gigpo' needs the state each step was taken in"):
-        advantages(batch_of(double([1, 2]), [0, 0]), credit="gigpo")
-
-
-def test_normalize_each_without_named_rewards_is_refused(subtests):
-    for components in [{}, {"steps": double([[1, 2], [3, 4]])}]:
-        with subtests.test(components=components):
-            batch = batch_of(double([1, 2]), [0, 0], reward_components=components)
-            with pytest.raises(ConfigError, match=r"several_rewards='normalize_each' needs several rewards by name"):
-                advantages(batch, several_rewards="normalize_each")
-
-
-def test_normalize_each_with_rewards_per_step_is_refused():
-    batch = batch_of(double([[1, 2], [3, 4]]), [0, 0], reward_components={"steps": double([[1, 2], [3, 4]])})
-    with pytest.raises(ConfigError, match=r"needs several rewards by name, one number per row each"):
-        advantages(batch, several_rewards="normalize_each")
-
-
-def test_baselines_of_rows_are_refused_for_steps_by_the_name_of_the_setting(subtests):
+@pytest.mark.parametrize("credit", [None, "process_supervision", "gigpo"])
+@pytest.mark.parametrize("settings", [{"baseline": "max_at_k", "k": 2}, {"baseline": "length_weighted"}])
+def test_baselines_of_rows_are_refused_for_steps_by_the_name_of_the_setting(credit, settings):
     """Not with "needs k=..." where k is set, nor with a `lengths` that no setting has."""
-    for credit, settings in itertools.product(
-        [None, "process_supervision", "gigpo"], [{"baseline": "max_at_k", "k": 2}, {"baseline": "length_weighted"}]
-    ):
-        with subtests.test(credit=credit, settings=settings), pytest.raises(ConfigError, match=r"credit"):
-            advantages(WITH_EVERYTHING, credit=credit, **settings)
+    with pytest.raises(ConfigError, match="credit"):
+        advantages(WITH_EVERYTHING, credit=credit, **settings)

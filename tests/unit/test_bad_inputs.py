@@ -1,4 +1,4 @@
-"""Bad input is answered with a typed error that names what was required and what came. The generator: `tests/support`.
+"""Bad input and arguments are answered with a typed error that names what was required and what came.
 
 The whole run, with 20,000 inputs: `tests/faults/test_bad_inputs.py`.
 """
@@ -6,46 +6,26 @@ The whole run, with 20,000 inputs: `tests/faults/test_bad_inputs.py`.
 import math
 import re
 from collections import deque
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
-from grpo import (
-    AdvantageConfig,
-    ConfigError,
-    ContractError,
-    ExperienceBatch,
-    GRPOConfig,
-    GRPOError,
-    GRPOTrainer,
-    ObjectiveConfig,
-    ObjectiveInputs,
-    ProtocolError,
-    RewardError,
-    Rewards,
-    WeightedRewards,
-    group_relative_advantages,
-    group_relative_returns,
-    grpo_objective,
-)
+from grpo import GRPOTrainer, Rewards, arguments, group_relative_advantages, group_relative_returns
 from grpo.advantage_estimator import decoupled_advantages, generalized_advantages
-from grpo.arguments import as_rewards
+from grpo.arguments import is_finite, require_each, require_instances, require_integers, require_numbers, require_widths
+from grpo.config import AdvantageConfig, GRPOConfig, ObjectiveConfig
+from grpo.errors import ConfigError, ContractError, GRPOError, ProtocolError, RewardError
 from grpo.evaluation import measure_policy
-from tests.support.bad_input_places import (
-    Plain,
-    Scoring,
-    good_batch,
-    good_inputs,
-    good_rows,
-    places,
-    rewards_of,
-    trainer_of,
-)
+from grpo.grpo_objective import grpo_objective
+from grpo.types import ExperienceBatch, ObjectiveInputs
+from tests.support import bad_input_places
+from tests.support.bad_input_places import Plain, Scoring, good_batch, good_inputs, good_rows, rewards_of, trainer_of
 from tests.support.bad_inputs import KINDS, Frame, Series, counted, table
 from tests.support.policies import TablePolicy
 
@@ -57,7 +37,7 @@ NAN, INF = math.nan, math.inf
 def test_generated_inputs_give_typed_errors_or_finite_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert len(KINDS) >= 60
-    every = places()
+    every = bad_input_places.places()
     free = {place.entry for place in every if place.is_free}  # their untyped errors are only counted, in tests/faults
     found = counted(every, 600, seed=int(np.random.default_rng(7).integers(2**31)))
     wrong = {
@@ -72,84 +52,98 @@ def test_generated_inputs_give_typed_errors_or_finite_results(tmp_path: Path, mo
     assert not any(wrong.values()), f"{table(found)}\n{wrong}"
 
 
-# What the trainer is built with
+def built(**given: Any) -> GRPOTrainer:
+    return GRPOTrainer(**{"config": GRPOConfig(), "policy": TablePolicy(), "reward_model": rewards_of, **given})
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("config", None, ConfigError),
-        ("config", {"group_size": 4}, ConfigError),
-        ("objective", 0, ConfigError),
-        ("objective", "", ConfigError),
-        ("advantages", [], ConfigError),
-        ("advantages", AdvantageConfig, ConfigError),
-        ("engine", "", ProtocolError),
-        ("engine", 0, ProtocolError),
-        ("optimizer", 0, ProtocolError),
-        ("lr_scheduler", [], ProtocolError),
-    ],
-)
-def test_falsy_and_wrong_arguments_of_the_trainer_are_refused(name: str, value: Any, error: type[GRPOError]) -> None:
-    given = {"config": GRPOConfig(), "policy": Plain(), "reward_model": rewards_of, name: value}
-    with pytest.raises(error, match=rf"^{name} must "):
-        GRPOTrainer(**given)
+def updated(**changes: Any) -> None:
+    trainer_of(Scoring()).update(ExperienceBatch(**good_batch(**changes)))
 
 
-@pytest.mark.parametrize("device", ["mps", "x", "cuda:99", "cpu:x"])
-def test_a_device_that_this_computer_lacks_is_refused_by_the_name_of_its_field(device: str) -> None:
-    with pytest.raises(ConfigError, match=rf"config\.device must be a device of this computer; got '{device}'"):
-        GRPOTrainer(config=GRPOConfig(device=device), policy=Plain(), reward_model=rewards_of)
+def from_rows(**changes: Any) -> ExperienceBatch:
+    rows = {"states": [0] * 4, "actions": [0] * 4, "rewards": [0.0, 1, 0, 1], "group_ids": [0, 0, 1, 1]}
+    return ExperienceBatch.from_rows(**{**rows, **changes})
+
+
+MASKED = np.ma.masked_array([1.0, 2.0, 3.0, 4.0], mask=[False, True, False, False])  # torch and numpy drop the mask
+BIG, MANY = 2**70, rf"num_actions_per_state must be >= 1; got {2**70}"
+SIZES = ("group_size", "num_states_per_iteration", "batch_size", "replay_iterations")
+NO_IDS = [
+    *([0.0, 0.0, 1.0, 1.0], torch.tensor([0.5, 0.5, 1, 1]), np.zeros(4), ["a", 0.0, "a", 0.0]),
+    *([None, "a", "a", "a"], [{"a"}, {"a"}, {"b"}, {"b"}], [1j] * 4),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), [
+    *((partial(built, config=value), ConfigError, "^config must ") for value in (None, {"group_size": 4})),
+    *((partial(built, objective=value), ConfigError, "^objective must ") for value in (0, "")),
+    *((partial(built, advantages=value), ConfigError, "^advantages must ") for value in ([], AdvantageConfig)),
+    *((partial(built, engine=value), ProtocolError, "^engine must ") for value in ("", 0)),
+    (partial(built, optimizer=0), ProtocolError, "^optimizer must "),
+    (partial(built, lr_scheduler=[]), ProtocolError, "^lr_scheduler must "),
+    *((lambda device=device: built(config=GRPOConfig(device=device)), ConfigError,
+       rf"config\.device must be a device of this computer; got '{device}'") for device in ("mps", "x", "cuda:99", "cpu:x")),
+    *((partial(GRPOConfig, **{name: BIG}), ConfigError, rf"GRPOConfig\.{name} must be below 2\*\*63; got {BIG}")
+      for name in SIZES),
+    (lambda: built().evaluate(["a"], num_actions_per_state=BIG), ConfigError, rf"{MANY}\. Pass an int"),
+    (lambda: measure_policy(TablePolicy(), ["a"], rewards_of, num_actions_per_state=BIG), ConfigError, MANY),
+    *((lambda wrong=wrong: trainer_of(Scoring()).update(wrong), ContractError, "update needs an ExperienceBatch")
+      for wrong in (None, [], {}, "abc", good_batch())),
+    (partial(updated, states=["a"]), ContractError, "states must have one entry per row = 8"),
+    (partial(updated, rewards=torch.full((8,), NAN)), RewardError, "rewards must be finite"),
+    (partial(updated, reward_components={"one": torch.full((8,), INF)}), RewardError,
+     r"reward_components\['one'\] must be finite, or NaN where"),
+    *((lambda n=n: trainer_of().train(["a"], num_iterations=n, progress=False), ConfigError, "num_iterations must be >= 1")
+      for n in (0, 1.5, "3", True, [2])),
+    *((lambda path=path, name=name: getattr(trainer_of(), name)(path), GRPOError, "path must be a str or a Path")
+      for path in (3, b"abc", None, "a\0b", ["a"]) for name in ("save_checkpoint", "load_checkpoint")),
+    *((partial(from_rows, group_ids=ids), ContractError, r"group_ids must be \[N\], one integer or text per row")
+      for ids in NO_IDS),
+    *((partial(group_relative_advantages, torch.arange(4.0), ids), ContractError, "group_ids must be") for ids in NO_IDS),
+    *((partial(from_rows, **{name: MASKED}), (ContractError, RewardError), name)
+      for name in ("states", "actions", "rewards", "group_ids")),
+    (lambda: arguments.as_rewards("reward", MASKED, 4), RewardError,
+     r"reward must return .*; got a numpy array \[4\] float64"),
+    (lambda: decoupled_advantages({"a": torch.tensor([1.0, INF, 3.0])}, {}, torch.tensor([0, 0, 0])), RewardError,
+     r"components\['a'\] must be finite"),
+])  # fmt: skip
+def test_what_is_refused_says_what_was_required(call: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_what_is_nearly_refused_is_accepted() -> None:
+    assert GRPOConfig(seed=2**64 - 1).seed == 2**64 - 1
+    assert arguments.as_rewards("reward", np.ma.masked_array([1.0, 2.0]), 2).tolist() == [1, 2]  # nothing is masked
+    parts = {"a": torch.tensor([1.0, NAN, 3.0])}  # NaN: it does not apply
+    assert decoupled_advantages(parts, {}, torch.tensor([0, 0, 0]))[1] == 0
 
 
 def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     policy = TablePolicy()
     optimizer, other = (torch.optim.SGD([policy.logits], lr=0.1) for _ in range(2))
-    given: dict[str, Any] = {"config": GRPOConfig(), "policy": policy, "reward_model": rewards_of}
     for mine in (optimizer, None):
         with pytest.raises(ConfigError, match="lr_scheduler was built from another optimizer"):
-            GRPOTrainer(**given, optimizer=mine, lr_scheduler=StepLR(other, 1))
-    GRPOTrainer(**given, optimizer=optimizer, lr_scheduler=StepLR(optimizer, 1))
-    GRPOTrainer(**given, lr_scheduler=partial(StepLR, step_size=1))
+            built(policy=policy, optimizer=mine, lr_scheduler=StepLR(other, 1))
+    built(policy=policy, optimizer=optimizer, lr_scheduler=StepLR(optimizer, 1))
+    built(policy=policy, lr_scheduler=partial(StepLR, step_size=1))
 
 
-def test_no_gradient_flows_through_rewards(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("part", [False, True])
+def test_no_gradient_flows_through_rewards(part: bool) -> None:
     """A reward that keeps its gradient on purpose is refused, because the loss would not follow it."""
     worth = torch.nn.Parameter(torch.tensor([0.0, 1.0]))
 
-    def with_gradient(part: bool) -> Any:
+    def with_gradient(states: Any, actions: Any) -> Any:
         with torch.enable_grad():
             return Rewards(values=worth * 2, components={"part": worth * 2}) if part else worth * 2
 
-    for part in (False, True):
-        trainer = GRPOTrainer(
-            config=GRPOConfig(group_size=2),
-            policy=TablePolicy(),
-            reward_model=lambda s, a, part=part: with_gradient(part),
-        )
-        for use in (trainer.step, trainer.evaluate):
-            with (
-                subtests.test(part=part),
-                pytest.raises(RewardError, match=r"without a gradient.*Return rewards\.detach"),
-            ):
-                use(["a"])
+    trainer = built(config=GRPOConfig(group_size=2), reward_model=with_gradient)
+    for use in (trainer.step, trainer.evaluate):
+        with pytest.raises(RewardError, match=r"without a gradient.*Return rewards\.detach"):
+            use(["a"])
     with pytest.raises(RewardError, match="without a gradient"):
         ExperienceBatch.from_rows(["a", "a"], [0, 1], worth * 2, torch.tensor([0, 0]))
-
-
-def test_a_number_of_actions_beyond_64_bits_is_refused() -> None:
-    for name in ("group_size", "num_states_per_iteration", "batch_size", "replay_iterations"):
-        with pytest.raises(ConfigError, match=rf"GRPOConfig\.{name} must be below 2\*\*63; got 1180591620717411303424"):
-            GRPOConfig(**{name: 2**70})
-    assert GRPOConfig(seed=2**64 - 1).seed == 2**64 - 1
-    with pytest.raises(
-        ConfigError, match=r"num_actions_per_state must be >= 1; got 1180591620717411303424\. Pass an int"
-    ):
-        GRPOTrainer(config=GRPOConfig(), policy=TablePolicy(), reward_model=rewards_of).evaluate(
-            ["a"], num_actions_per_state=2**70
-        )
-    with pytest.raises(ConfigError, match="num_actions_per_state must be >= 1; got 1180591620717411303424"):
-        measure_policy(TablePolicy(), ["a"], rewards_of, num_actions_per_state=2**70)
 
 
 @pytest.mark.parametrize(
@@ -158,26 +152,16 @@ def test_a_number_of_actions_beyond_64_bits_is_refused() -> None:
 def test_parameters_that_are_no_tensors_by_name_are_refused(value: Any) -> None:
     with pytest.raises(ContractError, match=r"^Plain\.get_parameters must return a dict of dense tensors by name"):
         trainer_of(Plain(get_parameters=value))
-
-
-def test_no_parameters_are_legal() -> None:
-    policy = Plain(get_parameters={})
+    policy = Plain(get_parameters={})  # no parameters are legal
     policy.logits.requires_grad_(False)
     trainer_of(policy).step(["a"])
 
 
-# States
-
-
-@pytest.mark.parametrize(
-    "states",
-    [
-        *("abc", {"a": 1}, {"a"}, None, 3, 2.5, iter("ab"), (s for s in "ab")),
-        *(Frame(), Series([1.0, 2.0]), np.array(1.0), torch.tensor(1.0), torch.zeros(2, 3).to_sparse()),
-        *(torch.zeros(2, 3, device="meta"), np.ma.masked_array([1.0, 2.0], mask=[False, True])),
-    ],
-    ids=lambda value: type(value).__name__,
-)
+@pytest.mark.parametrize("states", [
+    *("abc", {"a": 1}, {"a"}, None, 3, 2.5, iter("ab"), (s for s in "ab")),
+    *(Frame(), Series([1.0, 2.0]), np.array(1.0), torch.tensor(1.0), torch.zeros(2, 3).to_sparse()),
+    *(torch.zeros(2, 3, device="meta"), np.ma.masked_array([1.0, 2.0], mask=[False, True])),
+], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_states_that_are_no_rows_are_refused(states: Any) -> None:
     trainer = trainer_of()
     for ask in (trainer.step, trainer.collect, trainer.evaluate):
@@ -190,69 +174,6 @@ def test_states_that_are_no_rows_are_refused(states: Any) -> None:
 )
 def test_states_that_are_rows_are_taken_as_they_are(states: Any) -> None:
     assert trainer_of().step(states)["group_stats/num_groups"] == len(states)
-
-
-def test_update_needs_a_batch() -> None:
-    trainer = trainer_of(Scoring())
-    for wrong in (None, [], {}, "abc", good_batch()):
-        with pytest.raises(ContractError, match="update needs an ExperienceBatch"):
-            trainer.update(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ContractError, match="states must have one entry per row = 8"):
-        trainer.update(ExperienceBatch(**good_batch(states=["a"])))
-    with pytest.raises(RewardError, match="rewards must be finite"):
-        trainer.update(ExperienceBatch(**good_batch(rewards=torch.full((8,), NAN))))
-    with pytest.raises(RewardError, match=r"reward_components\['one'\] must be finite, or NaN where"):
-        trainer.update(ExperienceBatch(**good_batch(reward_components={"one": torch.full((8,), INF)})))
-
-
-@pytest.mark.parametrize("value", [0, 1.5, "3", True, [2]])
-def test_the_number_of_iterations_is_an_integer(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"num_iterations must be >= 1"):
-        trainer_of().train(["a"], num_iterations=value, progress=False)
-
-
-@pytest.mark.parametrize("path", [3, b"abc", None, "a\0b", ["a"]])
-def test_a_path_is_text_or_a_path(path: Any) -> None:
-    for use in (trainer_of().save_checkpoint, trainer_of().load_checkpoint):
-        with pytest.raises(GRPOError, match=r"path must be a str or a Path"):
-            use(path)
-
-
-# Rewards and group ids
-
-
-@pytest.mark.parametrize(
-    "group_ids",
-    [
-        [0.0, 0.0, 1.0, 1.0],
-        torch.tensor([0.5, 0.5, 1, 1]),
-        np.zeros(4),
-        ["a", 0.0, "a", 0.0],
-        [None, "a", "a", "a"],
-        [{"a"}, {"a"}, {"b"}, {"b"}],
-        [1j] * 4,
-    ],
-)
-def test_group_ids_that_are_no_integers_are_refused(group_ids: Any) -> None:
-    with pytest.raises(ContractError, match=r"group_ids must be \[N\], one integer or text per row"):
-        ExperienceBatch.from_rows([0] * 4, [0] * 4, [0.0, 1, 0, 1], group_ids)
-    with pytest.raises(ContractError, match="group_ids must be"):
-        group_relative_advantages(torch.arange(4.0), group_ids)
-
-
-MASKED = np.ma.masked_array([1.0, 2.0, 3.0, 4.0], mask=[False, True, False, False])
-
-
-def test_arrays_with_masked_entries_are_refused(subtests: pytest.Subtests) -> None:
-    """`torch` and `numpy.array` drop the mask, so that an entry which is not there would count."""
-    good = {"states": [0] * 4, "actions": [0] * 4, "rewards": [0.0, 1, 0, 1], "group_ids": [0, 0, 1, 1]}
-    for name in good:
-        with subtests.test(name=name), pytest.raises((ContractError, RewardError)):
-            ExperienceBatch.from_rows(**{**good, name: MASKED})
-    with pytest.raises(RewardError, match=r"reward must return .*; got a numpy array \[4\] float64"):
-        as_rewards("reward", MASKED, 4)
-    nothing_masked = np.ma.masked_array([1.0, 2.0])
-    assert as_rewards("reward", nothing_masked, 2).tolist() == [1, 2]
 
 
 def test_integer_rewards_give_the_advantages_of_equal_floats() -> None:
@@ -280,89 +201,127 @@ def test_rewards_that_are_not_finite_are_refused_by_free_functions(bad: float) -
     assert group_relative_returns(steps, mask, ids).isfinite().all()
 
 
-def test_an_infinite_part_is_refused_by_gdpo_and_nan_means_does_not_apply() -> None:
-    ids = torch.tensor([0, 0, 0])
-    parts = {"a": torch.tensor([1.0, NAN, 3.0])}
-    assert decoupled_advantages(parts, {}, ids)[1] == 0
-    with pytest.raises(RewardError, match=r"components\['a'\] must be finite"):
-        decoupled_advantages({"a": torch.tensor([1.0, INF, 3.0])}, {}, ids)
-
-
-def test_weighted_rewards_take_dicts_of_finite_weights(subtests: pytest.Subtests) -> None:
-    cases: list[tuple[Any, Any]] = [([rewards_of], None), ({"a": rewards_of}, [1.0]), ({"a": rewards_of}, {"a": NAN})]
-    for rewards, weights in [*cases, ({"a": rewards_of}, {"a": "1"})]:
-        with subtests.test(weights=weights), pytest.raises(ConfigError, match="WeightedRewards"):
-            WeightedRewards(rewards, weights)
-
-
-# Scores
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *([[-0.7] * 3] * 8, None, torch.zeros(8, 3).to_sparse()),
-        *(torch.zeros(8, 3, dtype=torch.complex64), torch.zeros(8, 3, dtype=torch.int64), torch.zeros(8, 4)),
-        *(np.zeros((8, 3)), torch.nested.nested_tensor([torch.zeros(3)] * 8, layout=torch.jagged)),
-    ],
-    ids=lambda value: type(value).__name__,
-)
+@pytest.mark.parametrize("wrong", [
+    *([[-0.7] * 3] * 8, None, torch.zeros(8, 3).to_sparse()),
+    *(torch.zeros(8, 3, dtype=torch.complex64), torch.zeros(8, 3, dtype=torch.int64), torch.zeros(8, 4)),
+    *(np.zeros((8, 3)), torch.nested.nested_tensor([torch.zeros(3)] * 8, layout=torch.jagged)),
+], ids=lambda value: type(value).__name__)  # fmt: skip
 @pytest.mark.parametrize("name", ["log_probs", "entropy", "values", "kl"])
 def test_scores_that_are_no_dense_floating_point_tensors_are_refused(name: str, wrong: Any) -> None:
     if wrong is None and name != "log_probs":
         pytest.skip("the policy does not compute it")
-    with pytest.raises(
-        ContractError, match=r"^ActionScores\.(\w+) must be a dense (floating-point|bool) tensor \[N, T\]"
-    ):
+    message = r"^ActionScores\.(\w+) must be a dense (floating-point|bool) tensor \[N, T\]"
+    with pytest.raises(ContractError, match=message):
         trainer_of(Scoring(**{name: wrong})).step(["a", "b"])
 
 
-def test_scores_without_values_are_refused() -> None:
+NOWHERE = torch.zeros(8, 3, device="meta")
+EVERYTHING = dict.fromkeys(("log_probs", "entropy", "values", "kl"), NOWHERE)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"log_probs": NOWHERE}, {"entropy": NOWHERE}, {**EVERYTHING, "mask": NOWHERE.bool(), "final_values": None}],
+    ids=["log_probs", "entropy", "everything"],
+)
+def test_scores_without_values_are_refused(wrong: Any) -> None:
     """On the device meta: all of them, or one beside others that have values."""
-    nowhere = torch.zeros(8, 3, device="meta")
-    everything = dict.fromkeys(("log_probs", "entropy", "values", "kl"), nowhere)
-    for wrong in (
-        {"log_probs": nowhere},
-        {"entropy": nowhere},
-        {**everything, "mask": nowhere.bool(), "final_values": None},
-    ):
-        with pytest.raises(ContractError, match=r"log_probs must be|ActionScores\.\w+ must be"):
-            trainer_of(Scoring(**wrong)).step(["a", "b"])
+    with pytest.raises(ContractError, match=r"log_probs must be|ActionScores\.\w+ must be"):
+        trainer_of(Scoring(**wrong)).step(["a", "b"])
 
 
-def test_a_surrogate_that_returns_no_loss_per_step_is_refused(subtests: pytest.Subtests) -> None:
-    for wrong in (None, 1.0, torch.zeros(8), torch.zeros(8, 2), torch.zeros(8, 3, dtype=torch.int64), [[0.0] * 3] * 8):
-        config = GRPOConfig.from_dict({}).objective
-        trainer = trainer_of(Scoring(), objective=type(config)(surrogate=lambda steps, wrong=wrong: wrong))
-        with (
-            subtests.test(wrong=str(wrong)),
-            pytest.raises(
-                ContractError, match=re.escape("must return a dense floating-point tensor [N, T] = [8, 3] or [N, 1]")
-            ),
-        ):
-            trainer.update(ExperienceBatch.from_rows(**good_rows()))
+@pytest.mark.parametrize(
+    "wrong", [None, 1.0, torch.zeros(8), torch.zeros(8, 2), torch.zeros(8, 3, dtype=torch.int64), [[0.0] * 3] * 8]
+)
+def test_a_surrogate_that_returns_no_loss_per_step_is_refused(wrong: Any) -> None:
+    trainer = trainer_of(Scoring(), objective=ObjectiveConfig(surrogate=lambda steps: wrong))
+    message = re.escape("must return a dense floating-point tensor [N, T] = [8, 3] or [N, 1]")
+    with pytest.raises(ContractError, match=message):
+        trainer.update(ExperienceBatch.from_rows(**good_rows()))
 
 
-def test_what_is_off_the_mask_never_counts(subtests: pytest.Subtests) -> None:
+def test_what_is_off_the_mask_never_counts() -> None:
     """Weights, and what a surrogate or a sampler correction of one's own returns there: huge, or NaN."""
     mask = torch.tensor([[True, True, False]] * 8)
     log_probs = torch.linspace(-2, -0.1, 24, dtype=torch.float64).reshape(8, 3)
-    config = ObjectiveConfig(
-        surrogate=lambda steps: torch.where(steps.mask, -steps.ratio() * steps.advantages, poison),
-        sampler_correction=lambda old, behaviour, mask: torch.where(mask, 0.5, poison).double(),
-        value_coef=1.0,
-        kl_coef=0.1,
-        entropy_coef=0.1,
-    )
-    found = []
-    for poison in (0.0, 1e9, NAN):
+
+    def evaluated(poison: float) -> tuple[float, Any]:
+        config = ObjectiveConfig(
+            surrogate=lambda steps: torch.where(steps.mask, -steps.ratio() * steps.advantages, poison),
+            sampler_correction=lambda old, behaviour, mask: torch.where(mask, 0.5, poison).double(),
+            value_coef=1.0,
+            kl_coef=0.1,
+            entropy_coef=0.1,
+        )
         weights = torch.where(mask, 0.1, poison).double()
         changes = {"mask": mask, "weights": weights, "entropy_weights": weights, "keep": None, "selected": None}
         leaf = log_probs.clone().requires_grad_()
         output = grpo_objective(ObjectiveInputs(**good_inputs(**changes, log_probs=leaf)), config)
         output.loss.backward()
-        found.append((output.loss.item(), leaf.grad))
-    for loss, gradient in found[1:]:
-        with subtests.test(loss=loss):
-            assert loss == found[0][0]
-            assert torch.equal(gradient, found[0][1])
+        return output.loss.item(), leaf.grad
+
+    clean = evaluated(0.0)
+    for poison in (1e9, NAN):
+        loss, gradient = evaluated(poison)
+        assert loss == clean[0]
+        assert torch.equal(gradient, clean[1])
+
+
+def test_integers_of_python_and_numpy_from_the_least_on_pass() -> None:
+    require_integers("Owner", 2, a=2, b=3, c=np.int64(2))
+    require_integers("Owner", 0, a=0)
+    require_integers("Owner", 1, optional=True, a=None, b=1)
+
+
+@pytest.mark.parametrize(("least", "optional", "value", "message"), [
+    (2, False, 1, r"an integer >= 2; got int 1\."),
+    (1, False, True, r"an integer >= 1; got bool True\."),
+    (1, False, 2.0, r"an integer >= 1; got float 2\.0\."),
+    (1, False, "3", r"an integer >= 1; got str '3'\."),
+    (1, False, None, r"an integer >= 1; got NoneType None\."),
+    (1, True, 0, r"an integer >= 1, or None; got int 0\."),
+])  # fmt: skip
+def test_what_is_no_integer_is_refused_by_name(least: int, optional: bool, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^Owner: size must be {message}$"):
+        require_integers("Owner", least, optional=optional, fine=9, size=value)
+
+
+def test_finite_numbers_pass() -> None:
+    require_numbers("Owner", a=0, b=-1.5, c=np.float32(2), d=Fraction(1, 3))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "1", None, 1j, 10**400], ids=str)
+def test_what_is_no_finite_number_is_refused_by_name(value: Any) -> None:
+    assert not is_finite(value)
+    with pytest.raises(ConfigError, match=r"^Owner: rate must be a finite number; got \w+ "):
+        require_numbers("Owner", fine=1.0, rate=value)
+
+
+def test_instances_pass_and_others_are_refused_by_name() -> None:
+    require_instances("Owner", str | None, "a text, or None", a="x", b=None)
+    with pytest.raises(ConfigError, match=r"^Owner: b must be a text, or None; got int 1\.$"):
+        require_instances("Owner", str | None, "a text, or None", a="x", b=1)
+    require_instances("Owner", Literal["up", "down"], a="up", b="down")
+    for wrong in ("left", 1, None, ["up"]):
+        with pytest.raises(ConfigError, match=r"^Owner: b must be one of 'up', 'down'; got "):
+            require_instances("Owner", Literal["up", "down"], a="up", b=wrong)
+
+
+def test_widths_are_a_list_of_integers_from_1_on() -> None:
+    require_widths("Owner", [])
+    require_widths("Owner", (64, np.int64(1)))
+    for wrong, message in (
+        (8, r"hidden must be a list of widths; got int 8\."),
+        ([8, 0], r"hidden\[1\] must be an integer >= 1; got int 0\."),
+        (b"8", r"hidden must be a list of widths; got bytes b'8'\."),
+    ):
+        with pytest.raises(ConfigError, match=f"^Owner: {message}$"):
+            require_widths("Owner", wrong)
+
+
+def test_a_list_is_returned_if_each_of_its_values_fits() -> None:
+    assert require_each("Owner: words", str, (word for word in ("a", "b"))) == ["a", "b"]
+    assert require_each("Owner: words", str, []) == []
+    for wrong, shown in ((["a", 1], "1"), ("ab", "'ab'"), (7, "7"), (None, "None")):
+        with pytest.raises(ConfigError, match=rf"^Owner: words must be a list of str objects; got {shown}\.$"):
+            require_each("Owner: words", str, wrong)

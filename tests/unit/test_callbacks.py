@@ -5,35 +5,36 @@ import os
 import signal
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from grpo import (
-    CheckpointError,
-    ConfigError,
-    EarlyStopping,
-    GRPOConfig,
-    GRPOTrainer,
-    GRPOWarning,
-    KeepBestPolicy,
-    TimeBudget,
-    TrainingInterrupted,
-)
-from grpo.callbacks import Callbacks
+from grpo import CheckpointError, ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, TrainingInterrupted
+from grpo.callbacks import Callbacks, EarlyStopping, KeepBestPolicy, TimeBudget
 from tests.support.imitated_ranks import ImitatedRank, on_ranks
 from tests.support.policies import TablePolicy
 
-QUIET: dict[str, Any] = {"progress": False}
 
-
-def trainer_of() -> GRPOTrainer:
+def trainer_of(**others: Any) -> GRPOTrainer:
     return GRPOTrainer(
-        config=GRPOConfig(group_size=4, seed=0, learning_rate=0.1),
+        config=GRPOConfig(group_size=4, seed=None if others else 0, learning_rate=0.1),
         policy=TablePolicy(),
         reward_model=lambda states, actions: [float(action) for action in actions],
+        **others,
     )
+
+
+def train(*callbacks: Any, num_iterations: int = 1, trainer: GRPOTrainer | None = None, **options: Any) -> Any:
+    """The history of a run with these callbacks."""
+    arguments: dict[str, Any] = {
+        "num_iterations": num_iterations,
+        "callbacks": [*callbacks],
+        "progress": False,
+        **options,
+    }
+    return (trainer or trainer_of()).train(["a", "b"], **arguments)
 
 
 class Recorder:
@@ -42,6 +43,9 @@ class Recorder:
     def __init__(self, stop_at: int | None = None) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.stop_at = stop_at
+
+    def on_start(self, trainer: Any) -> None:
+        self.calls.append(("start", trainer.iteration, len(trainer.history)))
 
     def on_iteration(self, trainer: Any, metrics: Any) -> str | None:
         assert metrics is trainer.history[-1]
@@ -62,55 +66,25 @@ class Recorder:
 
 def test_callbacks_are_called_in_order(tmp_path: Path) -> None:
     recorder = Recorder()
-    trainer_of().train(
-        ["a", "b"],
-        num_iterations=3,
-        eval_states=["a"],
-        eval_every=2,
-        callbacks=[recorder],
-        checkpoint_dir=tmp_path,
-        checkpoint_every=3,
-        **QUIET,
-    )
+    run: dict[str, Any] = {"eval_states": ["a"], "eval_every": 2, "checkpoint_dir": tmp_path, "checkpoint_every": 3}
+    train(recorder, num_iterations=3, **run)
     assert recorder.calls == [
-        ("iteration", 1, 1),
-        ("evaluation", 2, 2),
-        ("iteration", 2, 2),
+        ("start", 0, 0), ("iteration", 1, 1), ("evaluation", 2, 2), ("iteration", 2, 2),
         ("checkpoint", 2, "iteration-00000002"),  # the best evaluation
-        ("evaluation", 3, 3),
-        ("iteration", 3, 3),
-        ("checkpoint", 3, "iteration-00000003"),
-    ]
+        ("evaluation", 3, 3), ("iteration", 3, 3), ("checkpoint", 3, "iteration-00000003"),
+    ]  # fmt: skip
 
 
 def test_stop_ends_the_run_after_the_iteration_with_a_checkpoint(tmp_path: Path) -> None:
-    first, second = Recorder(stop_at=2), Recorder()
-    trainer = trainer_of()
-    history = trainer.train(
-        ["a", "b"],
-        num_iterations=9,
-        callbacks=[first, second],
-        checkpoint_dir=tmp_path,
-        checkpoint_every=9,
-        **QUIET,
-    )
+    first, second, trainer = Recorder(stop_at=2), Recorder(), trainer_of()
+    history = train(first, second, num_iterations=9, trainer=trainer, checkpoint_dir=tmp_path, checkpoint_every=9)
     assert len(history) == trainer.iteration == 2
     assert first.calls == second.calls == [
-        ("iteration", 1, 1), ("iteration", 2, 2), ("checkpoint", 2, "iteration-00000002"),
+        ("start", 0, 0), ("iteration", 1, 1), ("iteration", 2, 2), ("checkpoint", 2, "iteration-00000002"),
     ]  # fmt: skip
-    resumed = trainer_of()
-    assert len(resumed.train(["a", "b"], num_iterations=9, checkpoint_dir=tmp_path, resume="auto", **QUIET)) == 7
-
-
-def test_an_evaluation_can_stop_the_run_too() -> None:
-    class Stops:
-        def on_evaluation(self, trainer: Any, metrics: Any) -> str:
-            return "stop"
-
-    history = trainer_of().train(
-        ["a", "b"], num_iterations=9, eval_states=["a"], eval_every=4, callbacks=[Stops()], **QUIET
-    )
-    assert len(history) == 4
+    assert len(train(num_iterations=9, checkpoint_dir=tmp_path, resume="auto")) == 7
+    stops = SimpleNamespace(on_evaluation=lambda trainer, metrics: "stop")
+    assert len(train(stops, num_iterations=9, eval_states=["a"], eval_every=4)) == 4
 
 
 def test_an_interrupt_is_told_after_its_checkpoint_was_written(tmp_path: Path) -> None:
@@ -125,154 +99,122 @@ def test_an_interrupt_is_told_after_its_checkpoint_was_written(tmp_path: Path) -
 
     recorder = Interrupts()
     with pytest.raises(TrainingInterrupted):
-        trainer_of().train(["a", "b"], num_iterations=9, callbacks=[recorder], checkpoint_dir=tmp_path, **QUIET)
+        train(recorder, num_iterations=9, checkpoint_dir=tmp_path)
     assert recorder.calls[-2:] == [
         ("interrupt", 2, "TrainingInterrupted"), ("iteration-00000001", "iteration-00000002"),
     ]  # fmt: skip
 
 
 def test_what_a_callback_raises_ends_the_run_and_a_resume_asks_it_again(tmp_path: Path) -> None:
-    class Pruned(Exception):
+    class PrunedError(Exception):
         pass
 
     class Prunes(Recorder):
         def on_iteration(self, trainer: Any, metrics: Any) -> None:
             super().on_iteration(trainer, metrics)
             if trainer.iteration == 2:
-                raise Pruned
+                raise PrunedError
 
-    pruned = Prunes()
-    trainer = trainer_of()
-    with pytest.raises(Pruned):
-        trainer.train(["a", "b"], num_iterations=4, callbacks=[pruned], checkpoint_dir=tmp_path, **QUIET)
+    trainer, recorder = trainer_of(), Recorder()
+    with pytest.raises(PrunedError):
+        train(Prunes(), num_iterations=4, trainer=trainer, checkpoint_dir=tmp_path)
     assert len(trainer.history) == 1
-    recorder = Recorder()
-    resumed = trainer_of()
-    resumed.train(["a", "b"], num_iterations=4, callbacks=[recorder], checkpoint_dir=tmp_path, resume="auto", **QUIET)
-    assert [call[:2] for call in recorder.calls if call[0] == "iteration"] == [
-        ("iteration", 2), ("iteration", 3), ("iteration", 4),
-    ]  # fmt: skip
+    train(recorder, num_iterations=4, checkpoint_dir=tmp_path, resume="auto")
+    assert [call[1] for call in recorder.calls if call[0] == "iteration"] == [2, 3, 4]
 
 
-def test_objects_that_are_no_callbacks_are_refused(subtests: pytest.Subtests) -> None:
-    class Misspelled:
-        def on_iterations(self, trainer: Any, metrics: Any) -> None: ...
-
-    for value, message in [
-        ([Misspelled()], r"Misspelled.on_iterations is never called. Did you mean on_iteration\?"),
-        ([Misspelled], r"Misspelled is a class. Pass an object: Misspelled"),
-        ([print], r"must have at least one of the methods on_iteration, on_evaluation, on_checkpoint, on_interrupt"),
-    ]:
-        with subtests.test(message=message), pytest.raises(ConfigError, match=message):
-            trainer_of().train(["a"], num_iterations=1, callbacks=value, **QUIET)
+class Misspelled:
+    def on_iterations(self, trainer: Any, metrics: Any) -> None: ...
 
 
-def test_an_answer_other_than_stop_and_none_is_refused() -> None:
-    class Says:
-        def on_iteration(self, trainer: Any, metrics: Any) -> bool:
-            return False
+METHODS = "on_start, on_iteration, on_evaluation, on_checkpoint, on_interrupt"
 
-    with pytest.raises(ConfigError, match=r'Says.on_iteration must return "stop" or None; got bool False'):
-        trainer_of().train(["a"], num_iterations=1, callbacks=[Says()], **QUIET)
+
+@pytest.mark.parametrize(("callback", "message"), [
+    (Misspelled(), r"Misspelled.on_iterations is never called. Did you mean on_iteration\?"),
+    (Misspelled, r"Misspelled is a class. Pass an object: Misspelled"),
+    (print, rf"must have at least one of the methods {METHODS}"),
+    (type("Says", (), {"on_iteration": lambda self, trainer, metrics: False})(),
+     'Says.on_iteration must return "stop" or None; got bool False'),
+    (EarlyStopping(), "EarlyStopping waits for eval/avg_reward, and this run has no evaluations"),
+])  # fmt: skip
+def test_objects_that_are_no_callbacks_and_metrics_that_will_never_be_measured_are_refused(
+    callback: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(callback)
+    with pytest.raises(ConfigError, match=r"no 'eval/avg_rewrd'. Did you mean 'eval/avg_reward'"):
+        train(KeepBestPolicy("eval/avg_rewrd"), eval_states=["a"])
 
 
 def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_iteration(tmp_path: Path) -> None:
-    class Unsavable(Recorder):
-        def state_dict(self) -> dict[str, Any]:
-            return {"function": print}
-
-        def load_state_dict(self, state: Any) -> None: ...
-
-    recorder = Unsavable()
+    recorder: Any = Recorder()
+    recorder.state_dict, recorder.load_state_dict = lambda: {"function": print}, print
     with pytest.raises(CheckpointError, match=r"callbacks"):
-        trainer_of().train(["a"], num_iterations=1, callbacks=[recorder], checkpoint_dir=tmp_path, **QUIET)
+        train(recorder, checkpoint_dir=tmp_path)
     assert recorder.calls == []
 
 
-# EarlyStopping
+def test_nothing_of_a_callback_but_its_methods_is_read() -> None:
+    """Other attributes and methods, and attributes with the name of a method that are none, are the callback's own."""
+
+    class Episode(Recorder):
+        on_evaluation = on_checkpoint = on_policy = True  # type: ignore[assignment]
+
+        def should_stop(self) -> bool:
+            raise AssertionError
+
+        stop = ended = is_done = finished = has_ended = should_stop
+
+    episode = Episode()
+    assert len(train(episode, num_iterations=2, eval_states=["a"])) == 2
+    assert episode.calls == [("start", 0, 0), ("iteration", 1, 1), ("iteration", 2, 2)]
 
 
-class Told:
+def told(iteration: int, policy: Any = None) -> Any:
     """A trainer at an iteration, for callbacks that are called by hand."""
-
-    config = policy = None
-
-    def __init__(self, iteration: int, policy: Any = None) -> None:
-        self.iteration, self.policy = iteration, policy
-        self.history: list[dict[str, float]] = []
-
-    def save_checkpoint(self, path: Any) -> Path:
-        raise AssertionError
+    return SimpleNamespace(iteration=iteration, policy=policy, config=None, history=[], save_checkpoint=print)
 
 
 def stops_at(callback: EarlyStopping, values: list[float]) -> int | None:
     """The number of the measurement after which the callback stops."""
     for number, value in enumerate(values, start=1):
-        if callback.on_iteration(Told(number), {callback.metric: value}) == "stop":
+        if callback.on_iteration(told(number), {callback.metric: value}) == "stop":
             return number
     return None
 
 
-def test_early_stopping_waits_for_its_patience(subtests: pytest.Subtests) -> None:
-    for options, values, expected in [
-        ({"patience": 2}, [1, 2, 2, 2, 3], 4),  # an equal value is not better
-        ({"patience": 2}, [1, 0, 2, 1, 3, 2, 2.9], 7),
-        ({"patience": 1}, [1, 2, 3, math.nan, 3], 5),  # NaN is no measurement
-        ({"patience": 2, "mode": "min"}, [3, 2, 3, 1, 1, 1], 6),
-        ({"patience": 2, "min_delta": 0.5}, [0, 0.25, 0.5, 0.75, 0.9], 5),  # .5 is better by .5; .75 and .9 are not
-        ({"patience": 3}, [5, 4, 3], None),
-    ]:
-        with subtests.test(options=options, values=values):
-            callback = EarlyStopping("metric", **options)  # type: ignore[arg-type]
-            assert stops_at(callback, [float(value) for value in values]) == expected
+@pytest.mark.parametrize(("options", "values", "expected"), [
+    ({"patience": 2}, [1, 2, 2, 2, 3], 4),  # an equal value is not better
+    ({"patience": 2}, [1, 0, 2, 1, 3, 2, 2.9], 7),
+    ({"patience": 1}, [1, 2, 3, math.nan, 3], 5),  # NaN is no measurement
+    ({"patience": 2, "mode": "min"}, [3, 2, 3, 1, 1, 1], 6),
+    ({"patience": 2, "min_delta": 0.5}, [0, 0.25, 0.5, 0.75, 0.9], 5),  # .5 is better by .5; .75 and .9 are not
+    ({"patience": 3}, [5, 4, 3], None),
+])  # fmt: skip
+def test_early_stopping_waits_for_its_patience(options: Any, values: list[float], expected: int | None) -> None:
+    assert stops_at(EarlyStopping("metric", **options), [float(value) for value in values]) == expected
 
 
-def test_early_stopping_knows_the_best_value() -> None:
+def test_early_stopping_knows_the_best_value_of_its_metric() -> None:
     callback = EarlyStopping("metric", patience=9)
     stops_at(callback, [1.0, 3.0, 2.0])
     assert (callback.best, callback.best_iteration, callback.num_since_best) == (3.0, 2, 1)
-
-
-def test_iterations_without_the_metric_do_not_count() -> None:
     callback = EarlyStopping("eval/avg_reward", patience=1)
-    assert all(callback.on_iteration(Told(number), {"rewards/mean": 0.0}) is None for number in range(9))
+    assert all(callback.on_iteration(told(number), {"rewards/mean": 0.0}) is None for number in range(9))
     assert callback.best is None
 
 
-def test_a_metric_that_will_never_be_measured_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"EarlyStopping waits for eval/avg_reward, and this run has no evaluations"):
-        trainer_of().train(["a"], num_iterations=1, callbacks=[EarlyStopping()], **QUIET)
-    callbacks = [KeepBestPolicy("eval/avg_rewrd")]
-    with pytest.raises(ConfigError, match=r"no 'eval/avg_rewrd'. Did you mean 'eval/avg_reward'"):
-        trainer_of().train(["a"], num_iterations=1, eval_states=["a"], callbacks=callbacks, **QUIET)
-
-
-def test_settings_of_early_stopping_are_checked(subtests: pytest.Subtests) -> None:
-    for options, message in [
-        ({"patience": 0}, "patience must be >= 1"),
-        ({"min_delta": -1.0}, "min_delta must be >= 0"),
-        ({"min_delta": math.inf}, "min_delta must be >= 0"),
-    ]:
-        with subtests.test(options=options), pytest.raises(ConfigError, match=message):
-            EarlyStopping("metric", **options)  # type: ignore[arg-type]
-
-
-def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
-    """The metric never becomes better, and the run is resumed after two of three measurements without a better one."""
-
-    def run(num_iterations: int) -> tuple[GRPOTrainer, EarlyStopping]:
-        stopping, trainer = EarlyStopping("constant", patience=3), trainer_of()
-        finished = trainer.finished
-        trainer.finished = lambda rows: {**finished(rows), "constant": 1.0}  # type: ignore[method-assign]
-        options: dict[str, Any] = {"checkpoint_dir": tmp_path, "resume": "auto", **QUIET}
-        trainer.train(["a", "b"], num_iterations=num_iterations, callbacks=[stopping], **options)
-        return trainer, stopping
-
-    _, first = run(3)
-    assert first.num_since_best == 2
-    trainer, second = run(9)
-    assert trainer.iteration == 4
-    assert second.best_iteration == 1
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: EarlyStopping("metric", patience=0), "patience must be >= 1"),
+    (lambda: EarlyStopping("metric", min_delta=-1.0), "min_delta must be >= 0"),
+    (lambda: EarlyStopping("metric", min_delta=math.inf), "min_delta must be >= 0"),
+    (lambda: TimeBudget(timedelta(0)), "TimeBudget.limit must be a timedelta"),
+    (lambda: TimeBudget(timedelta(seconds=-1)), "TimeBudget.limit must be a timedelta"),
+])  # fmt: skip
+def test_settings_of_callbacks_are_checked(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
 
 
 def test_states_are_restored_by_class_and_number() -> None:
@@ -287,54 +229,46 @@ def test_states_are_restored_by_class_and_number() -> None:
 
 
 def test_a_callback_that_cannot_take_its_state_back_has_none() -> None:
-    class Half(Recorder):
-        def state_dict(self) -> dict[str, Any]:
-            raise AssertionError
-
-    assert Callbacks([Half()]).state_dict() == {}
+    half = SimpleNamespace(on_start=print, state_dict=lambda: pytest.fail("it is asked"))
+    assert Callbacks([half]).state_dict() == {}
 
 
 def test_a_resume_with_other_callbacks_names_what_is_new_and_what_is_lost() -> None:
     state = Callbacks([EarlyStopping("a")]).state_dict()
-    with pytest.warns(
-        GRPOWarning, match=r"New: KeepBestPolicy\. Missing, so that their state is lost: EarlyStopping\."
-    ):
+    message = r"New: KeepBestPolicy\. Missing, so that their state is lost: EarlyStopping\."
+    with pytest.warns(GRPOWarning, match=message):
         Callbacks([KeepBestPolicy("b")]).load_state_dict(state)
     Callbacks([KeepBestPolicy("b")]).load_state_dict({})  # a run without callbacks has no states to lose
 
 
-def test_a_run_that_early_stopping_has_ended_stays_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options: dict[str, Any] = {"num_iterations": 9, "checkpoint_dir": tmp_path, "resume": "auto", **QUIET}
-
-    def stopping(patience: int) -> list[Any]:
-        return [EarlyStopping("group_stats/num_groups", patience=patience)]  # it never changes
-
-    assert len(trainer_of().train(["a", "b"], callbacks=stopping(2), **options)) == 3
+def test_a_run_that_early_stopping_has_ended_stays_ended_and_a_resumed_run_goes_on_counting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The metric never changes."""
+    options: dict[str, Any] = {"num_iterations": 9, "checkpoint_dir": tmp_path, "resume": "auto"}
+    first, second, third = (EarlyStopping("group_stats/num_groups", patience=patience) for patience in (2, 2, 4))
+    assert len(train(first, **options)) == 3
     assert "Stopped by EarlyStopping after iteration 3." in caplog.text
-    again = trainer_of()
     with pytest.warns(GRPOWarning, match=r"EarlyStopping has ended the run already"):
-        assert again.train(["a", "b"], callbacks=stopping(2), **options) == []
-    assert len(trainer_of().train(["a", "b"], callbacks=stopping(4), **options)) == 2
-
-
-# KeepBestPolicy
+        assert train(second, **options) == []
+    assert len(train(third, **options)) == 2
+    assert (third.best_iteration, third.num_since_best) == (1, 4)
 
 
 def test_the_best_weights_are_kept_and_restored(tmp_path: Path) -> None:
-    best, trainer = KeepBestPolicy(), trainer_of()
+    best, again, trainer = KeepBestPolicy(), KeepBestPolicy(), trainer_of()
     seen: list[tuple[float, torch.Tensor]] = []
 
-    class Notes:
-        def on_evaluation(self, trainer: Any, metrics: Any) -> None:
-            seen.append((metrics["eval/avg_reward"], trainer.policy.logits.detach().clone()))
+    def note(trainer: Any, metrics: Any) -> None:
+        seen.append((metrics["eval/avg_reward"], trainer.policy.logits.detach().clone()))
 
+    notes = SimpleNamespace(on_evaluation=note)
     options: dict[str, Any] = {"eval_states": ["a", "b"], "eval_every": 1, "checkpoint_dir": tmp_path, "resume": "auto"}
-    trainer.train(["a", "b"], num_iterations=6, callbacks=[Notes(), best], **options, **QUIET)
+    train(notes, best, num_iterations=6, trainer=trainer, **options)
     score, weights = max(seen, key=lambda pair: pair[0])
     assert best.best == score
     assert torch.equal(best.weights["logits"], weights)
-    again = KeepBestPolicy()
-    trainer_of().train(["a", "b"], num_iterations=7, callbacks=[Notes(), again], **options, **QUIET)
+    train(notes, again, num_iterations=7, **options)
     assert again.best is not None
     assert again.best >= score
     if again.best == score:
@@ -348,7 +282,7 @@ def test_weights_that_do_not_fit_or_do_not_exist_are_not_restored() -> None:
     best = KeepBestPolicy()
     with pytest.raises(ConfigError, match=r"eval/avg_reward was never measured. Pass eval_states"):
         best.restore(TablePolicy())
-    best.on_iteration(Told(1, TablePolicy()), {"eval/avg_reward": 1.0})
+    best.on_iteration(told(1, TablePolicy()), {"eval/avg_reward": 1.0})
     with pytest.raises(ConfigError, match=r"must have the parameters of the one that was trained"):
         best.restore(TablePolicy(num_actions=3))
 
@@ -359,63 +293,55 @@ def test_restored_weights_reach_a_separate_sampler() -> None:
             self.synced = self.logits.detach().clone()
 
     policy, best = Synced(), KeepBestPolicy("rewards/mean")
-    best.on_iteration(Told(1, policy), {"rewards/mean": 1.0})
+    best.on_iteration(told(1, policy), {"rewards/mean": 1.0})
     with torch.no_grad():
         policy.logits += 1.0
     best.restore(policy)
     assert torch.equal(policy.synced, best.weights["logits"])
 
 
-# TimeBudget
-
-
-def test_a_run_ends_before_its_time_is_over(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize(("ends", "expected"), [
+    ([10, 20, 30, 40, 50, 60], 6),  # 60 + 10 > 60, and 50 + 10 is not
+    ([10, 20, 45, 50], 3),  # the longest took 25: 45 + 25 > 60
+    ([10, 20, 30], None),
+])  # fmt: skip
+def test_a_run_ends_before_its_time_is_over(ends: list[int], expected: int | None) -> None:
     """Iterations end at these seconds; the first one took 10, and the budget is 60 seconds."""
-    for ends, expected in [
-        ([10, 20, 30, 40, 50, 60], 6),  # 60 + 10 > 60, and 50 + 10 is not
-        ([10, 20, 45, 50], 3),  # the longest took 25: 45 + 25 > 60
-        ([10, 20, 30], None),
-    ]:
-        with subtests.test(ends=ends):
-            clock = iter(ends)
-            budget, stopped = TimeBudget(timedelta(minutes=1), clock=lambda clock=clock: float(next(clock))), None
-            for number in range(1, len(ends) + 1):
-                if budget.on_iteration(Told(number), {"time/iteration": 10.0}) == "stop":
-                    stopped = number
-                    break
-            assert stopped == expected
-
-
-def test_a_budget_that_is_no_time_is_refused(subtests: pytest.Subtests) -> None:
-    for limit in (timedelta(0), timedelta(seconds=-1)):
-        with subtests.test(limit=limit), pytest.raises(ConfigError, match=r"TimeBudget.limit must be a timedelta"):
-            TimeBudget(limit)
-
-
-# Several ranks
+    clock = iter(ends)
+    budget = TimeBudget(timedelta(minutes=1), clock=lambda: float(next(clock)))
+    answers = (budget.on_iteration(told(number), {"time/iteration": 10.0}) for number in range(1, len(ends) + 1))
+    assert next((number for number, answer in enumerate(answers, start=1) if answer == "stop"), None) == expected
 
 
 def test_stop_on_one_rank_stops_all_and_only_the_first_rank_records() -> None:
     """Random generators are shared by the threads, and only counts are compared."""
 
-    class Notes:
-        def __init__(self) -> None:
-            self.iterations: list[int] = []
-
-        def log(self, metrics: Any, iteration: int) -> None:
-            self.iterations.append(iteration)
-
-        def close(self) -> None: ...
-
     def run(engine: ImitatedRank) -> tuple[int, list[int], int]:
-        sink, callback = Notes(), Recorder(stop_at=3 if engine.rank == 1 else None)
-        trainer = GRPOTrainer(
-            config=GRPOConfig(group_size=2),
-            policy=TablePolicy(),
-            reward_model=lambda states, actions: [float(action) for action in actions],
-            engine=engine,
-        )
-        history = trainer.train(["a", "b"], num_iterations=9, sinks=[sink], callbacks=[callback], **QUIET)
-        return len(history), sink.iterations, len(callback.calls)
+        iterations: list[int] = []
+        sink = SimpleNamespace(log=lambda metrics, iteration: iterations.append(iteration), close=lambda: None)
+        callback = Recorder(stop_at=3 if engine.rank == 1 else None)
+        history = train(callback, num_iterations=9, trainer=trainer_of(engine=engine), sinks=[sink])
+        return len(history), iterations, len(callback.calls)
 
-    assert on_ranks(2, run) == [(3, [1, 2, 3], 3), (3, [], 3)]
+    assert on_ranks(2, run) == [(3, [1, 2, 3], 4), (3, [], 4)]
+
+
+def test_one_rank_alone_may_have_callbacks() -> None:
+    def run(engine: ImitatedRank) -> tuple[int, int]:
+        recorder = Recorder(stop_at=2)
+        history = train(*([recorder] if engine.rank == 0 else []), num_iterations=4, trainer=trainer_of(engine=engine))
+        return len(history), len(recorder.calls)
+
+    assert on_ranks(2, run) == [(2, 3), (2, 0)]
+
+
+def test_a_run_that_has_ended_on_one_rank_has_ended_on_all() -> None:
+    class Ends:
+        def __init__(self, rank: int) -> None:
+            self.on_start = lambda trainer: "stop" if rank == 1 else None
+
+    def run(engine: ImitatedRank) -> int:
+        return len(train(Ends(engine.rank), num_iterations=2, trainer=trainer_of(engine=engine)))
+
+    with pytest.warns(GRPOWarning, match=r"Ends has ended the run already"):
+        assert on_ranks(2, run) == [0, 0]

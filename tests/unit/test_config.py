@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,19 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo import (
-    AdvantageConfig,
-    ConfigError,
-    EntropyControl,
-    GRPOConfig,
-    KLControl,
-    KPop,
-    Mask,
-    ObjectiveConfig,
-    RewardConfig,
-    Truncate,
-)
-from grpo.config import CORRECTIONS
+from grpo import AdvantageConfig, ConfigError, EntropyControl, GRPOConfig, KLControl, ObjectiveConfig, RewardConfig
+from grpo.config import CORRECTIONS, KPop, Mask, Truncate
 from grpo.surrogates import SURROGATES, Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, KlCov, Reinforce, Sapo, Vespo
 
 pytestmark = pytest.mark.usefixtures("without_type_checks")
@@ -47,7 +37,7 @@ class Range(NamedTuple):
 
 
 class Field(NamedTuple):
-    """The values that a field refuses and accepts."""
+    """The values that a field refuses, and a `Range`."""
 
     refused: list[Any]
     drawn: st.SearchStrategy
@@ -108,16 +98,20 @@ def _field(refused: list[Any], allowed: Range, optional: bool) -> Field:
 AGGREGATIONS = ("row_mean", "step_mean", "row_sum", "group_mean")  # `fixed_length` has tests of its own
 OVER_GROUPS = ("group", "mean", "beta")
 OVER_ALL = ("none", "batch", "whiten")
+STEPWISE = ("return_to_go", "process_supervision", "gae", "gigpo")
 LEVEL = choice("step", "row", "row_sum", "row_step", "none")
-LOW = number(*BELOW_ZERO, *ABOVE_1, allowed=UNIT)
-HIGH = number(*BELOW_ZERO, allowed=AT_LEAST_0)
-POSITIVE_NUMBER = number(0.0, *BELOW_ZERO, allowed=ABOVE_0)
+FROM_0_TO_1 = number(*BELOW_ZERO, *ABOVE_1, allowed=UNIT)
 FRACTION = number(0.0, *BELOW_ZERO, *ABOVE_1, allowed=ABOVE_0_TO_1)
-CORRECTION = {
-    "low": number(*BELOW_ZERO, optional=True, allowed=AT_LEAST_0),
-    "high": number(0, *BELOW_ZERO, optional=True, allowed=ABOVE_0),
-    "level": choice("step", "row"),
-}
+NUMBER_AT_LEAST_0 = number(*BELOW_ZERO, allowed=AT_LEAST_0)
+OPTIONAL_AT_LEAST_0 = number(*BELOW_ZERO, optional=True, allowed=AT_LEAST_0)
+POSITIVE_NUMBER = number(0.0, *BELOW_ZERO, allowed=ABOVE_0)
+OPTIONAL_POSITIVE = number(0.0, *BELOW_ZERO, optional=True, allowed=ABOVE_0)
+OPTIONAL_ABOVE_1 = number(*TO_1, optional=True, allowed=ABOVE_1_ONLY)
+SECONDS = number(*BELOW_ZERO, 1.1e9, allowed=AT_LEAST_0)
+LAMBDA = number(0.0, 9e-5, *BELOW_ZERO, allowed=AT_LEAST_1E_4)
+COUNT_FROM_0 = integer(-1, allowed=NATURAL)
+COUNT, OPTIONAL_COUNT = (integer(0, -1, optional=optional, allowed=POSITIVE) for optional in (False, True))
+CORRECTION = {"low": OPTIONAL_AT_LEAST_0, "high": OPTIONAL_POSITIVE, "level": choice("step", "row")}
 
 FIELDS = {
     AdvantageConfig: {
@@ -125,129 +119,77 @@ FIELDS = {
         "baseline": choice(
             "group_mean", "group_median", "leave_one_out", "global_mean", "length_weighted", "max_at_k", "none"
         ),
-        "scale": choice(*OVER_GROUPS, *OVER_ALL),
-        "std_ddof": integer(-1, 2, allowed=Range(st.integers(0, 1), [0, 1])),
-        "std_eps": number(*BELOW_ZERO, allowed=AT_LEAST_0),
-        "k": integer(1, 0, -1, optional=True, allowed=Range(st.integers(2, 10**6), [2])),
-        "several_rewards": choice("sum", "normalize_each"),
-        "gamma": number(*BELOW_ZERO, *ABOVE_1, allowed=UNIT),
-        "gae_lambda": number(*BELOW_ZERO, *ABOVE_1, allowed=UNIT),
-        "gigpo_weight": number(*BELOW_ZERO, allowed=AT_LEAST_0),
-        "upweight_live_groups": boolean(),
-        "positive_weight": number(*BELOW_ZERO, allowed=AT_LEAST_0),
-        "negative_only": boolean(),
-        "clip": number(0.0, *BELOW_ZERO, optional=True, allowed=ABOVE_0),
-        "reward_clip": number(0.0, *BELOW_ZERO, optional=True, allowed=ABOVE_0),
+        "scale": choice(*OVER_GROUPS, *OVER_ALL), "std_ddof": integer(-1, 2, allowed=Range(st.integers(0, 1), [0, 1])),
+        "std_eps": NUMBER_AT_LEAST_0, "k": integer(1, 0, -1, optional=True, allowed=Range(st.integers(2, 10**6), [2])),
+        "several_rewards": choice("sum", "normalize_each"), "gamma": FROM_0_TO_1, "gae_lambda": FROM_0_TO_1,
+        "gigpo_weight": NUMBER_AT_LEAST_0, "upweight_live_groups": boolean(), "positive_weight": NUMBER_AT_LEAST_0,
+        "negative_only": boolean(), "clip": OPTIONAL_POSITIVE, "reward_clip": OPTIONAL_POSITIVE,
         "normalize_rewards": boolean(),
     },
     ObjectiveConfig: {
         "surrogate": callable_of(SURROGATES),
-        "sampler_correction": callable_of(CORRECTIONS, optional=True, names=["none"]),
-        "top_entropy_fraction": FRACTION,
-        "off_policy_threshold": number(*BELOW_ZERO, optional=True, allowed=AT_LEAST_0),
-        "kl_coef": number(*BELOW_ZERO, optional=True, allowed=AT_LEAST_0),
-        "kl_estimator": choice("k1", "k2", "k3", "k3_weighted", "exact"),
-        "entropy_coef": number(*BELOW_ZERO, allowed=AT_LEAST_0),
+        "sampler_correction": callable_of(CORRECTIONS, optional=True, names=["none"]), "top_entropy_fraction": FRACTION,
+        "off_policy_threshold": OPTIONAL_AT_LEAST_0, "kl_coef": OPTIONAL_AT_LEAST_0,
+        "kl_estimator": choice("k1", "k2", "k3", "k3_weighted", "exact"), "entropy_coef": NUMBER_AT_LEAST_0,
         "entropy_estimator": choice("exact", "score_function"),
-        "entropy_aggregation": choice(*AGGREGATIONS, optional=True),
-        "aggregation": choice(*AGGREGATIONS),
-        "fixed_length": integer(0, -1, optional=True, allowed=Range(st.none(), [])),
-        "value_coef": number(*BELOW_ZERO, allowed=AT_LEAST_0),
-        "observation_coef": number(*BELOW_ZERO, allowed=AT_LEAST_0),
-        "demonstration_coef": number(*BELOW_ZERO, 0.0, allowed=ABOVE_0),
-        "value_clip": number(0.0, *BELOW_ZERO, optional=True, allowed=ABOVE_0),
+        "entropy_aggregation": choice(*AGGREGATIONS, optional=True), "aggregation": choice(*AGGREGATIONS),
+        "fixed_length": integer(0, -1, optional=True, allowed=Range(st.none(), [])), "value_coef": NUMBER_AT_LEAST_0,
+        "observation_coef": NUMBER_AT_LEAST_0, "demonstration_coef": POSITIVE_NUMBER, "value_clip": OPTIONAL_POSITIVE,
     },
     KLControl: {
-        "rule": choice("threshold", "proportional"),
-        "target": number(0.0, *BELOW_ZERO, allowed=ABOVE_0),
-        "coef_min": number(0.0, *BELOW_ZERO, allowed=ABOVE_0),
-        "coef_max": number(0.0, *BELOW_ZERO, allowed=ABOVE_0),
-        "gain": number(0.0, *BELOW_ZERO, allowed=ABOVE_0),
+        "rule": choice("threshold", "proportional"), "target": POSITIVE_NUMBER, "coef_min": POSITIVE_NUMBER,
+        "coef_max": POSITIVE_NUMBER, "gain": POSITIVE_NUMBER,
     },
     EntropyControl: {
-        "target": number(*BELOW_ZERO, allowed=AT_LEAST_0),
-        "delta": number(0.0, *BELOW_ZERO, allowed=ABOVE_0),
-        "coef_min": number(*BELOW_ZERO, allowed=AT_LEAST_0),
-        "coef_max": number(0.0, *BELOW_ZERO, allowed=ABOVE_0),
+        "target": NUMBER_AT_LEAST_0, "delta": POSITIVE_NUMBER, "coef_min": NUMBER_AT_LEAST_0,
+        "coef_max": POSITIVE_NUMBER,
     },
     RewardConfig: {
-        "non_finite": choice("raise", "drop", "zero"),
-        "not_applicable": choice("raise", "drop", "zero", optional=True),
-        "on_failure": choice("raise", "drop"),
-        "num_retries": integer(-1, allowed=NATURAL),
-        "timeout": number(0.0, *BELOW_ZERO, 1.1e9, optional=True, allowed=ABOVE_0),
-        "max_concurrent": integer(0, -1, allowed=POSITIVE),
-        "retry_delay": number(*BELOW_ZERO, allowed=AT_LEAST_0),
-        "max_retry_seconds": number(*BELOW_ZERO, 1.1e9, allowed=AT_LEAST_0),
-        "breaker_failures": integer(0, -1, allowed=POSITIVE),
-        "breaker_seconds": number(*BELOW_ZERO, 1.1e9, allowed=AT_LEAST_0),
+        "non_finite": choice("raise", "drop", "zero"), "not_applicable": choice("raise", "drop", "zero", optional=True),
+        "on_failure": choice("raise", "drop"), "num_retries": COUNT_FROM_0,
+        "timeout": number(0.0, *BELOW_ZERO, 1.1e9, optional=True, allowed=ABOVE_0), "max_concurrent": COUNT,
+        "retry_delay": NUMBER_AT_LEAST_0, "max_retry_seconds": SECONDS, "breaker_failures": COUNT,
+        "breaker_seconds": SECONDS,
     },
     GRPOConfig: {
-        "group_size": integer(0, -1, allowed=POSITIVE),
-        "num_states_per_iteration": integer(0, -1, optional=True, allowed=POSITIVE),
-        "num_demonstrations_per_iteration": integer(0, -1, optional=True, allowed=POSITIVE),
-        "batch_size": integer(0, -1, optional=True, allowed=POSITIVE),
-        "micro_batch_size": integer(0, -1, optional=True, allowed=POSITIVE),
-        "num_epochs_per_update": integer(0, -1, allowed=POSITIVE),
-        "learning_rate": number(0.0, *BELOW_ZERO, allowed=ABOVE_0),
+        "group_size": COUNT, "num_states_per_iteration": OPTIONAL_COUNT,
+        "num_demonstrations_per_iteration": OPTIONAL_COUNT, "batch_size": OPTIONAL_COUNT,
+        "micro_batch_size": OPTIONAL_COUNT, "num_epochs_per_update": COUNT, "learning_rate": POSITIVE_NUMBER,
         "lr_schedule": choice("constant", "linear", "cosine"),
-        "warmup_ratio": number(*BELOW_ZERO, 1.0, *ABOVE_1, allowed=BELOW_1),
-        "max_grad_norm": number(0.0, *BELOW_ZERO, optional=True, allowed=ABOVE_0),
-        "max_skipped_updates": integer(0, -1, allowed=POSITIVE),
-        "autocast_dtype": choice("bfloat16", "float16", optional=True),
+        "warmup_ratio": number(*BELOW_ZERO, 1.0, *ABOVE_1, allowed=BELOW_1), "max_grad_norm": OPTIONAL_POSITIVE,
+        "max_skipped_updates": COUNT, "autocast_dtype": choice("bfloat16", "float16", optional=True),
         "compile_objective": boolean(),
         "device": Field([0, 1.0, True, ["cpu"]], st.sampled_from([None, "cpu", "cuda:1"]), [None, "cpu"]),
         "seed": integer(-1, 2**64, optional=True, allowed=Range(st.integers(0, 2**63 - 1), [0, 2**64 - 1])),
-        "kl_control": part(KLControl, optional=True),
-        "entropy_control": part(EntropyControl, optional=True),
-        "reference_sync_every": integer(0, -1, optional=True, allowed=POSITIVE),
-        "reference_mix": number(0.0, *BELOW_ZERO, *ABOVE_1, allowed=ABOVE_0_TO_1),
-        "dynamic_sampling_rounds": integer(-1, allowed=NATURAL),
-        "replay_iterations": integer(-1, allowed=NATURAL),
-        "iterations_ahead": integer(-1, allowed=NATURAL),
-        "advantage": part(AdvantageConfig),
-        "objective": part(ObjectiveConfig),
-        "reward": part(RewardConfig),
+        "kl_control": part(KLControl, optional=True), "entropy_control": part(EntropyControl, optional=True),
+        "reference_sync_every": OPTIONAL_COUNT, "reference_mix": FRACTION, "dynamic_sampling_rounds": COUNT_FROM_0,
+        "replay_iterations": COUNT_FROM_0, "iterations_ahead": COUNT_FROM_0, "advantage": part(AdvantageConfig),
+        "objective": part(ObjectiveConfig), "reward": part(RewardConfig),
     },
     Clip: {
-        "level": LEVEL,
-        "low": LOW,
-        "high": HIGH,
-        "delta": number(*TO_1, optional=True, allowed=ABOVE_1_ONLY),
-        "dual": number(*TO_1, optional=True, allowed=ABOVE_1_ONLY),
+        "level": LEVEL, "low": FROM_0_TO_1, "high": NUMBER_AT_LEAST_0, "delta": OPTIONAL_ABOVE_1,
+        "dual": OPTIONAL_ABOVE_1,
     },
     Reinforce: {},
-    Cispo: {"level": LEVEL, "low": LOW, "high": HIGH},
+    Cispo: {"level": LEVEL, "low": FROM_0_TO_1, "high": NUMBER_AT_LEAST_0},
     Sapo: {"level": LEVEL, "temperature_pos": POSITIVE_NUMBER, "temperature_neg": POSITIVE_NUMBER},
-    Gmpo: {"low": LOW, "high": HIGH},
-    Vespo: {
-        "k_pos": POSITIVE_NUMBER,
-        "lambda_pos": number(0.0, 9e-5, *BELOW_ZERO, allowed=AT_LEAST_1E_4),
-        "k_neg": POSITIVE_NUMBER,
-        "lambda_neg": number(0.0, 9e-5, *BELOW_ZERO, allowed=AT_LEAST_1E_4),
-    },
-    Dro: {"level": LEVEL, "beta": number(*BELOW_ZERO, allowed=AT_LEAST_0)},
+    Gmpo: {"low": FROM_0_TO_1, "high": NUMBER_AT_LEAST_0},
+    Vespo: {"k_pos": POSITIVE_NUMBER, "lambda_pos": LAMBDA, "k_neg": POSITIVE_NUMBER, "lambda_neg": LAMBDA},
+    Dro: {"level": LEVEL, "beta": NUMBER_AT_LEAST_0},
     Dppo: {"level": LEVEL, "tv_limit": FRACTION},
-    KlCov: {"level": LEVEL, "fraction": FRACTION, "coef": number(*BELOW_ZERO, allowed=AT_LEAST_0)},
+    KlCov: {"level": LEVEL, "fraction": FRACTION, "coef": NUMBER_AT_LEAST_0},
     ClipCov: {
-        "level": LEVEL,
-        "low": LOW,
-        "high": HIGH,
-        "fraction": FRACTION,
-        "cov_low": number(allowed=ANY_NUMBER),
-        "cov_high": number(allowed=Range(st.floats(-1e6, 1e6), [1.0, 100])),
+        "level": LEVEL, "low": FROM_0_TO_1, "high": NUMBER_AT_LEAST_0, "fraction": FRACTION,
+        "cov_low": number(allowed=ANY_NUMBER), "cov_high": number(allowed=Range(st.floats(-1e6, 1e6), [1.0, 100])),
     },
-    Truncate: CORRECTION,
-    Mask: CORRECTION,
-    KPop: {"threshold": number(0.0, *BELOW_ZERO, allowed=ABOVE_0)},
-}
+    Truncate: CORRECTION, Mask: CORRECTION, KPop: {"threshold": POSITIVE_NUMBER},
+}  # fmt: skip
 BESIDE: dict[Any, Callable[[Any], dict[str, Any]]] = {
     (AdvantageConfig, "baseline"): lambda value: {"k": 2} if value == "max_at_k" else {},
     (AdvantageConfig, "k"): lambda value: {"baseline": "max_at_k"} if value else {},
-    (Clip, "delta"): lambda value: {"high": 0.0},
-    (KLControl, "coef_min"): lambda value: {"coef_max": 1.0},
+    (Clip, "delta"): lambda value: {"high": 0.0}, (KLControl, "coef_min"): lambda value: {"coef_max": 1.0},
     (KLControl, "coef_max"): lambda value: {"coef_min": 1e-300},
-}
+}  # fmt: skip
 """Settings that a field needs beside it, by its value."""
 
 
@@ -280,21 +222,20 @@ def in_order(low: str, high: str, values: dict[str, Any]) -> dict[str, Any]:
     return values if None in bounds or bounds[0] <= bounds[1] else values | {low: bounds[1], high: bounds[0]}
 
 
+def grpo_apart(values: dict[str, Any]) -> dict[str, Any]:
+    ahead = 0 if values["dynamic_sampling_rounds"] else values["iterations_ahead"]
+    return values | {"group_size": max(values["group_size"], values["advantage"].k or 1), "iterations_ahead": ahead}
+
+
+IN_ORDER = {
+    KLControl: ("coef_min", "coef_max"), EntropyControl: ("coef_min", "coef_max"), ClipCov: ("cov_low", "cov_high"),
+    Truncate: ("low", "high"), Mask: ("low", "high"),
+}  # fmt: skip
 APART: dict[type, Callable[[dict[str, Any]], dict[str, Any]]] = {
     AdvantageConfig: advantages_apart,
-    KLControl: lambda values: in_order("coef_min", "coef_max", values),
-    EntropyControl: lambda values: in_order("coef_min", "coef_max", values),
-    GRPOConfig: lambda values: (
-        values
-        | {
-            "group_size": max(values["group_size"], values["advantage"].k or 1),
-            "iterations_ahead": 0 if values["dynamic_sampling_rounds"] else values["iterations_ahead"],
-        }
-    ),
+    GRPOConfig: grpo_apart,
     Clip: lambda values: values | {"delta": values["delta"] and values["delta"] + values["high"]},
-    ClipCov: lambda values: in_order("cov_low", "cov_high", values),
-    Truncate: lambda values: in_order("low", "high", values),
-    Mask: lambda values: in_order("low", "high", values),
+    **{kind: partial(in_order, *names) for kind, names in IN_ORDER.items()},
 }
 """How drawn values are changed that contradict one another."""
 
@@ -306,31 +247,29 @@ def test_the_tested_values_cover_every_class_and_every_field() -> None:
         assert set(fields) == {field.name for field in dataclasses.fields(config)}, config
 
 
-def test_invalid_values_are_refused_and_their_field_named(subtests):
-    for config in FIELDS:
-        with subtests.test(config=config.__name__):
-            wrong = []
-            for name, field in FIELDS[config].items():
-                for value in field.refused:
-                    try:
-                        config(**{name: value})
-                    except ConfigError as error:
-                        if not re.match(rf"{config.__name__}\.{name}\b", str(error)):
-                            wrong.append(f"{name}={value!r} is refused with {error}")
-                    else:
-                        wrong.append(f"{name}={value!r} is accepted")
-            assert not wrong, "\n".join(wrong)
+@pytest.mark.parametrize("config", FIELDS)
+def test_invalid_values_are_refused_and_their_field_named(config):
+    wrong = []
+    for name, field in FIELDS[config].items():
+        for value in field.refused:
+            try:
+                config(**{name: value})
+            except ConfigError as error:
+                if not re.match(rf"{config.__name__}\.{name}\b", str(error)):
+                    wrong.append(f"{name}={value!r} is refused with {error}")
+            else:
+                wrong.append(f"{name}={value!r} is accepted")
+    assert not wrong, "\n".join(wrong)
 
 
-def test_values_at_the_bounds_are_accepted(subtests):
-    for config in FIELDS:
-        with subtests.test(config=config.__name__):
-            for name, field in FIELDS[config].items():
-                beside = BESIDE.get((config, name), lambda value: {})
-                for value in field.edges:
-                    held = getattr(config(**{name: value, **beside(value)}), name)
-                    choices = {"surrogate": SURROGATES, "sampler_correction": CORRECTIONS}.get(name, {})
-                    assert held == (choices[value]() if isinstance(value, str) and value in choices else value)
+@pytest.mark.parametrize("config", FIELDS)
+def test_values_at_the_bounds_are_accepted(config):
+    for name, field in FIELDS[config].items():
+        beside = BESIDE.get((config, name), lambda value: {})
+        for value in field.edges:
+            held = getattr(config(**{name: value, **beside(value)}), name)
+            choices = {"surrogate": SURROGATES, "sampler_correction": CORRECTIONS}.get(name, {})
+            assert held == (choices[value]() if isinstance(value, str) and value in choices else value)
 
 
 @settings(max_examples=150)
@@ -340,126 +279,74 @@ def test_configs_survive_dict_and_json_round_trips(config):
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_unknown_keys_are_refused_by_name(subtests):
-    for config in FIELDS:
-        with (
-            subtests.test(config=config.__name__),
-            pytest.raises(ConfigError, match=rf"{config.__name__} has no setting 'epsilon'"),
-        ):
-            config.from_dict({"epsilon": 0.2})
+@pytest.mark.parametrize("config", FIELDS)
+def test_unknown_keys_are_refused_by_name(config):
+    with pytest.raises(ConfigError, match=rf"{config.__name__} has no setting 'epsilon'"):
+        config.from_dict({"epsilon": 0.2})
 
 
-def test_configs_are_frozen_keyword_only_and_compared_by_value(subtests):
-    for config in FIELDS:
-        with subtests.test(config=config.__name__):
-            for field in dataclasses.fields(config):
-                with pytest.raises(dataclasses.FrozenInstanceError):
-                    setattr(config(), field.name, getattr(config(), field.name))
-            with pytest.raises(TypeError, match="positional"):
-                config(0.2)
-            assert config() == config()
-            assert hash(config()) == hash(config())
+@pytest.mark.parametrize("config", FIELDS)
+def test_configs_are_frozen_keyword_only_and_compared_by_value(config):
+    for field in dataclasses.fields(config):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config(), field.name, getattr(config(), field.name))
+    with pytest.raises(TypeError, match="positional"):
+        config(0.2)
+    assert config() == config()
+    assert hash(config()) == hash(config())
 
 
-# Settings that contradict one another
+LENGTH, GROUPS = {"aggregation": "fixed_length"}, "needs groups, but credit='gae' has no groups"
+EACH, OF_FOUR = {"several_rewards": "normalize_each"}, AdvantageConfig(baseline="max_at_k", k=4)
+ALONE = [*({"credit": credit} for credit in STEPWISE), {"reward_clip": 1.0}, {"normalize_rewards": True}]
+CONTRADICT: list[tuple[type, dict[str, Any], str]] = [
+    (ObjectiveConfig, LENGTH, "fixed_length"),
+    (ObjectiveConfig, {"entropy_aggregation": "fixed_length"}, "fixed_length"),
+    (ObjectiveConfig, {"fixed_length": 64}, "fixed_length"),
+    *((ObjectiveConfig, {**LENGTH, "fixed_length": n}, "fixed_length must be") for n in (0, -1, 1.0, True, "64")),
+    (AdvantageConfig, {"baseline": "max_at_k"}, "k=None with baseline='max_at_k'"),
+    (AdvantageConfig, {"k": 2}, "k=2 with baseline='group_mean'"),
+    *((AdvantageConfig, {"negative_only": True, "positive_weight": weight},
+       f"negative_only and positive_weight={weight} contradict") for weight in (0.5, 0.999, 1.001, 2.0)),
+    *((AdvantageConfig, {"credit": "gae", "scale": scale}, f"scale='{scale}' {GROUPS}") for scale in OVER_GROUPS),
+    *((AdvantageConfig, {**EACH, **beside}, "several_rewards='normalize_each'") for beside in ALONE),
+    *((Clip, {"high": high, "delta": delta}, f"delta={delta} must be above 1 + high = {1 + high}")
+      for high, delta in ((0.2, 1.2), (0.5, 1.4), (0.25, 1.25))),
+    (ClipCov, {"cov_low": 6.0}, "cov_low=6.0 must not exceed cov_high=5.0"),
+    (Truncate, {"low": 6.0}, "low=6.0 must not exceed high=3.0"),
+    (Mask, {"low": 6.0}, "low=6.0 must not exceed high=3.0"),
+    (KLControl, {"coef_min": 6.0}, "coef_min=6.0 must not exceed coef_max=0.1"),
+    (EntropyControl, {"coef_min": 6.0}, "coef_min=6.0 must not exceed coef_max=1.0"),
+    (GRPOConfig, {"group_size": 3, "advantage": OF_FOUR}, "group_size=3 must be at least advantage.k=4"),
+]  # fmt: skip
 
 
-def test_fixed_length_is_required_by_its_aggregation_and_refused_otherwise(subtests):
-    for reader in ["aggregation", "entropy_aggregation"]:
-        with subtests.test(reader=reader):
-            config = ObjectiveConfig(fixed_length=64, **{reader: "fixed_length"})
-            assert ObjectiveConfig.from_dict(config.to_dict()) == config
-            with pytest.raises(ConfigError, match=r"ObjectiveConfig\.fixed_length"):
-                ObjectiveConfig(**{reader: "fixed_length"})
-            with pytest.raises(ConfigError, match=r"ObjectiveConfig\.fixed_length"):
-                ObjectiveConfig(fixed_length=64)
+AGREE: list[tuple[type, dict[str, Any]]] = [
+    *((ObjectiveConfig, {reader: "fixed_length", "fixed_length": 64}) for reader in ("aggregation", "entropy_aggregation")),
+    (AdvantageConfig, {"baseline": "max_at_k", "k": 2}),
+    *((AdvantageConfig, {"negative_only": True, "positive_weight": weight}) for weight in (0.0, 1.0)),
+    *((AdvantageConfig, {"positive_weight": weight}) for weight in (0.5, 0.999, 1.001, 2.0)),
+    *((AdvantageConfig, {"credit": "gae", "scale": scale}) for scale in OVER_ALL),
+    *((AdvantageConfig, {**EACH, "credit": credit}) for credit in (None, "row")),
+    *((AdvantageConfig, beside) for beside in ALONE),
+    (GRPOConfig, {"group_size": 4, "advantage": OF_FOUR}),
+    *((Clip, {"high": high, "delta": 1.51}) for high in (0.2, 0.5, 0.25)),
+    *((kind, {low: 0.03, high: 0.03}) for kind, (low, high) in IN_ORDER.items()),
+    *((kind, {"low": low, "high": high}) for kind in (Truncate, Mask) for low, high in ((6.0, None), (None, 0.1))),
+]  # fmt: skip
 
 
-def test_an_invalid_fixed_length_is_refused(subtests):
-    for value in [0, -1, 1.0, True, "64"]:
-        with subtests.test(value=value), pytest.raises(ConfigError, match=r"ObjectiveConfig\.fixed_length must be"):
-            ObjectiveConfig(aggregation="fixed_length", fixed_length=value)
+@pytest.mark.parametrize(("kind", "settings", "message"), CONTRADICT)
+def test_settings_that_contradict_one_another_are_refused(kind, settings, message):
+    with pytest.raises(ConfigError, match=re.escape(f"{kind.__name__}.{message}")):
+        kind(**settings)
 
 
-def test_k_is_required_by_its_baseline_and_refused_otherwise():
-    assert AdvantageConfig(baseline="max_at_k", k=2).k == 2
-    with pytest.raises(ConfigError, match=r"AdvantageConfig\.k=None with baseline='max_at_k'"):
-        AdvantageConfig(baseline="max_at_k")
-    with pytest.raises(ConfigError, match=r"AdvantageConfig\.k=2 with baseline='group_mean'"):
-        AdvantageConfig(k=2)
-
-
-def test_negative_only_with_another_positive_weight_is_refused(subtests):
-    for weight in [0.5, 0.999, 1.001, 2.0]:
-        with subtests.test(weight=weight):
-            for agreeing in (0.0, 1.0):
-                assert AdvantageConfig(negative_only=True, positive_weight=agreeing).positive_weight == agreeing
-            assert AdvantageConfig(positive_weight=weight).positive_weight == weight
-            with pytest.raises(
-                ConfigError, match=rf"AdvantageConfig\.negative_only and positive_weight={weight} contradict"
-            ):
-                AdvantageConfig(negative_only=True, positive_weight=weight)
-
-
-def test_gae_with_a_scale_over_groups_is_refused(subtests):
-    for scale in OVER_GROUPS:
-        with subtests.test(scale=scale):
-            for over_all in OVER_ALL:
-                assert AdvantageConfig(credit="gae", scale=over_all).scale == over_all
-            with pytest.raises(
-                ConfigError, match=rf"AdvantageConfig\.scale='{scale}' needs groups, but credit='gae' has no groups"
-            ):
-                AdvantageConfig(credit="gae", scale=scale)
-
-
-def test_normalize_each_with_another_treatment_of_rewards_is_refused(subtests):
-    cases = [
-        {"credit": "return_to_go"},
-        {"credit": "process_supervision"},
-        {"credit": "gae"},
-        {"credit": "gigpo"},
-        {"reward_clip": 1.0},
-        {"normalize_rewards": True},
-    ]
-    for beside in cases:
-        with subtests.test(beside=beside):
-            for credit in (None, "row"):
-                assert AdvantageConfig(several_rewards="normalize_each", credit=credit).credit == credit
-            assert AdvantageConfig(**beside)
-            with pytest.raises(ConfigError, match=r"AdvantageConfig\.several_rewards='normalize_each'"):
-                AdvantageConfig(several_rewards="normalize_each", **beside)
-
-
-def test_a_delta_below_the_upper_clip_bound_is_refused(subtests):
-    for high, delta in [(0.2, 1.2), (0.5, 1.4), (0.25, 1.25)]:
-        with subtests.test(high=high, delta=delta):
-            assert Clip(high=high, delta=1.51).delta == 1.51
-            with pytest.raises(ConfigError, match=rf"Clip\.delta={delta} must be above 1 \+ high = {1 + high}"):
-                Clip(high=high, delta=delta)
-
-
-def test_a_lower_bound_above_the_upper_bound_is_refused(subtests):
-    cases = [
-        (ClipCov, "cov_low", "cov_high", 5.0),
-        (Truncate, "low", "high", 3.0),
-        (Mask, "low", "high", 3.0),
-        (KLControl, "coef_min", "coef_max", 0.1),
-        (EntropyControl, "coef_min", "coef_max", 1.0),
-    ]
-    for config, low, high, default_high in cases:
-        with subtests.test(config=config.__name__, low=low, high=high, default_high=default_high):
-            assert getattr(config(**{low: 0.03, high: 0.03}), low) == 0.03
-            with pytest.raises(
-                ConfigError, match=rf"{config.__name__}\.{low}=6\.0 must not exceed {high}={default_high}"
-            ):
-                config(**{low: 6.0})
-
-
-def test_a_bound_of_none_is_accepted_beside_any_other(subtests):
-    for config in [Truncate, Mask]:
-        with subtests.test(config=config.__name__):
-            assert config(low=6.0, high=None).low == 6.0
-            assert config(low=None, high=0.1).high == 0.1
+@pytest.mark.parametrize(("kind", "settings"), AGREE)
+def test_settings_that_agree_are_kept(kind, settings):
+    config = kind(**settings)
+    assert {name: getattr(config, name) for name in settings} == settings
+    assert kind.from_dict(config.to_dict()) == config
 
 
 def test_every_accepted_seed_can_seed_the_generators():

@@ -1,8 +1,9 @@
 """Engines: what a single process does, what `Replicated` sends and returns, and that ranks start from equal weights."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,36 +21,24 @@ from grpo.errors import RankError, TrainingInterrupted
 from tests.support.gloo_threads import Group, groups, on_ranks, on_threads
 
 __all__ = ["groups"]  # a fixture
-
-# One process
+pytestmark = pytest.mark.usefixtures("groups")
 
 
 def test_a_single_process_gets_back_what_it_passes() -> None:
-    engine = OneProcess()
-    values = torch.tensor([1.0, 2.0])
+    engine, values, policy = OneProcess(), torch.tensor([1.0, 2.0]), object()  # nothing of the policy is used
     assert isinstance(engine, Engine)
-    assert (engine.rank, engine.num_ranks) == (0, 1)
+    assert (engine.rank, engine.num_ranks, engine.divides_weights) == (0, 1, False)
     assert engine.sum(values) is values
     rows, first = engine.gather(values)
     assert rows is values
     assert first == 0
     assert engine.gather_objects("a") == ["a"]
-    with engine.waiting(60.0, "nobody waits"):
-        engine.agree()
     assert engine.equal_count(3) == 3
-
-
-def test_a_single_process_holds_all_weights() -> None:
-    engine = OneProcess()
-    assert not engine.divides_weights
-    policy = object()  # nothing of it is used
+    with engine.waiting(60.0, "nobody waits"), engine.whole(policy):
+        engine.agree()
     engine.divide(policy)
-    with engine.whole(policy):
-        pass
-    rows = torch.arange(6.0).reshape(3, 2)
-    assert engine.part(rows) is rows
-    assert engine.divided(rows, (6, 2)) is rows
-    target = torch.zeros(3, 2)
+    rows, target = torch.arange(6.0).reshape(3, 2), torch.zeros(3, 2)
+    assert engine.part(rows) is engine.divided(rows, (6, 2)) is rows
     engine.copy_into(target, rows)
     assert torch.equal(target, rows)
     assert target.data_ptr() != rows.data_ptr()
@@ -78,137 +67,91 @@ def test_a_single_process_keeps_its_gradients_and_clips_them() -> None:
     assert gradients[1].item() == pytest.approx(0.8)
 
 
-# A process group
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=30))
-    yield
-    dist.destroy_process_group()
-
-
-def test_the_error_without_a_process_group_says_how_to_start_one() -> None:
+def test_the_error_without_a_process_group_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # torch's own functions, in place of those of `groups`
     with pytest.raises(ConfigError, match=r"Replicated needs torch\.distributed: call .*init_process_group\(\) first"):
         Replicated()
 
 
-@pytest.mark.usefixtures("group_of_one")
-def test_a_group_of_one_process_returns_copies() -> None:
-    engine = Replicated()
-    assert isinstance(engine, Engine)
-    assert (engine.rank, engine.num_ranks) == (0, 1)
-    values = torch.tensor([[1.0, -2.0]], dtype=torch.float64)
-    total = engine.sum(values)
-    assert torch.equal(total, values)
-    assert total.data_ptr() != values.data_ptr()
-    for rows in (values, torch.tensor([True, False]), torch.zeros(0, 3, dtype=torch.int64)):
-        found, first = engine.gather(rows)
-        assert torch.equal(found, rows)
-        assert found.dtype == rows.dtype
-        assert first == 0
-    assert engine.gather_objects({"a": 1}) == [{"a": 1}]
+def test_a_group_of_one_process_returns_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=30))
+    try:
+        engine = Replicated()
+        assert isinstance(engine, Engine)
+        assert (engine.rank, engine.num_ranks) == (0, 1)
+        values = torch.tensor([[1.0, -2.0]], dtype=torch.float64)
+        total = engine.sum(values)
+        assert torch.equal(total, values)
+        assert total.data_ptr() != values.data_ptr()
+        for rows in (values, torch.tensor([True, False]), torch.zeros(0, 3, dtype=torch.int64)):
+            found, first = engine.gather(rows)
+            assert torch.equal(found, rows)
+            assert (found.dtype, first) == (rows.dtype, 0)
+        assert engine.gather_objects({"a": 1}) == [{"a": 1}]
+    finally:
+        dist.destroy_process_group()
 
 
-# Several ranks, as threads
+GATHERED: dict[str, list[Tensor]] = {
+    "padded with 0 to the widest": [
+        torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0, 7.0]]), torch.tensor([[8.0], [9.0]]),
+    ],
+    "a rank without rows": [torch.zeros(0, 1), torch.tensor([[1.0]]), torch.tensor([[2.0]])],
+    "64 numbers": [torch.arange(3.0), torch.arange(64.0), torch.zeros(0)],
+    "65 numbers, so that all ranks send tensors": [torch.arange(3.0), torch.arange(65.0), torch.zeros(0)],
+    "booleans": [torch.tensor([[True], [False]]), torch.tensor([[True]])],
+    "many booleans": [torch.tensor([[True] * 70, [False] * 70]), torch.tensor([[True] * 70])],
+}  # fmt: skip
 
 
-WIDTHS = [
-    torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
-    torch.tensor([[5.0, 6.0, 7.0]]),
-    torch.tensor([[8.0], [9.0], [10.0]]),
-]
-JOINED = [[1, 2, 0], [3, 4, 0], [5, 6, 7], [8, 0, 0], [9, 0, 0], [10, 0, 0]]
+@pytest.mark.parametrize("case", GATHERED)
+def test_rows_of_all_ranks_are_joined_in_rank_order(case: str) -> None:
+    """The index is that of the rank's own first row, after the rows of lower ranks."""
+    parts = GATHERED[case]
+    width = max(part.shape[-1] for part in parts)
+    padded = [torch.nn.functional.pad(part, (0, width - part.shape[1])) if part.dim() == 2 else part for part in parts]
+    for rank, (rows, first) in enumerate(on_ranks(len(parts), lambda engine: engine.gather(parts[engine.rank]))):
+        assert torch.equal(rows, torch.cat(padded))
+        assert rows.dtype == parts[0].dtype
+        assert first == sum(len(part) for part in parts[:rank])
 
 
-@pytest.mark.usefixtures("groups")
-def test_rows_of_all_ranks_are_joined_in_rank_order() -> None:
-    """Padded with 0 to the widest; the index is that of the rank's own first row, after 0, 2 and 3 rows of others."""
-    for rank, (rows, first) in enumerate(on_ranks(3, lambda engine: engine.gather(WIDTHS[engine.rank]))):
-        assert rows.tolist() == JOINED
-        assert first == [0, 2, 3][rank]
-
-
-@pytest.mark.usefixtures("groups")
-def test_large_rows_are_joined_like_small_ones() -> None:
-    """A rank with more than 64 numbers makes all ranks send tensors."""
-    for longest in (64, 65):
-        rows = [torch.arange(3.0), torch.arange(longest * 1.0), torch.zeros(0)]
-        for found, first in on_ranks(3, lambda engine, rows=rows: engine.gather(rows[engine.rank]))[:2]:
-            assert found.tolist() == [*range(3), *range(longest)]
-            assert first in (0, 3)
-
-
-@pytest.mark.usefixtures("groups")
-def test_gathered_booleans_stay_booleans(subtests: pytest.Subtests) -> None:
-    for width in (1, 70):
-        masks = [torch.tensor([[True] * width, [False] * width]), torch.tensor([[True] * width])]
-        for rank, (rows, first) in enumerate(
-            on_ranks(2, lambda engine, masks=masks: engine.gather(masks[engine.rank]))
-        ):
-            with subtests.test(width=width, rank=rank):
-                assert rows.tolist() == [[True] * width, [False] * width, [True] * width]
-                assert rows.dtype == torch.bool
-                assert first == 2 * rank
-
-
-@pytest.mark.usefixtures("groups")
-def test_a_rank_without_rows_takes_part_in_gathering() -> None:
-    parts = [torch.zeros(0, 1), torch.tensor([[1.0]]), torch.tensor([[2.0]])]
-    rows, first = on_ranks(3, lambda engine: engine.gather(parts[engine.rank]))[0]
-    assert rows.tolist() == [[1.0], [2.0]]
-    assert first == 0
-
-
-@pytest.mark.usefixtures("groups")
-def test_a_sum_is_a_new_tensor_of_the_same_kind(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize(
+    "values", [torch.tensor(1.0), torch.ones(2, 3).double(), torch.ones(64), torch.ones(65), torch.ones(5).int()]
+)
+def test_a_sum_is_a_new_tensor_of_the_same_kind(values: Tensor) -> None:
     """Small tensors travel with the first message; 65 numbers need an operation of their own."""
-    for values in (
-        torch.tensor(1.0),
-        torch.ones(2, 3, dtype=torch.float64),
-        torch.ones(64),
-        torch.ones(65),
-        torch.ones(5).int(),
-    ):
-        own = [values * 10**rank for rank in range(3)]
-        for rank, total in enumerate(on_ranks(3, lambda engine, own=own: engine.sum(own[engine.rank]))):
-            with subtests.test(values=values, rank=rank):
-                assert torch.equal(total, values * 111)
-                assert total.dtype == values.dtype
-                assert torch.equal(own[rank], values * 10**rank)
-                assert total.data_ptr() != own[rank].data_ptr()
+    own = [values * 10**rank for rank in range(3)]
+    for rank, total in enumerate(on_ranks(3, lambda engine: engine.sum(own[engine.rank]))):
+        assert torch.equal(total, values * 111)
+        assert total.dtype == values.dtype
+        assert torch.equal(own[rank], values * 10**rank)
+        assert total.data_ptr() != own[rank].data_ptr()
 
 
-@pytest.mark.usefixtures("groups")
 def test_a_sum_is_made_in_rank_order_on_every_rank() -> None:
     """1e8 + 1 is 1e8 in float32, so that (1 + 1e8) - 1e8 = 0, and other orders give 1."""
     values = [torch.tensor([1.0]), torch.tensor([1e8]), torch.tensor([-1e8])]
     assert [total.item() for total in on_ranks(3, lambda engine: engine.sum(values[engine.rank]))] == [0.0] * 3
 
 
-@pytest.mark.usefixtures("groups")
-def test_tensors_of_different_kinds_are_refused_on_every_rank(subtests: pytest.Subtests) -> None:
-    one, two = torch.ones(1), torch.ones(2)
-    cases = [
-        (
-            "sum",
-            one,
-            two,
-            "sum() needs one shape and dtype on all ranks. rank 0 passed [1] torch.float32, rank 1 passed [2]",
-        ),
-        ("sum", one, one.double(), "sum() needs one shape and dtype on all ranks."),
-        ("gather", one, one.double(), "gather() needs one number of axes and one dtype."),
-        ("gather", one, torch.ones(1, 1), "gather() needs one number of axes and one dtype."),
-    ]
-    for name, first, second, message in cases:
-        results = on_ranks(2, lambda engine, name=name, both=(first, second): getattr(engine, name)(both[engine.rank]))
-        for error in results:
-            with subtests.test(name=name, message=message):
-                assert isinstance(error, RankError)
-                assert str(error).startswith(message)
+SUM, GATHER = "sum() needs one shape and dtype on all ranks.", "gather() needs one number of axes and one dtype."
 
 
-@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize(("name", "other", "message"), [
+    ("sum", torch.ones(2), f"{SUM} rank 0 passed [1] torch.float32, rank 1 passed [2]"),
+    ("sum", torch.ones(1).double(), SUM),
+    ("gather", torch.ones(1).double(), GATHER),
+    ("gather", torch.ones(1, 1), GATHER),
+])  # fmt: skip
+def test_tensors_of_different_kinds_are_refused_on_every_rank(name: str, other: Tensor, message: str) -> None:
+    both = torch.ones(1), other
+    for error in on_ranks(2, lambda engine: getattr(engine, name)(both[engine.rank])):
+        assert isinstance(error, RankError)
+        assert str(error).startswith(message)
+
+
 def test_tensors_on_an_accelerator_travel_over_the_group_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """With NCCL, only messages use gloo. The device is the CPU here."""
     used: list[str] = []
@@ -232,7 +175,6 @@ def test_tensors_on_an_accelerator_travel_over_the_group_itself(monkeypatch: pyt
     assert used == ["all_reduce 0", "all_gather 0"]
 
 
-@pytest.mark.usefixtures("groups")
 def test_a_rank_that_waits_for_something_else_may_come_later_than_the_timeout() -> None:
     def body(engine: Replicated) -> list[Any]:
         if engine.rank == 1:
@@ -243,73 +185,62 @@ def test_a_rank_that_waits_for_something_else_may_come_later_than_the_timeout() 
     assert on_ranks(2, body, timeout=1.0) == [[0, 1], [0, 1]]
 
 
-# Gradients of several ranks
-
-
-@pytest.mark.usefixtures("groups")
-def test_gradients_and_a_value_are_added_up_over_all_ranks(subtests: pytest.Subtests) -> None:
+def test_gradients_and_a_value_are_added_up_over_all_ranks() -> None:
     """In two dtypes; float32 could not hold 1 + 1e-12. A gradient that a rank lacks counts as zeros."""
+    double = torch.float64
 
     def body(engine: Replicated) -> tuple[Tensor, list[Tensor | None]]:
         factor = 10**engine.rank
         tensors = [
             torch.zeros(2, 2),
-            torch.zeros(2, dtype=torch.float64),  # rank 2 lacks it
-            torch.zeros(5),  # no rank has it
-            torch.zeros(()),  # rank 1 alone has it
-            torch.zeros(70, dtype=torch.float64),
+            torch.zeros(2).double(),
+            torch.zeros(5),
+            torch.zeros(()),
+            torch.zeros(70).double(),
         ]
         tensors[0].grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * factor
         if engine.rank < 2:
-            tensors[1].grad = torch.tensor([1.0, 1.0 + 1e-12], dtype=torch.float64)
+            tensors[1].grad = torch.tensor([1.0, 1.0 + 1e-12], dtype=double)
         if engine.rank == 1:
             tensors[3].grad = torch.tensor(-4.0)
-        tensors[4].grad = torch.arange(70, dtype=torch.float64) * factor
-        total = engine.sum_gradients(tensors, torch.tensor([2.0, 0.5], dtype=torch.float64) * factor)
+        tensors[4].grad = torch.arange(70, dtype=double) * factor
+        total = engine.sum_gradients(tensors, torch.tensor([2.0, 0.5], dtype=double) * factor)
         return total, [tensor.grad for tensor in tensors]
 
-    expected: list[Tensor | None] = [
+    expected = [
         torch.tensor([[111.0, 222.0], [333.0, 444.0]]),
-        torch.tensor([2.0, 2.0 + 2e-12], dtype=torch.float64),
-        None,
+        torch.tensor([2.0, 2.0 + 2e-12], dtype=double),
+        None,  # no rank has it
         torch.tensor(-4.0),
-        torch.arange(70, dtype=torch.float64) * 111,
+        torch.arange(70, dtype=double) * 111,
     ]
-    for rank, (total, gradients) in enumerate(on_ranks(3, body)):
-        with subtests.test(rank=rank):
-            assert torch.equal(total, torch.tensor([222.0, 55.5], dtype=torch.float64))
-            for found, wanted in zip(gradients, expected, strict=True):
-                if wanted is None:
-                    assert found is None
-                else:
-                    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-                    assert torch.equal(found, wanted)
+    for total, gradients in on_ranks(3, body):
+        assert torch.equal(total, torch.tensor([222.0, 55.5], dtype=double))
+        for found, wanted in zip(gradients, expected, strict=True):
+            if wanted is None:
+                assert found is None
+            else:
+                assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+                assert torch.equal(found, wanted)
 
 
-@pytest.mark.usefixtures("groups")
-def test_gradients_of_different_tensors_are_refused_on_every_rank(subtests: pytest.Subtests) -> None:
+ONE, TWO = torch.zeros(2), torch.zeros(3)
+
+
+@pytest.mark.parametrize("both", [
+    *(([ONE], [ONE, TWO]), ([ONE], [TWO]), ([ONE, TWO], [TWO, ONE]), ([], [ONE]), ([ONE], [ONE.double()])),
+    ([torch.zeros(2, 3)], [torch.zeros(3, 2)]),
+])  # fmt: skip
+def test_gradients_of_different_tensors_are_refused_on_every_rank(both: Any) -> None:
     """Another number of tensors, size, order, dtype or shape. The ranks can go on together after the error."""
-    one, two = torch.zeros(2), torch.zeros(3)
-    for first, second in [
-        ([one], [one, two]),
-        ([one], [two]),
-        ([one, two], [two, one]),
-        ([], [one]),
-        ([one], [one.double()]),
-        ([torch.zeros(2, 3)], [torch.zeros(3, 2)]),
-    ]:
 
-        def body(engine: Replicated, both: Any = (first, second)) -> Any:
-            with pytest.raises(RankError) as raised, engine.together("an update"):
-                engine.sum_gradients(both[engine.rank], torch.tensor(1.0))
-            return str(raised.value), engine.gather_objects(engine.rank)
+    def body(engine: Replicated) -> Any:
+        with pytest.raises(RankError) as raised, engine.together("an update"):
+            engine.sum_gradients(both[engine.rank], torch.tensor(1.0))
+        return str(raised.value), engine.gather_objects(engine.rank)
 
-        with subtests.test(first=len(first), second=len(second)):
-            error = "Gradients need tensors of the same shapes and dtypes on all ranks. Build equal policies and optimizers."
-            assert on_ranks(2, body) == [(error, [0, 1])] * 2
-
-
-# Errors of one rank
+    error = "Gradients need tensors of the same shapes and dtypes on all ranks. Build equal policies and optimizers."
+    assert on_ranks(2, body) == [(error, [0, 1])] * 2
 
 
 def failing(error: BaseException, meanwhile: Callable[[Replicated], Any], doing: str = "") -> list[Any]:
@@ -324,52 +255,43 @@ def failing(error: BaseException, meanwhile: Callable[[Replicated], Any], doing:
     return on_ranks(2, body)
 
 
-@pytest.mark.usefixtures("groups")
-def test_the_error_of_a_rank_is_raised_on_every_rank_whatever_it_does(subtests: pytest.Subtests) -> None:
-    for name, meanwhile in {
-        "sum": lambda engine: engine.sum(torch.ones(1)),
-        "gather": lambda engine: engine.gather(torch.ones(1)),
-        "gather_objects": lambda engine: engine.gather_objects("a" * 5_000),
-        "agree": lambda engine: engine.agree(),
-    }.items():
-        with subtests.test(name=name):
-            for error in failing(ContractError("it broke"), meanwhile):
-                assert type(error) is ContractError
-                assert str(error) == "Rank 1: it broke"
-    with subtests.test("an error of another package"):
-        first, second = failing(ZeroDivisionError("x"), lambda engine: engine.agree())
-        assert str(first) == str(second) == "Rank 1 raised ZeroDivisionError: x"
-        assert isinstance(second.__cause__, ZeroDivisionError)
-    with subtests.test("an interrupt"):
-        assert [error.signal_number for error in failing(TrainingInterrupted(15), lambda engine: engine.agree())] == [
-            15,
-            15,
-        ]
+MEANWHILE: dict[str, Callable[[Replicated], Any]] = {
+    "sum": lambda engine: engine.sum(torch.ones(1)),
+    "gather": lambda engine: engine.gather(torch.ones(1)),
+    "gather_objects": lambda engine: engine.gather_objects("a" * 5_000),
+    "agree": lambda engine: engine.agree(),
+}
 
 
-@pytest.mark.usefixtures("groups")
-def test_a_rank_that_goes_on_alone_is_never_paired_with_another_operation(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("name", MEANWHILE)
+def test_the_error_of_a_rank_is_raised_on_every_rank_whatever_it_does(name: str) -> None:
+    for error in failing(ContractError("it broke"), MEANWHILE[name]):
+        assert type(error) is ContractError
+        assert str(error) == "Rank 1: it broke"
+
+
+def test_errors_of_other_packages_and_interrupts_are_raised_on_every_rank() -> None:
+    first, second = failing(ZeroDivisionError("x"), lambda engine: engine.agree())
+    assert str(first) == str(second) == "Rank 1 raised ZeroDivisionError: x"
+    assert isinstance(second.__cause__, ZeroDivisionError)
+    interrupts = failing(TrainingInterrupted(15), lambda engine: engine.agree())
+    assert [error.signal_number for error in interrupts] == [15, 15]
+
+
+def test_a_rank_that_goes_on_alone_is_never_paired_with_another_operation() -> None:
     """Both ranks gather objects, but rank 1 has caught an error and is in its next iteration."""
 
     def body(engine: Replicated) -> Any:
         with engine.together(f"update in iteration {6 + engine.rank}"):
             return engine.gather_objects(None)
 
-    def other(engine: Replicated) -> Any:
-        return engine.agree() if engine.rank else engine.gather_objects(None)
-
-    for error in on_ranks(2, body):
-        with subtests.test("another iteration"):
-            assert isinstance(error, RankError)
-            assert str(error).startswith(
-                "All ranks must make the same calls in the same order; rank 0 is at gather_objects() in "
-            )
-            assert " (update in iteration 6), rank 1 is at gather_objects() in " in str(error)
-            assert " (update in iteration 7). If an error was caught" in str(error)
-    for error in on_ranks(2, other):
-        with subtests.test("another operation"):
-            assert isinstance(error, RankError)
-            assert ", rank 1 is at agree()." in str(error)
+    start = "All ranks must make the same calls in the same order; rank 0 is at gather_objects() in "
+    for said in said_on_ranks(RankError, body):
+        assert said.startswith(start)
+        assert " (update in iteration 6), rank 1 is at gather_objects() in " in said
+        assert " (update in iteration 7). If an error was caught" in said
+    other = lambda engine: engine.agree() if engine.rank else engine.gather_objects(None)  # noqa: E731
+    assert all(", rank 1 is at agree()." in said for said in said_on_ranks(RankError, other))
 
 
 class Counting(SeveralProcesses):
@@ -387,16 +309,13 @@ class Counting(SeveralProcesses):
         raise self.raises
 
 
-def test_an_error_is_shared_once_by_nested_blocks() -> None:
+def test_an_error_is_shared_once_by_nested_blocks_and_a_foreign_interrupt_is_not() -> None:
     own = ZeroDivisionError("x")
     engine = Counting(RankError("y"))
     with pytest.raises(RankError, match="y"), engine.together(), engine.together(), engine.together():
         raise own
     assert engine.shared == [own]
-
-
-def test_a_block_that_ends_well_exchanges_nothing_and_a_foreign_interrupt_passes() -> None:
-    engine = Counting(RankError("y"))
+    engine.shared.clear()
     with engine.together():
         pass
     with pytest.raises(KeyboardInterrupt), engine.together():
@@ -417,30 +336,27 @@ def test_a_single_process_raises_its_error_as_it_is() -> None:
         OneProcess().agree(own)
 
 
-# Equal arguments
+def said_on_ranks(kind: type[Exception], body: Callable[[Replicated], Any]) -> list[str]:
+    """What the errors of two ranks say, which are of this kind."""
+    errors = on_ranks(2, body)
+    assert [type(error) for error in errors] == [kind] * 2
+    return [str(error) for error in errors]
 
 
-@pytest.mark.usefixtures("groups")
 def test_values_that_differ_between_ranks_are_refused_and_named_on_every_rank() -> None:
     def body(engine: Replicated) -> None:
         values = {"lr": 0.1 * (1 + engine.rank), "same": "a", **({"extra": None} if engine.rank == 1 else {})}
         engine.require_same("Trainer", values)
 
-    for error in on_ranks(2, body):
-        assert type(error) is ConfigError
-        assert str(error) == (
-            "Trainer needs the same arguments on all ranks; lr is 0.1 on rank 0, 0.2 on rank 1; "
-            "extra is absent on rank 0, None on rank 1. Pass the same values."
-        )
-
-
-@pytest.mark.usefixtures("groups")
-def test_equal_values_are_accepted() -> None:
+    needs = "Trainer needs the same arguments on all ranks; lr is 0.1 on rank 0, 0.2 on rank 1; "
+    extra = "extra is absent on rank 0, None on rank 1. Pass the same values."
+    assert said_on_ranks(ConfigError, body) == [needs + extra] * 2
+    many = lambda engine: engine.require_same("x", {str(n): engine.rank for n in range(9)})  # noqa: E731
+    assert all("4 is 0 on rank 0, 1 on rank 1; and 4 more. Pass" in said for said in said_on_ranks(ConfigError, many))
     same = on_ranks(2, lambda engine: engine.require_same("x", {"a": float("nan"), "b": [1]}))
     assert same == [None, None]
 
 
-@pytest.mark.usefixtures("groups")
 def test_values_are_compared_in_the_next_exchange_without_a_meeting_of_their_own() -> None:
     """Equal values need the one meeting of the exchange. Different ones are named, and the ranks can go on together."""
 
@@ -459,22 +375,6 @@ def test_values_are_compared_in_the_next_exchange_without_a_meeting_of_their_own
     assert on_ranks(2, body) == [(1, f"{said}way on every rank.", [0, 1])] * 2
 
 
-@pytest.mark.usefixtures("groups")
-def test_only_the_first_values_that_differ_are_named() -> None:
-    for error in on_ranks(2, lambda engine: engine.require_same("x", {str(n): engine.rank for n in range(9)})):
-        assert "4 is 0 on rank 0, 1 on rank 1; and 4 more. Pass" in str(error)
-
-
-def test_a_single_process_does_not_compare_values() -> None:
-    class Deaf(OneProcess):
-        def gather_objects(self, value: Any) -> list[Any]:
-            raise AssertionError("there is no other rank")
-
-    Deaf().require_same("x", {"a": 1})
-    Deaf().require_same_soon({"a": 1})
-
-
-@pytest.mark.usefixtures("groups")
 def test_ranks_with_different_timeouts_are_refused() -> None:
     store = dist.HashStore()
     for error in on_threads(2, lambda rank: Replicated(Group(rank, 2, store), timeout=20.0 + rank)):
@@ -482,17 +382,12 @@ def test_ranks_with_different_timeouts_are_refused() -> None:
         assert "timeout is 20.0 on rank 0, 21.0 on rank 1" in str(error)
 
 
-@pytest.mark.usefixtures("groups")
-def test_a_timeout_must_be_a_finite_number_of_seconds_above_0(subtests: pytest.Subtests) -> None:
-    for timeout in (0.0, -1.0, float("inf"), float("nan")):
-        with (
-            subtests.test(timeout=timeout),
-            pytest.raises(ConfigError, match=r"Replicated\.timeout must be above 0 seconds"),
-        ):
-            Replicated(Group(0, 1, dist.HashStore()), timeout=timeout)
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_timeout_must_be_a_finite_number_of_seconds_above_0(timeout: float) -> None:
+    with pytest.raises(ConfigError, match=r"Replicated\.timeout must be above 0 seconds"):
+        Replicated(Group(0, 1, dist.HashStore()), timeout=timeout)
 
 
-@pytest.mark.usefixtures("groups")
 def test_several_engines_of_one_group_do_not_mix_their_messages() -> None:
     store = dist.HashStore()
 
@@ -504,7 +399,6 @@ def test_several_engines_of_one_group_do_not_mix_their_messages() -> None:
     assert on_threads(2, body) == [[0, 1, 0, -1]] * 2
 
 
-@pytest.mark.usefixtures("groups")
 def test_a_reward_model_that_differs_is_told_how_it_may() -> None:
     def body(engine: Replicated) -> None:
         engine.require_same_arguments("Trainer", {"reward_model": lambda states, actions, rank=engine.rank: rank})
@@ -514,17 +408,9 @@ def test_a_reward_model_that_differs_is_told_how_it_may() -> None:
         assert str(error).endswith("give it settings(), a function that returns what must be equal.")
 
 
-# Equal weights
-
-
-class Holding:
+def holding(parameters: dict[str, Tensor]) -> Any:
     """A policy with these parameters, which does nothing."""
-
-    def __init__(self, parameters: dict[str, Tensor]) -> None:
-        self._parameters = parameters
-
-    def get_parameters(self) -> dict[str, Tensor]:
-        return self._parameters
+    return SimpleNamespace(get_parameters=lambda: parameters)
 
 
 class Ranks(SeveralProcesses):
@@ -546,21 +432,19 @@ class Ranks(SeveralProcesses):
                 return [value]
 
         for parameters in self.others:
-            Listening().require_equal_weights(Holding(parameters), None)
+            Listening().require_equal_weights(holding(parameters), None)
         return [value, *sent]
 
 
 def parameters(*, scale: float = 1.0) -> dict[str, Tensor]:
     return {
-        "weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True),
-        "bias": torch.tensor([0.5, -0.5]) * scale,
-        "empty": torch.zeros(0),
-        "gain": torch.tensor(2.0, dtype=torch.bfloat16),
-    }
+        "weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True), "bias": torch.tensor([0.5, -0.5]) * scale,
+        "empty": torch.zeros(0), "gain": torch.tensor(2.0, dtype=torch.bfloat16),
+    }  # fmt: skip
 
 
-def test_a_rank_with_other_weights_is_refused_and_its_difference_named(subtests: pytest.Subtests) -> None:
-    Ranks(parameters(), parameters()).require_equal_weights(Holding(parameters()), None)  # equal weights are accepted
+def test_a_rank_with_other_weights_is_refused_and_its_difference_named() -> None:
+    Ranks(parameters(), parameters()).require_equal_weights(holding(parameters()), None)  # equal weights are accepted
     swapped = parameters() | {"weight": torch.tensor([[2.0, 1.0], [3.0, 4.0]])}
     all_differ = {name: value.detach() + 1 for name, value in parameters().items()} | {"empty": torch.ones(1)}
     fewer = {name: value for name, value in parameters().items() if name != "gain"}
@@ -570,8 +454,8 @@ def test_a_rank_with_other_weights_is_refused_and_its_difference_named(subtests:
         ((parameters(), all_differ), r"rank 2 differs from rank 0 in weight, bias, empty\. Build"),  # the first three
         ((fewer, parameters()), r"rank 1 differs from rank 0 in gain\. Build"),
     ]:
-        with subtests.test(message=message), pytest.raises(ConfigError, match=message):
-            Ranks(*others).require_equal_weights(Holding(parameters()), None)
+        with pytest.raises(ConfigError, match=message):
+            Ranks(*others).require_equal_weights(holding(parameters()), None)
 
 
 class Layers(torch.nn.Module):
@@ -587,25 +471,19 @@ class Layers(torch.nn.Module):
         return {"trained": self.head.weight}
 
 
-class Owner:
-    """A policy that is no module and has one."""
-
-    def __init__(self) -> None:
-        self.model = Layers()
-
-    def get_parameters(self) -> dict[str, Tensor]:
-        return self.model.get_parameters()
-
-
 def test_frozen_weights_and_persistent_buffers_count_too() -> None:
     of_body = [f"body.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")]
-    assert weights_of(Layers()).keys() == {"trained", "head.bias", *of_body}
-    assert weights_of(Owner()).keys() == {"trained", *(f"model.{name}" for name in ("head.bias", *of_body))}
+    layers = Layers()
+    assert weights_of(layers).keys() == {"trained", "head.bias", *of_body}
+    owner = SimpleNamespace(model=layers, get_parameters=layers.get_parameters)  # it is no module, and has one
+    assert weights_of(owner).keys() == {"trained", *(f"model.{name}" for name in ("head.bias", *of_body))}
 
 
-def test_a_single_process_does_not_compare_weights() -> None:
+def test_a_single_process_compares_neither_weights_nor_values() -> None:
     class Deaf(OneProcess):
         def gather_objects(self, value: Any) -> list[Any]:
             raise AssertionError("there is no other rank")
 
-    Deaf().require_equal_weights(Holding(parameters()), None)
+    Deaf().require_same("x", {"a": 1})
+    Deaf().require_same_soon({"a": 1})
+    Deaf().require_equal_weights(holding(parameters()), None)

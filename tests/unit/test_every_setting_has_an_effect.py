@@ -14,27 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo import (
-    ActionScores,
-    AdvantageConfig,
-    EntropyControl,
-    ExperienceBatch,
-    GRPOConfig,
-    GRPOTrainer,
-    KLControl,
-    KPop,
-    Mask,
-    ObjectiveConfig,
-    RewardConfig,
-    SampledActions,
-    Truncate,
-    WeightedRewards,
-)
+from grpo import AdvantageConfig, EntropyControl, GRPOConfig, KLControl, ObjectiveConfig, RewardConfig, WeightedRewards
 from grpo.arguments import Settings
-from grpo.config import CORRECTIONS, SURROGATES
+from grpo.config import CORRECTIONS, SURROGATES, KPop, Mask, Truncate
 from grpo.errors import GRPOError
 from grpo.surrogates import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, KlCov, Reinforce, Sapo, Vespo
+from grpo.trainer import GRPOTrainer
+from grpo.types import ActionScores, ExperienceBatch, SampledActions
 from tests.support.policies import ExactSampling, digest, weights_of
+from tests.support.trainers import trainer_of
 
 pytestmark = pytest.mark.usefixtures("without_type_checks")
 
@@ -194,179 +182,94 @@ outcome_before = cache(outcome)
 
 
 BASE: dict[str, Any] = {"group_size": 4, "batch_size": 6, "num_epochs_per_update": 2, "learning_rate": 0.05, "seed": 0}
-PLAIN, STEPS, SEVERAL, DEAD = Scene(), Scene(per_step=True), Scene(several_rewards=True), Scene(dead_group=True)
+PLAIN = Scene()
+STEPS, DEAD, GIVEN = Scene(per_step=True), Scene(dead_group=True), Scene(demonstrations=True)
 NAN, RAISES, AWAITED = Scene(first_is_nan=True), Scene(calls_that_raise=1), Scene(awaited=True)
 OUTAGE = Scene(calls_that_raise=20)  # of 16 rows: a call for all rows, one for each row, and three more
-CRITIC, KEYED = Scene(policy=Critic), Scene(policy=Keyed)
-GIVEN = Scene(demonstrations=True)
 TRAINED_CRITIC = Scene(policy=Critic, credit="gae")
 
-Case = tuple[dict[str, Any], dict[str, Any], Scene]
-"""Settings that are the same in both runs, the one that is changed in the second, and what both runs meet."""
+
+@dataclass(frozen=True)
+class Case:
+    """The value that a setting has in the second of two runs, what both runs meet, and settings that both have."""
+
+    value: Any
+    scene: Scene = PLAIN
+    shared: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-CASES: dict[type[Settings], dict[str, Case]] = {
-    GRPOConfig: {
-        "group_size": ({}, {"group_size": 3}, PLAIN),
-        "num_states_per_iteration": ({}, {"num_states_per_iteration": 2}, PLAIN),
-        "num_demonstrations_per_iteration": ({}, {"num_demonstrations_per_iteration": 1}, GIVEN),
-        "batch_size": ({}, {"batch_size": 5}, PLAIN),
-        "micro_batch_size": ({}, {"micro_batch_size": 2}, PLAIN),
-        "num_epochs_per_update": ({}, {"num_epochs_per_update": 3}, PLAIN),
-        "learning_rate": ({}, {"learning_rate": 0.01}, PLAIN),
-        "lr_schedule": ({}, {"lr_schedule": "linear"}, PLAIN),
-        "warmup_ratio": ({}, {"warmup_ratio": 0.9}, PLAIN),
-        "max_grad_norm": ({}, {"max_grad_norm": 1e-9}, PLAIN),
-        "max_skipped_updates": ({}, {"max_skipped_updates": 2}, Scene(nan_gradients=True)),
-        "autocast_dtype": ({}, {"autocast_dtype": "bfloat16"}, Scene(float32=True)),
-        "compile_objective": ({}, {"compile_objective": True}, PLAIN),
-        "device": ({}, {"device": "cpu"}, PLAIN),
-        "seed": ({}, {"seed": 1}, PLAIN),
-        "kl_control": ({}, {"kl_control": KLControl()}, PLAIN),
-        "entropy_control": ({}, {"entropy_control": EntropyControl(target=2.0)}, PLAIN),
-        "reference_sync_every": ({}, {"reference_sync_every": 1}, PLAIN),
-        "reference_mix": ({"reference_sync_every": 1}, {"reference_mix": 0.5}, PLAIN),
-        "dynamic_sampling_rounds": ({}, {"dynamic_sampling_rounds": 1}, DEAD),
-        "replay_iterations": ({}, {"replay_iterations": 1}, PLAIN),
-        "iterations_ahead": ({}, {"iterations_ahead": 1}, PLAIN),
-    },
-    AdvantageConfig: {
-        "credit": ({}, {"credit": "row"}, STEPS),
-        "baseline": ({}, {"baseline": "none"}, PLAIN),
-        "scale": ({}, {"scale": "batch"}, PLAIN),
-        "std_ddof": ({"scale": "group"}, {"std_ddof": 0}, PLAIN),
-        "std_eps": ({"scale": "group"}, {"std_eps": 0.5}, PLAIN),
-        "k": ({"baseline": "max_at_k", "k": 2}, {"k": 3}, PLAIN),
-        "several_rewards": ({}, {"several_rewards": "normalize_each"}, SEVERAL),
-        "gamma": ({}, {"gamma": 0.5}, STEPS),
-        "gae_lambda": ({"credit": "gae"}, {"gae_lambda": 0.5}, CRITIC),
-        "gigpo_weight": ({"credit": "gigpo"}, {"gigpo_weight": 2.0}, KEYED),
-        "upweight_live_groups": ({}, {"upweight_live_groups": True}, DEAD),
-        "positive_weight": ({}, {"positive_weight": 0.5}, PLAIN),
-        "negative_only": ({}, {"negative_only": True}, PLAIN),
-        "clip": ({}, {"clip": 0.05}, PLAIN),
-        "reward_clip": ({}, {"reward_clip": 0.5}, PLAIN),
-        "normalize_rewards": ({}, {"normalize_rewards": True}, PLAIN),
-    },
-    ObjectiveConfig: {
-        "surrogate": ({}, {"surrogate": "reinforce"}, PLAIN),
-        "top_entropy_fraction": ({}, {"top_entropy_fraction": 0.5}, PLAIN),
-        "off_policy_threshold": ({}, {"off_policy_threshold": 0.1}, PLAIN),
-        "sampler_correction": ({}, {"sampler_correction": "mask"}, PLAIN),
-        "kl_coef": ({}, {"kl_coef": 0.5}, PLAIN),
-        "kl_estimator": ({}, {"kl_estimator": "k2"}, PLAIN),
-        "entropy_coef": ({}, {"entropy_coef": 0.5}, PLAIN),
-        "entropy_estimator": ({"entropy_coef": 0.5}, {"entropy_estimator": "score_function"}, PLAIN),
-        "entropy_aggregation": ({"entropy_coef": 0.5}, {"entropy_aggregation": "step_mean"}, PLAIN),
-        "value_coef": ({}, {"value_coef": 1.0}, TRAINED_CRITIC),
-        "value_clip": ({}, {"value_clip": 1e-6}, TRAINED_CRITIC),
-        "demonstration_coef": ({}, {"demonstration_coef": 0.5}, GIVEN),
-        "observation_coef": ({}, {"observation_coef": 0.5}, Scene(policy=Observing)),
-        "aggregation": ({}, {"aggregation": "step_mean"}, PLAIN),
-        "fixed_length": ({"aggregation": "fixed_length", "fixed_length": 3}, {"fixed_length": 9}, PLAIN),
-    },
-    RewardConfig: {
-        "non_finite": ({"non_finite": "drop"}, {"non_finite": "zero"}, NAN),
-        "not_applicable": ({"non_finite": "drop"}, {"not_applicable": "zero"}, Scene(first_is_nan=True, one_part=True)),
-        "on_failure": ({}, {"on_failure": "drop"}, RAISES),
-        "num_retries": ({}, {"num_retries": 1}, RAISES),
-        "timeout": ({}, {"timeout": 0.01}, AWAITED),
-        "max_concurrent": ({}, {"max_concurrent": 1}, AWAITED),
-        "retry_delay": ({"num_retries": 1}, {"retry_delay": 5.0}, RAISES),
-        "max_retry_seconds": ({"num_retries": 30, "breaker_failures": 40}, {"max_retry_seconds": 200.0}, OUTAGE),
-        "breaker_failures": ({"on_failure": "drop"}, {"breaker_failures": 18}, OUTAGE),
-        "breaker_seconds": ({"on_failure": "drop"}, {"breaker_seconds": 5.0}, OUTAGE),
-    },
+CASES: dict[type[Settings], dict[str, Any]] = {
+    GRPOConfig: {"group_size": 3, "num_states_per_iteration": 2, "num_demonstrations_per_iteration": Case(1, GIVEN),
+        "batch_size": 5, "micro_batch_size": 2, "num_epochs_per_update": 3, "learning_rate": 0.01, "lr_schedule": "linear",
+        "warmup_ratio": 0.9, "max_grad_norm": 1e-9, "max_skipped_updates": Case(2, Scene(nan_gradients=True)),
+        "autocast_dtype": Case("bfloat16", Scene(float32=True)), "compile_objective": True, "device": "cpu", "seed": 1,
+        "kl_control": KLControl(), "entropy_control": EntropyControl(target=2.0), "reference_sync_every": 1,
+        "reference_mix": Case(0.5, shared={"reference_sync_every": 1}), "dynamic_sampling_rounds": Case(1, DEAD),
+        "replay_iterations": 1, "iterations_ahead": 1},
+    AdvantageConfig: {"credit": Case("row", STEPS), "baseline": "none", "scale": "batch",
+        "std_ddof": Case(0, shared={"scale": "group"}), "std_eps": Case(0.5, shared={"scale": "group"}),
+        "k": Case(3, shared={"baseline": "max_at_k", "k": 2}),
+        "several_rewards": Case("normalize_each", Scene(several_rewards=True)), "gamma": Case(0.5, STEPS),
+        "gae_lambda": Case(0.5, Scene(policy=Critic), {"credit": "gae"}),
+        "gigpo_weight": Case(2.0, Scene(policy=Keyed), {"credit": "gigpo"}), "upweight_live_groups": Case(True, DEAD),
+        "positive_weight": 0.5, "negative_only": True, "clip": 0.05, "reward_clip": 0.5, "normalize_rewards": True},
+    ObjectiveConfig: {"surrogate": "reinforce", "top_entropy_fraction": 0.5, "off_policy_threshold": 0.1,
+        "sampler_correction": "mask", "kl_coef": 0.5, "kl_estimator": "k2", "entropy_coef": 0.5,
+        "entropy_estimator": Case("score_function", shared={"entropy_coef": 0.5}),
+        "entropy_aggregation": Case("step_mean", shared={"entropy_coef": 0.5}), "value_coef": Case(1.0, TRAINED_CRITIC),
+        "value_clip": Case(1e-6, TRAINED_CRITIC), "demonstration_coef": Case(0.5, GIVEN),
+        "observation_coef": Case(0.5, Scene(policy=Observing)), "aggregation": "step_mean",
+        "fixed_length": Case(9, shared={"aggregation": "fixed_length", "fixed_length": 3})},
+    RewardConfig: {"non_finite": Case("zero", NAN, {"non_finite": "drop"}),
+        "not_applicable": Case("zero", Scene(first_is_nan=True, one_part=True), {"non_finite": "drop"}),
+        "on_failure": Case("drop", RAISES), "num_retries": Case(1, RAISES), "timeout": Case(0.01, AWAITED),
+        "max_concurrent": Case(1, AWAITED), "retry_delay": Case(5.0, RAISES, {"num_retries": 1}),
+        "max_retry_seconds": Case(200.0, OUTAGE, {"num_retries": 30, "breaker_failures": 40}),
+        "breaker_failures": Case(18, OUTAGE, {"on_failure": "drop"}),
+        "breaker_seconds": Case(5.0, OUTAGE, {"on_failure": "drop"})},
     KLControl: {  # the divergence is about 0.3, the coefficient begins at 0.04
-        "rule": ({}, {"rule": "proportional"}, PLAIN),
-        "target": ({}, {"target": 100.0}, PLAIN),
-        "coef_min": ({"target": 100.0}, {"coef_min": 0.035}, PLAIN),
-        "coef_max": ({}, {"coef_max": 0.05}, PLAIN),
-        "gain": ({"rule": "proportional"}, {"gain": 0.5}, PLAIN),
+        "rule": "proportional", "target": 100.0, "coef_min": Case(0.035, shared={"target": 100.0}), "coef_max": 0.05,
+        "gain": Case(0.5, shared={"rule": "proportional"}),
     },
     EntropyControl: {  # the entropy is about 1, the coefficient begins at 0
-        "target": ({}, {"target": 2.0}, PLAIN),
-        "delta": ({"target": 2.0}, {"delta": 0.1}, PLAIN),
-        "coef_min": ({"target": 2.0}, {"coef_min": 0.5}, PLAIN),
-        "coef_max": ({"target": 2.0}, {"coef_max": 0.002}, PLAIN),
+        "target": 2.0, "delta": Case(0.1, shared={"target": 2.0}), "coef_min": Case(0.5, shared={"target": 2.0}),
+        "coef_max": Case(0.002, shared={"target": 2.0}),
     },
-    Clip: {
-        "level": ({}, {"level": "row"}, PLAIN),
-        "low": ({}, {"low": 0.01}, PLAIN),
-        "high": ({}, {"high": 0.01}, PLAIN),
-        "delta": ({"high": 0.01}, {"delta": 1.02}, PLAIN),
-        "dual": ({}, {"dual": 1.02}, PLAIN),
-    },
+    Clip: {"level": "row", "low": 0.01, "high": 0.01, "delta": Case(1.02, shared={"high": 0.01}), "dual": 1.02},
     Reinforce: {},
-    Cispo: {
-        "level": ({}, {"level": "row"}, PLAIN),
-        "low": ({}, {"low": 0.01}, PLAIN),
-        "high": ({}, {"high": 0.01}, PLAIN),
-    },
-    Sapo: {
-        "level": ({}, {"level": "row"}, PLAIN),
-        "temperature_pos": ({}, {"temperature_pos": 3.0}, PLAIN),
-        "temperature_neg": ({}, {"temperature_neg": 3.0}, PLAIN),
-    },
-    Gmpo: {
-        "low": ({}, {"low": 0.01}, PLAIN),
-        "high": ({}, {"high": 0.01}, PLAIN),
-    },
-    Vespo: {
-        "k_pos": ({}, {"k_pos": 0.5}, PLAIN),
-        "lambda_pos": ({}, {"lambda_pos": 0.5}, PLAIN),
-        "k_neg": ({}, {"k_neg": 0.5}, PLAIN),
-        "lambda_neg": ({}, {"lambda_neg": 0.5}, PLAIN),
-    },
-    Dro: {
-        "level": ({}, {"level": "row"}, PLAIN),
-        "beta": ({}, {"beta": 0.5}, PLAIN),
-    },
-    Dppo: {
-        "level": ({}, {"level": "row"}, PLAIN),
-        "tv_limit": ({}, {"tv_limit": 0.01}, PLAIN),
-    },
-    KlCov: {
-        "level": ({}, {"level": "row"}, PLAIN),
-        "fraction": ({}, {"fraction": 0.5}, PLAIN),
-        "coef": ({"fraction": 0.5}, {"coef": 0.1}, PLAIN),
-    },
-    ClipCov: {
-        "level": ({}, {"level": "row"}, PLAIN),
-        "low": ({}, {"low": 0.01}, PLAIN),
-        "high": ({}, {"high": 0.01}, PLAIN),
-        "fraction": ({"cov_low": -9.0}, {"fraction": 0.5}, PLAIN),
-        "cov_low": ({"fraction": 0.5, "cov_low": -9.0}, {"cov_low": 0.0}, PLAIN),
-        "cov_high": ({"fraction": 0.5, "cov_low": -9.0}, {"cov_high": 0.0}, PLAIN),
-    },
-    Truncate: {
-        "low": ({}, {"low": 0.9}, PLAIN),
-        "high": ({}, {"high": 1.1}, PLAIN),
-        "level": ({}, {"level": "row"}, PLAIN),
-    },
-    Mask: {
-        "low": ({}, {"low": 0.9}, PLAIN),
-        "high": ({}, {"high": 1.1}, PLAIN),
-        "level": ({}, {"level": "row"}, PLAIN),
-    },
-    KPop: {"threshold": ({}, {"threshold": 1e-4}, PLAIN)},
-}
+    Cispo: {"level": "row", "low": 0.01, "high": 0.01},
+    Sapo: {"level": "row", "temperature_pos": 3.0, "temperature_neg": 3.0},
+    Gmpo: {"low": 0.01, "high": 0.01},
+    Vespo: {"k_pos": 0.5, "lambda_pos": 0.5, "k_neg": 0.5, "lambda_neg": 0.5},
+    Dro: {"level": "row", "beta": 0.5},
+    Dppo: {"level": "row", "tv_limit": 0.01},
+    KlCov: {"level": "row", "fraction": 0.5, "coef": Case(0.1, shared={"fraction": 0.5})},
+    ClipCov: {"level": "row", "low": 0.01, "high": 0.01, "fraction": Case(0.5, shared={"cov_low": -9.0}),
+        "cov_low": Case(0.0, shared={"fraction": 0.5, "cov_low": -9.0}),
+        "cov_high": Case(0.0, shared={"fraction": 0.5, "cov_low": -9.0})},
+    Truncate: {"low": 0.9, "high": 1.1, "level": "row"},
+    Mask: {"low": 0.9, "high": 1.1, "level": "row"},
+    KPop: {"threshold": 1e-4},
+}  # fmt: skip
+"""The value that each setting has in the second of two runs; a `Case`, where it needs more than a plain run."""
+
+
+def case_of(kind: type[Settings], name: str) -> Case:
+    value = CASES[kind][name]
+    return value if isinstance(value, Case) else Case(value)
+
+
 PARTS: dict[type[Settings], str] = {
-    AdvantageConfig: "advantage",
-    ObjectiveConfig: "objective",
-    RewardConfig: "reward",
-    KLControl: "kl_control",
+    AdvantageConfig: "advantage", ObjectiveConfig: "objective", RewardConfig: "reward", KLControl: "kl_control",
     EntropyControl: "entropy_control",
-}
+}  # fmt: skip
 
 
-def test_every_field_of_the_config_has_a_case(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("kind", CASES)
+def test_every_field_of_the_config_has_a_case(kind: type[Settings]) -> None:
     """A field that is always another config has that config's fields among the cases."""
-    for kind, cases in CASES.items():
-        with subtests.test(kind=kind.__name__):
-            hints = get_type_hints(kind)
-            fields = {field.name for field in dataclasses.fields(kind) if hints[field.name] not in PARTS}
-            assert fields == set(cases)
+    hints = get_type_hints(kind)
+    assert {field.name for field in dataclasses.fields(kind) if hints[field.name] not in PARTS} == set(CASES[kind])
 
 
 def test_every_part_of_the_config_has_its_own_cases() -> None:
@@ -392,10 +295,10 @@ def config_with(kind: type[Settings], values: dict[str, Any], scene: Scene) -> G
 @pytest.mark.slow
 def test_a_repeated_run_has_the_same_outcome(subtests: pytest.Subtests) -> None:
     """This shows that a difference between two runs is due to the setting."""
-    shared_by_scene = {case[2]: (kind, case[0]) for kind, cases in CASES.items() for case in cases.values()}
-    for scene, (kind, shared) in shared_by_scene.items():
+    cases = [(kind, case_of(kind, name)) for kind, names in CASES.items() for name in names]
+    for scene, (kind, case) in {case.scene: (kind, case) for kind, case in cases}.items():
         with subtests.test(scene=scene):
-            config = config_with(kind, shared, scene)
+            config = config_with(kind, case.shared, scene)
             assert outcome_before(config, scene) == outcome(config, scene)
 
 
@@ -405,28 +308,17 @@ def test_a_repeated_run_has_the_same_outcome(subtests: pytest.Subtests) -> None:
 def test_changing_any_single_field_changes_the_outcome_of_a_run(
     kind: type[Settings], subtests: pytest.Subtests
 ) -> None:
-    for name, (shared, changed, scene) in CASES[kind].items():
+    for name in CASES[kind]:
         with subtests.test(name=name):
-            assert list(changed) == [name]
-            before, after = config_with(kind, shared, scene), config_with(kind, shared | changed, scene)
-            assert outcome_before(before, scene) != outcome(after, scene)
+            case = case_of(kind, name)
+            before = config_with(kind, case.shared, case.scene)
+            after = config_with(kind, case.shared | {name: case.value}, case.scene)
+            assert outcome_before(before, case.scene) != outcome(after, case.scene)
 
 
 def test_each_update_calls_the_compiled_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def compile_nothing(function: Any) -> Any:
-        def compiled(*arguments: Any, **keywords: Any) -> Any:
-            calls.append("compiled")
-            return function(*arguments, **keywords)
-
-        return compiled
-
-    monkeypatch.setattr(torch, "compile", compile_nothing)
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=4, num_epochs_per_update=2, seed=0, compile_objective=True),
-        policy=Sampler(),
-        reward_model=Rewards(PLAIN),
-    )
-    trainer.step([0, 1])
+    calls: list[str] = []
+    counted = lambda function: lambda *a, **k: calls.append("compiled") or function(*a, **k)  # noqa: E731
+    monkeypatch.setattr(torch, "compile", counted)
+    trainer_of(Sampler(), Rewards(PLAIN), num_epochs_per_update=2, seed=0, compile_objective=True).step([0, 1])
     assert len(calls) == 2

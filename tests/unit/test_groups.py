@@ -12,28 +12,19 @@ from tests.support.bad_input_places import Grouping, Plain
 from tests.support.objective_inputs import as_users_run_it
 
 
-def group_ids_of(ids: Any) -> list[int]:
-    return ExperienceBatch.from_rows([0] * 4, [0] * 4, [0.0, 1.0, 0.0, 1.0], ids).group_ids.tolist()
-
-
-def test_integers_stay_as_they_are_and_other_ids_are_numbered_as_they_appear() -> None:
-    assert group_ids_of([7, 3, 7, 3]) == [7, 3, 7, 3]
-    assert group_ids_of(torch.tensor([7, 3, 7, 3])) == [7, 3, 7, 3]
-    for ids in (
-        ["b", "a", "b", "a"],
-        ("b", "a", "b", "a"),
-        np.array(["b", "a", "b", "a"]),
-        np.array(["b", "a", "b", "a"], dtype=object),
-        [("q", 1), ("q", 2), ("q", 1), ("q", 2)],
-        ["b", 1, "b", 1],
-        list(np.array(["b", "a", "b", "a"])),
-    ):
-        assert group_ids_of(ids) == [0, 1, 0, 1]
+@pytest.mark.parametrize(("ids", "expected"), [
+    *((ids, [7, 3, 7, 3]) for ids in ([7, 3, 7, 3], torch.tensor([7, 3, 7, 3]))),
+    *((kind("baba"), [0, 1, 0, 1]) for kind in (list, tuple)),
+    *((np.array([*"baba"], dtype=dtype), [0, 1, 0, 1]) for dtype in (None, object)),
+    *((ids, [0, 1, 0, 1]) for ids in ([("q", 1), ("q", 2)] * 2, ["b", 1] * 2, list(np.array([*"baba"])))),
+])  # fmt: skip
+def test_integers_stay_as_they_are_and_other_ids_are_numbered_as_they_appear(ids: Any, expected: list[int]) -> None:
+    batch = ExperienceBatch.from_rows([0] * 4, [0] * 4, [0.0, 1.0, 0.0, 1.0], ids)
+    assert batch.group_ids.tolist() == expected
 
 
 def test_text_ids_give_the_advantages_of_the_same_groups() -> None:
-    rewards = [1.0, 4.0, 3.0, 0.0]
-    batch = ExperienceBatch.from_rows(["s"] * 4, [0, 1, 0, 1], rewards, ["x", "y", "x", "y"])
+    batch = ExperienceBatch.from_rows(["s"] * 4, [0, 1, 0, 1], [1.0, 4.0, 3.0, 0.0], ["x", "y", "x", "y"])
     found = group_relative_advantages(batch.total_rewards.float(), batch.group_ids)
     assert found.tolist() == [-1.0, 2.0, 1.0, -2.0]
     GRPOTrainer(config=GRPOConfig(), policy=Plain(), reward_model=lambda s, a: [0.0] * len(a)).update(batch)
@@ -64,14 +55,8 @@ def test_keys_may_be_any_hashable_value_of_a_row_or_a_tensor() -> None:
     rows = [{"prompt": "1+1", "id": 4}, {"prompt": "1+1", "id": 4}]
     assert trainer_of(group_by=lambda row: row["id"]).collect(rows).group_ids.tolist() == [0] * 4
     states = torch.tensor([[1.0, 2.0], [1.0, 3.0], [1.0, 2.0]])
-    assert trainer_of(group_by=lambda state: tuple(state.tolist())).collect(states).group_ids.tolist() == [
-        0,
-        0,
-        1,
-        1,
-        0,
-        0,
-    ]
+    batch = trainer_of(group_by=lambda state: tuple(state.tolist())).collect(states)
+    assert batch.group_ids.tolist() == [0, 0, 1, 1, 0, 0]
 
 
 def test_updates_keep_the_rows_of_a_shared_group_together() -> None:
@@ -92,7 +77,7 @@ def test_updates_keep_the_rows_of_a_shared_group_together() -> None:
 def test_win_rates_are_compared_within_shared_groups_also_in_evaluations() -> None:
     """The actions are 0 and 1 for each state: in a group of 4, a 1 beats two 0s and ties with the other 1."""
     rewards = PairwiseRewards(
-        lambda states, first, second: [0.5 + 0.5 * (a - b) for a, b in zip(first, second, strict=True)]
+        lambda _, first, second: [0.5 + 0.5 * (a - b) for a, b in zip(first, second, strict=True)]
     )
     trainer = trainer_of(reward_model=rewards, group_by=str)
     assert trainer.collect(["a", "a"]).rewards.tolist() == pytest.approx([1 / 6, 5 / 6] * 2)
@@ -100,19 +85,15 @@ def test_win_rates_are_compared_within_shared_groups_also_in_evaluations() -> No
     assert rows.group_ids.tolist() == [0] * 4
 
 
-def test_wrong_keys_and_functions_are_refused(subtests: pytest.Subtests) -> None:
-    for group_by, message in [
-        (lambda state: [state], r"group_by must return a hashable value.*got a list of 1 str for state 0"),
-        (lambda state: torch.tensor(1.0), r"group_by must return a hashable value.*got \[\] float32 for state 0"),
-        (
-            lambda state: np.zeros(2),
-            r"group_by must return a hashable value.*got a numpy array \[2\] float64 for state 0",
-        ),
-    ]:
-        with subtests.test(message=message), pytest.raises(ConfigError, match=message):
-            trainer_of(group_by=group_by).collect(["a", "b"])
-    with (
-        as_users_run_it(),
-        pytest.raises(ConfigError, match=r"group_by must be a function of a state, or None; got str 'prompt'"),
-    ):
-        trainer_of(group_by="prompt")
+HASHABLE = "group_by must return a hashable value.*got {} for state 0"
+
+
+@pytest.mark.parametrize(("group_by", "message"), [
+    (lambda state: [state], HASHABLE.format("a list of 1 str")),
+    (lambda state: torch.tensor(1.0), HASHABLE.format(r"\[\] float32")),
+    (lambda state: np.zeros(2), HASHABLE.format(r"a numpy array \[2\] float64")),
+    ("prompt", "group_by must be a function of a state, or None; got str 'prompt'"),
+])  # fmt: skip
+def test_wrong_keys_and_functions_are_refused(group_by: Any, message: str) -> None:
+    with as_users_run_it(), pytest.raises(ConfigError, match=message):
+        trainer_of(group_by=group_by).collect(["a", "b"])

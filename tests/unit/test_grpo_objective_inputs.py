@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import fields, replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo import ObjectiveConfig, ObjectiveInputs, grpo_objective
-from grpo.surrogates import SURROGATES, KlCov
+from grpo.surrogates import SURROGATES, ClipCov, KlCov
 from tests.support.objective_inputs import WITHOUT_LEVEL, objective_inputs
 
 LEAVES = ("log_probs", "entropy", "kl", "values")
@@ -33,32 +32,18 @@ def tensors(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     behaviour = log_probs + uniform(-0.4, 0.4)
     behaviour[0, 1] = math.nan
     return {
-        "log_probs": log_probs,
-        "old_log_probs": log_probs + uniform(-0.5, 0.5),
-        "behaviour_log_probs": behaviour,
-        "ref_log_probs": log_probs + uniform(-0.5, 0.5),
-        "advantages": uniform(-2.0, 2.0),
-        "mask": MASK,
-        "weights": uniform(0.1, 1.0).double(),
-        "entropy": uniform(0.1, 1.0),
-        "entropy_weights": uniform(0.1, 1.0).double(),
-        "kl": uniform(0.0, 0.5),
-        "values": uniform(-1.0, 1.0),
-        "old_values": uniform(-1.0, 1.0),
-        "returns": uniform(-1.0, 1.0),
-        "keep": uniform(0.0, 1.0) < 0.8,
-        "selected": uniform(0.0, 1.0) < 0.5,
-        "kl_coef": 0.3,
-        "entropy_coef": 0.2,
-    }
+        "log_probs": log_probs, "old_log_probs": log_probs + uniform(-0.5, 0.5), "behaviour_log_probs": behaviour,
+        "ref_log_probs": log_probs + uniform(-0.5, 0.5), "advantages": uniform(-2.0, 2.0), "mask": MASK,
+        "weights": uniform(0.1, 1.0).double(), "entropy": uniform(0.1, 1.0),
+        "entropy_weights": uniform(0.1, 1.0).double(), "kl": uniform(0.0, 0.5), "values": uniform(-1.0, 1.0),
+        "old_values": uniform(-1.0, 1.0), "returns": uniform(-1.0, 1.0), "keep": uniform(0.0, 1.0) < 0.8,
+        "selected": uniform(0.0, 1.0) < 0.5, "kl_coef": 0.3, "entropy_coef": 0.2,
+    }  # fmt: skip
 
 
 EVERYTHING: dict[str, Any] = {
-    "kl_estimator": "exact",
-    "value_clip": 0.2,
-    "sampler_correction": "truncate",
-    "off_policy_threshold": 0.1,
-}
+    "kl_estimator": "exact", "value_clip": 0.2, "sampler_correction": "truncate", "off_policy_threshold": 0.1,
+}  # fmt: skip
 EVERY_TERM = ObjectiveConfig(**EVERYTHING)
 
 
@@ -85,52 +70,36 @@ def assert_identical(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
             assert torch.equal(found[name], value), name
 
 
-def test_no_surrogate_uses_what_is_outside_the_mask(subtests):
+LEVELS = [
+    SURROGATES[name](level=level) for name in SURROGATES if name not in WITHOUT_LEVEL for level in ("row", "row_step")
+]
+
+
+@pytest.mark.parametrize("surrogate", [*(kind() for kind in SURROGATES.values()), *LEVELS])
+@pytest.mark.parametrize(("poison", "flag"), [(math.nan, False), (math.inf, True)])
+def test_no_surrogate_uses_what_is_outside_the_mask(surrogate, poison, flag):
     """All inputs at once, with and without the level of rows; `flag`: what `keep` and `selected` say outside the mask."""
-    for name, (poison, flag) in product(SURROGATES, [(math.nan, False), (math.inf, True)]):
-        with subtests.test(name=name, poison=poison, flag=flag):
-            kind = SURROGATES[name]
-            surrogates = [kind()] if name in WITHOUT_LEVEL else [kind(), kind(level="row"), kind(level="row_step")]
-            for surrogate in surrogates:
-                config = ObjectiveConfig(surrogate=surrogate, **EVERYTHING)
-                clean = tensors()
-                poisoned = {**clean, **{field: clean[field].masked_fill(~MASK, poison) for field in PER_STEP}}
-                poisoned |= {field: clean[field].masked_fill(~MASK, flag) for field in ("keep", "selected")}
-                found = evaluated(inputs_with_leaves(poisoned), config)
-                assert_identical(found, evaluated(inputs_with_leaves(clean), config))
-                assert (found["d log_probs"][MASK] != 0).any()
+    config, clean = ObjectiveConfig(surrogate=surrogate, **EVERYTHING), tensors()
+    poisoned = {**clean, **{field: clean[field].masked_fill(~MASK, poison) for field in PER_STEP}}
+    poisoned |= {field: clean[field].masked_fill(~MASK, flag) for field in ("keep", "selected")}
+    found = evaluated(inputs_with_leaves(poisoned), config)
+    assert_identical(found, evaluated(inputs_with_leaves(clean), config))
+    assert (found["d log_probs"][MASK] != 0).any()
 
 
-def test_no_selection_among_these_rows_uses_what_is_outside_the_mask(subtests):
-    for name, poison in product(["kl_cov", "clip_cov"], [math.nan, math.inf]):
-        with subtests.test(name=name, poison=poison):
-            config = ObjectiveConfig(
-                surrogate=SURROGATES[name](
-                    fraction=0.4, **({} if name == "kl_cov" else {"cov_low": -9.0, "cov_high": 9.0})
-                ),
-                top_entropy_fraction=0.6,
-            )
-            results = []
-            for value in (poison, -1.0):
-                given = {**tensors(), "keep": None, "selected": None}
-                given |= {field: given[field].masked_fill(~MASK, value) for field in PER_STEP}
-                torch.manual_seed(0)
-                results.append(evaluated(inputs_with_leaves(given), config))
-            assert_identical(*results)
-            assert 0 < results[0]["selected_fraction"][1] < MASK.sum()
-            assert 0 < results[0]["kept_fraction"][1] < MASK.sum()
-
-
-def test_a_weight_outside_the_mask_never_counts(subtests):
-    for name in ["weights", "entropy_weights"]:
-        with subtests.test(name=name):
-            # one step of A = 3 and entropy 1 counts; weights 100 beside it
-            mask = torch.tensor([[True, False]])
-            inputs = objective_inputs(
-                torch.tensor([[-1.0, -1.0]]), torch.tensor([3.0]), mask=mask, entropy=torch.ones(1, 2), entropy_coef=0.5,
-                **{"weights": torch.tensor([[1.0, 0.0]]), name: torch.tensor([[1.0, 100.0]])},
-            )  # fmt: skip
-            assert grpo_objective(inputs, ObjectiveConfig()).loss.item() == -3 - 0.5
+@pytest.mark.parametrize("surrogate", [KlCov(fraction=0.4), ClipCov(fraction=0.4, cov_low=-9.0, cov_high=9.0)])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_no_selection_among_these_rows_uses_what_is_outside_the_mask(surrogate, poison):
+    results = []
+    for value in (poison, -1.0):
+        given = {**tensors(), "keep": None, "selected": None}
+        given |= {field: given[field].masked_fill(~MASK, value) for field in PER_STEP}
+        torch.manual_seed(0)
+        config = ObjectiveConfig(surrogate=surrogate, top_entropy_fraction=0.6)
+        results.append(evaluated(inputs_with_leaves(given), config))
+    assert_identical(*results)
+    assert 0 < results[0]["selected_fraction"][1] < MASK.sum()
+    assert 0 < results[0]["kept_fraction"][1] < MASK.sum()
 
 
 def test_gradients_reach_parameters_that_several_inputs_share():
@@ -169,15 +138,14 @@ def test_only_inputs_that_require_a_gradient_get_one():
     assert torch.equal(found["d values"], everything["d values"])
 
 
-def test_other_inputs_receive_no_gradient(subtests):
-    for name in [name for name in PER_STEP if name not in LEAVES]:
-        with subtests.test(name=name):
-            given = tensors()
-            leaf = given[name].clone().requires_grad_()
-            inputs = replace(inputs_with_leaves(given), **{name: leaf})
-            for config in (EVERY_TERM, replace(EVERY_TERM, kl_estimator="k3_weighted")):
-                grpo_objective(inputs, config).loss.backward()
-                assert leaf.grad is None
+@pytest.mark.parametrize("name", [name for name in PER_STEP if name not in LEAVES])
+def test_other_inputs_receive_no_gradient(name):
+    given = tensors()
+    leaf = given[name].clone().requires_grad_()
+    inputs = replace(inputs_with_leaves(given), **{name: leaf})
+    for config in (EVERY_TERM, replace(EVERY_TERM, kl_estimator="k3_weighted")):
+        grpo_objective(inputs, config).loss.backward()
+        assert leaf.grad is None
 
 
 def test_under_no_grad_the_loss_is_the_same_without_a_gradient():
@@ -189,33 +157,28 @@ def test_under_no_grad_the_loss_is_the_same_without_a_gradient():
     assert_identical({"loss": quiet.loss, **quiet.metrics}, {"loss": loud.loss.detach(), **loud.metrics})
 
 
-def test_an_input_that_no_term_reads_may_be_the_only_one_with_a_gradient(subtests):
-    for only in ["values", "entropy", "kl"]:
-        with subtests.test(only=only):
-            given = tensors() | {"returns": None, "kl_coef": 0.0, "entropy_coef": 0.0}
-            assert grpo_objective(inputs_with_leaves(given, (only,)), ObjectiveConfig()).loss.isfinite()
+@pytest.mark.parametrize("only", ["values", "entropy", "kl"])
+def test_an_input_that_no_term_reads_may_be_the_only_one_with_a_gradient(only):
+    given = tensors() | {"returns": None, "kl_coef": 0.0, "entropy_coef": 0.0}
+    assert grpo_objective(inputs_with_leaves(given, (only,)), ObjectiveConfig()).loss.isfinite()
 
 
-def test_gradients_keep_their_inputs_dtype_and_the_loss_is_at_least_float32(subtests):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", SURROGATES)
+def test_gradients_keep_their_inputs_dtype_and_the_loss_is_at_least_float32(name, dtype):
     """Half precision is raised first: the result is that of the same numbers in float32, and only gradients are rounded."""
-    for name, dtype in product(SURROGATES, [torch.float16, torch.bfloat16, torch.float32, torch.float64]):
-        with subtests.test(name=name, dtype=dtype):
-            config = ObjectiveConfig(surrogate=name, **EVERYTHING)
-            given = tensors(dtype)
-            found = evaluated(inputs_with_leaves(given), config)
-            computed = torch.float64 if dtype == torch.float64 else torch.float32
-            raised = {
-                key: value.to(computed) if key in PER_STEP and "weights" not in key else value
-                for key, value in given.items()
-            }
-            expected = evaluated(inputs_with_leaves(raised), config)
-            assert found["loss"].dtype == expected["loss"].dtype == computed
-            for key, value in expected.items():
-                if key.startswith("d "):
-                    assert found[key].dtype == dtype
-                    assert torch.equal(found[key], value.to(dtype)), key
-                else:
-                    assert torch.equal(found[key], value), key
+    config, given = ObjectiveConfig(surrogate=name, **EVERYTHING), tensors(dtype)
+    found = evaluated(inputs_with_leaves(given), config)
+    computed = torch.float64 if dtype == torch.float64 else torch.float32
+    raised = {key: given[key].to(computed) for key in PER_STEP if "weights" not in key}
+    expected = evaluated(inputs_with_leaves(given | raised), config)
+    assert found["loss"].dtype == expected["loss"].dtype == computed
+    for key, value in expected.items():
+        if key.startswith("d "):
+            assert found[key].dtype == dtype
+            assert torch.equal(found[key], value.to(dtype)), key
+        else:
+            assert torch.equal(found[key], value), key
 
 
 def test_the_objective_does_not_modify_its_inputs():

@@ -3,10 +3,8 @@
 import copy
 import json
 import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +14,9 @@ from grpo import ConfigError, ExperienceBatch, GRPOConfig, GRPOTrainer, RewardCo
 from grpo._ranks.processes import SeveralProcesses
 from grpo.errors import GRPOWarning
 from grpo.learner import Learner
+from tests.support.launches import printed_by
 from tests.support.policies import ExactSampling, TablePolicy, digest, weights_of
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.trainers import by_hand, without_time
 
 SCRIPT = """
 import json, sys
@@ -37,10 +35,7 @@ OF_A_RUN = (
 
 def test_a_learner_imports_nothing_of_a_run() -> None:
     """No storage, signals, ranks or progress bar, directly or through others."""
-    printed = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout
-    imported = json.loads(printed)
+    imported = json.loads(printed_by("-c", SCRIPT))
     assert "grpo.learner" in imported
     rooms = {name.split(".")[1] for name in imported if name.startswith("grpo.")}
     assert rooms & {*OF_A_RUN} == set()
@@ -79,21 +74,18 @@ def test_a_learner_makes_the_iterations_of_a_trainer(settings: dict[str, Any]) -
     ends = []
     for kind in (Learner, GRPOTrainer):
         learner = learner_of(kind, **settings)
-        metrics = [learner.step([0, 1, 2, 3]) for _ in range(3)]
+        metrics = [without_time(learner.step([0, 1, 2, 3])) for _ in range(3)]
         assert learner.iteration == 3
-        sound = [{name: value for name, value in one.items() if not name.startswith("time/")} for one in metrics]
-        ends.append(digest(weights_of(learner.policy), learner.optimizer.state_dict(), sound, torch.get_rng_state()))
+        ends.append(digest(weights_of(learner.policy), learner.optimizer.state_dict(), metrics, torch.get_rng_state()))
     assert ends[0] == ends[1]
 
 
 def test_the_state_of_a_learner_continues_in_another_one() -> None:
-    first = learner_of(num_epochs_per_update=2)
+    first, second = learner_of(num_epochs_per_update=2), learner_of(num_epochs_per_update=2, seed=7)
     first.step([0, 1])
-    state = copy.deepcopy(first.state_dict())
-    ends = []
-    second = learner_of(num_epochs_per_update=2, seed=7)
-    second.load_state_dict(state)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
     assert second.iteration == 1
+    ends = []
     for learner in (second, first):
         torch.manual_seed(3)
         learner.step([0, 1])
@@ -101,20 +93,21 @@ def test_the_state_of_a_learner_continues_in_another_one() -> None:
     assert ends[0] == ends[1]
 
 
-# Settings that need a run
+OF_TRAIN = r"config\.{}: only GRPOTrainer\.train honours this, because a Learner"
+ASKS = r"reward\.num_retries=.* only GRPOTrainer asks again for rewards\. Use GRPOTrainer"
 
 
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({"lr_schedule": "cosine"}, "lr_schedule='cosine'"),
-        ({"warmup_ratio": 0.1}, "warmup_ratio=0.1"),
-        ({"iterations_ahead": 1}, "iterations_ahead=1"),
-    ],
-)
-def test_a_setting_that_needs_a_run_is_refused_by_a_learner_alone(settings: dict[str, Any], name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"config\.{name}: only GRPOTrainer\.train honours this, because a Learner"):
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"lr_schedule": "cosine"}, OF_TRAIN.format("lr_schedule='cosine'")),
+    ({"warmup_ratio": 0.1}, OF_TRAIN.format("warmup_ratio=0.1")),
+    ({"iterations_ahead": 1}, OF_TRAIN.format("iterations_ahead=1")),
+    ({"reward": RewardConfig(num_retries=1)}, ASKS),
+    ({"reward": RewardConfig(on_failure="drop")}, ASKS),
+])  # fmt: skip
+def test_a_setting_that_needs_a_run_is_refused_by_a_learner_alone(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         learner_of(**settings)
+    learner_of(GRPOTrainer, **settings)
 
 
 def test_dynamic_sampling_needs_more_states_in_a_learner_alone() -> None:
@@ -135,65 +128,50 @@ def test_a_trainer_says_once_what_step_does_not_honour() -> None:
     told.train([0, 1], num_iterations=2, progress=False)
 
 
-# Meetings of all ranks
-
-
 class Counted(SeveralProcesses):
     """Two ranks that do the same. Counts how often they meet."""
 
-    num_ranks = 2
+    num_ranks, num_meetings = 2, 0
 
-    def __init__(self) -> None:
-        self.num_meetings = 0
+    def met(self, value: Any) -> Any:
+        self.num_meetings += 1
+        return value
 
     def gather_objects(self, value: Any) -> list[Any]:
-        self.num_meetings += 1
-        return [value, value]
+        return self.met([value, value])
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        self.num_meetings += 1
-        return 2 * values
+        return self.met(2 * values)
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
         return 2 * values  # after a meeting, which has told all ranks what comes
 
     def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        self.num_meetings += 1
-        return torch.cat([rows, rows]), 0
+        return self.met((torch.cat([rows, rows]), 0))
 
     def agree(self, error: BaseException | None = None) -> None:
-        self.num_meetings += 1
-        super().agree(error)
+        super().agree(self.met(error))
 
 
 @pytest.mark.parametrize("num_updates", [1, 4])
 def test_ranks_meet_at_most_five_times_per_iteration_and_twice_per_update(num_updates: int) -> None:
     """Once for rewards, once for the plan, once for the report, and once before the next iteration."""
     engine, seen = Counted(), []
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=4, seed=0, num_epochs_per_update=num_updates),
-        policy=TablePolicy(),
-        reward_model=lambda states, actions: [float(n) for n in range(len(actions))],
-        engine=engine,
-    )
-
-    class Watch:
-        def on_iteration(self, trainer: Any, metrics: Any) -> None:
-            seen.append(engine.num_meetings)
-
-    trainer.train(["a", "b"], num_iterations=3, callbacks=[Watch()], progress=False)
+    config = {"group_size": 4, "seed": 0, "num_epochs_per_update": num_updates}
+    rewards = lambda states, actions: [float(n) for n in range(len(actions))]  # noqa: E731
+    trainer, _ = by_hand(policy=TablePolicy(), rewards=rewards, config=config, engine=engine)
+    watch = SimpleNamespace(on_iteration=lambda trainer, metrics: seen.append(engine.num_meetings))
+    trainer.train(["a", "b"], num_iterations=3, callbacks=[watch], progress=False)
     per_iteration = {after - before for before, after in pairwise(seen)}
     assert per_iteration == {5 + 2 * num_updates}, "four meetings of the trainer, and one that asks the callbacks"
 
 
 def test_a_batch_is_completed_once_per_step() -> None:
-    learner = learner_of(num_epochs_per_update=2)
-    completed = []
+    learner, completed = learner_of(num_epochs_per_update=2), []
     complete = learner.collector.complete
     learner.collector.complete = lambda batch, **options: completed.append(batch) or complete(batch, **options)  # type: ignore[method-assign]
     learner.step([0, 1])
     assert len(completed) == 1
-    learner.update(
-        ExperienceBatch.from_rows([0, 0], [(1, 0), (2,)], [1.0, 0.0], [0, 0], mask=[[True, True], [True, False]])
-    )
+    mask = [[True, True], [True, False]]
+    learner.update(ExperienceBatch.from_rows([0, 0], [(1, 0), (2,)], [1.0, 0.0], [0, 0], mask=mask))
     assert len(completed) == 2

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from grpo import GRPOConfig, GRPOTrainer
 from grpo.checks import check_reward_model
 from grpo.errors import ConfigError, ContractError, GRPOWarning
 from grpo.logs import LogEstimate, LoggedDecision, LoggedRewards, LogReport, evaluate_from_logs, key_of
 from tests.support.policies import TablePolicy
+from tests.support.trainers import trainer_of
 
 
 def row(state: Any, action: Any, probability: float, reward: float) -> LoggedDecision:
@@ -31,6 +31,7 @@ class Size(enum.Enum):
 
 ADD, UP, DOWN, WAIT = "add", "up", "down", "wait"
 LOGS = [row("x", ADD, 0.5, 1.0), row("x", ADD, 0.25, 0.0), row("x", UP, 0.2, 0.5), row("y", WAIT, 0.1, 1.0)]
+THREE = [row("x", ADD, 0.5, 3.0), row("x", ADD, 0.5, 6.0), row("y", ADD, 0.5, 12.0)]
 
 
 def constant(value: float) -> Any:
@@ -45,9 +46,6 @@ def mean_reward(logs: Sequence[LoggedDecision]) -> Any:
 
 def estimated(rewards: LoggedRewards, *pairs: tuple[Any, Any]) -> list[float]:
     return rewards.compute_rewards([state for state, _ in pairs], [made for _, made in pairs]).tolist()
-
-
-# --- rewards
 
 
 def test_rewards_without_an_estimate_are_inverse_propensity_scores() -> None:
@@ -79,29 +77,15 @@ def test_weights_are_cut_off_at_their_maximum() -> None:
     assert estimated(LoggedRewards(rare, max_weight=math.inf), ("x", ADD)) == pytest.approx([515.0])
 
 
-def test_a_maximum_weight_of_one_leaves_rewards_as_they_were_logged() -> None:
-    """All weights are 1: add (1 + 0) / 3, up .5 / 3, wait 1."""
-    with pytest.warns(GRPOWarning, match="max_weight=1 cuts off the weights of 100.0%"):
-        rewards = LoggedRewards(LOGS, max_weight=1)
-    assert estimated(rewards, ("x", ADD), ("x", UP), ("y", WAIT)) == pytest.approx([1 / 3, 0.5 / 3, 1.0])
-
-
 @pytest.mark.filterwarnings("ignore:evaluate_from_logs")
 def test_keys_say_which_states_and_actions_are_equal() -> None:
     """Case does not count in states, and only the first letter counts in actions: 1 / .5 and 3 / .25, over two decisions."""
     logs = [row("x", "add 2", 0.5, 1.0), row("X", "sort", 0.25, 3.0)]
-    rewards = LoggedRewards(logs, state_key=str.lower, action_key=lambda action: action[0])
+    keys: dict[str, Any] = {"state_key": str.lower, "action_key": lambda action: action[0]}
+    rewards = LoggedRewards(logs, **keys)
     assert estimated(rewards, ("x", "add 3"), ("X", "sing"), ("x", "wait")) == pytest.approx([1.0, 6.0, 0.0])
     assert rewards.states == ["x"], "the first of equal states"
-    report = evaluate_from_logs(
-        lambda states: ["add 3"], logs, state_key=str.lower, action_key=lambda action: action[0]
-    )
-    assert report.ips.value == pytest.approx(1.0)
-
-
-def test_the_steps_of_a_decision_multiply() -> None:
-    logged = LoggedDecision(state="x", action=UP, log_prob=[math.log(0.5)] * 2, reward=1.0)
-    assert estimated(LoggedRewards([logged]), ("x", UP)) == pytest.approx([4.0])
+    assert evaluate_from_logs(lambda states: ["add 3"], logs, **keys).ips.value == pytest.approx(1.0)
 
 
 def test_tensors_arrays_and_numbers_are_states_and_actions_too() -> None:
@@ -122,33 +106,28 @@ class Point:
     kind: Size
 
 
-def test_states_and_actions_are_compared_by_content(subtests: pytest.Subtests) -> None:
-    for make in (
-        lambda: (torch.tensor([1.0, 2.0]), torch.tensor(3)),
-        lambda: {"a": [1, {"b": np.array([2.0])}]},
-        lambda: Point(torch.tensor([1.0]), Size.LARGE),
-        lambda: np.float32(0.5),
-        lambda: None,
-    ):
-        with subtests.test(state=make()):
-            assert key_of(make()) == key_of(make())
-            assert estimated(LoggedRewards([row(make(), make(), 0.5, 1.0)] * 2), (make(), make())) == pytest.approx(
-                [2.0]
-            )
+@pytest.mark.parametrize("make", [
+    lambda: (torch.tensor([1.0, 2.0]), torch.tensor(3)),
+    lambda: {"a": [1, {"b": np.array([2.0])}]},
+    lambda: Point(torch.tensor([1.0]), Size.LARGE),
+    lambda: np.float32(0.5),
+    lambda: None,
+])  # fmt: skip
+def test_states_and_actions_are_compared_by_content(make: Any) -> None:
+    assert key_of(make()) == key_of(make())
+    logged = LoggedRewards([row(make(), make(), 0.5, 1.0)] * 2)
+    assert estimated(logged, (make(), make())) == pytest.approx([2.0])
     assert key_of(Point(1, Size.SMALL)) != key_of(Point(1, Size.LARGE))
     assert key_of({"a": 1}) != key_of({"a": 2})
 
 
-def test_what_only_equals_itself_needs_a_key(subtests: pytest.Subtests) -> None:
-    for value in (object(), {1, 2}, DataLoader([1])):
-        with (
-            subtests.test(type(value).__name__),
-            pytest.raises(ContractError, match=r"equals no other. Pass state_key=\.\.\."),
-        ):
-            LoggedRewards([row(value, ADD, 0.5, 1.0)])
+@pytest.mark.parametrize("value", [object(), {1, 2}, DataLoader([1])], ids=["object", "set", "loader"])
+def test_what_only_equals_itself_needs_a_key(value: Any) -> None:
+    with pytest.raises(ContractError, match=r"equals no other. Pass state_key=\.\.\."):
+        LoggedRewards([row(value, ADD, 0.5, 1.0)])
 
 
-def test_log_probs_may_be_numbers_arrays_and_tensors() -> None:
+def test_log_probs_may_be_numbers_arrays_and_tensors_and_those_of_steps_add_up() -> None:
     """Each is log .5."""
     half = math.log(0.5)
     given = (half, np.float32(half), np.array([half]), torch.tensor(half), torch.tensor([half / 2, half / 2]), (half,))
@@ -172,22 +151,16 @@ def test_actions_that_are_never_those_of_the_log_are_reported() -> None:
     matched.compute_rewards(range(1200), [1] * 1200)  # one action was matched: no warning
 
 
-def test_estimates_may_be_arrays_or_lists_and_must_be_finite(subtests: pytest.Subtests) -> None:
-    for values in (np.full(2, 0.5, np.float32), [0.5, 0.5], torch.full((2,), 0.5)):
-        rewards = LoggedRewards(
-            LOGS[:2], fit=lambda logs, v=values: lambda states, actions: v[: len(actions)], num_folds=2
-        )
-        assert estimated(rewards, ("x", UP)) == pytest.approx([0.5])
-    for make in (
-        lambda number: torch.full((number, 1), 0.5),
-        lambda number: 0.5,
-        lambda number: [math.nan] * number,
-    ):
-        with (
-            subtests.test(value=make(1)),
-            pytest.raises(ContractError, match=r"must give finite rewards \[N\] = \[\d\]"),
-        ):
-            LoggedRewards(LOGS, fit=lambda logs, make=make: lambda states, actions: make(len(actions)), num_folds=2)
+@pytest.mark.parametrize("values", [np.full(2, 0.5, np.float32), [0.5, 0.5], torch.full((2,), 0.5)])
+def test_estimates_may_be_arrays_or_lists(values: Any) -> None:
+    rewards = LoggedRewards(LOGS[:2], fit=lambda logs: lambda states, actions: values[: len(actions)], num_folds=2)
+    assert estimated(rewards, ("x", UP)) == pytest.approx([0.5])
+
+
+@pytest.mark.parametrize("make", [lambda n: torch.full((n, 1), 0.5), lambda n: 0.5, lambda n: [math.nan] * n])
+def test_estimates_must_be_one_finite_number_per_row(make: Any) -> None:
+    with pytest.raises(ContractError, match=r"must give finite rewards \[N\] = \[\d\]"):
+        LoggedRewards(LOGS, fit=lambda logs: lambda states, actions: make(len(actions)), num_folds=2)
 
 
 def test_a_decision_is_never_compared_with_an_estimate_that_has_seen_it() -> None:
@@ -218,54 +191,45 @@ def test_a_decision_is_never_compared_with_an_estimate_that_has_seen_it() -> Non
 def test_each_fold_counts_in_a_state_by_its_share_of_the_states_decisions() -> None:
     """The estimate of a fold is the mean reward of the other folds, and the state's mean weights the folds."""
     # Each state has 1 or 2 decisions, and each of the 3 folds leaves out one: the other two have this mean.
-    logs = [row("x", ADD, 0.5, 3.0), row("x", ADD, 0.5, 6.0), row("y", ADD, 0.5, 12.0)]
-    found = estimated(LoggedRewards(logs, fit=mean_reward, num_folds=3), ("x", WAIT), ("y", WAIT))
+    found = estimated(LoggedRewards(THREE, fit=mean_reward, num_folds=3), ("x", WAIT), ("y", WAIT))
     assert found == pytest.approx([(9.0 + 7.5) / 2, 4.5])
+    # The estimate is the number of decisions that it is fitted to. Of 3 decisions in 2 folds, one fold has 2, and its estimate
+    # is 1. The other has 1, and its estimate is 2: (2 * 1 + 2) / 3.
+    count = lambda rows: constant(float(len(rows)))(rows)  # noqa: E731
+    logged = LoggedRewards([row("x", ADD, 0.5, 1.0)] * 3, fit=count, num_folds=2)
+    assert estimated(logged, ("x", WAIT)) == pytest.approx([4 / 3])
 
 
-def test_a_fold_with_two_of_a_states_decisions_counts_twice() -> None:
-    """The estimate is the number of decisions that it is fitted to.
-
-    Of 3 decisions in 2 folds, one fold has 2, and its estimate is 1. The other has 1, and its estimate is 2: (2 * 1 + 2) / 3.
-    """
+def noting(fitted: list[list[LoggedDecision]]) -> Any:
+    """Fit nothing, and note the decisions."""
 
     def fit(rows: Sequence[LoggedDecision]) -> Any:
-        return constant(float(len(rows)))(rows)
+        fitted.append([*rows])
+        return constant(0.0)(rows)
 
-    logs = [row("x", ADD, 0.5, 1.0)] * 3
-    assert estimated(LoggedRewards(logs, fit=fit, num_folds=2), ("x", WAIT)) == pytest.approx([4 / 3])
+    return fit
 
 
 def test_decisions_are_dealt_to_folds_by_chance_and_always_alike() -> None:
     """Dealt in turn, all decisions of x would be in one of the 2 folds, and those of y in the other."""
     logs = [row("xy"[number % 2], ADD, 0.5, float(number)) for number in range(20)]
     fitted: list[list[LoggedDecision]] = []
-
-    def fit(rows: Sequence[LoggedDecision]) -> Any:
-        fitted.append([*rows])
-        return constant(0.0)(rows)
-
     for seed in (1, 2):
         torch.manual_seed(seed)
         expected = torch.rand(1)
         torch.manual_seed(seed)
-        LoggedRewards(logs, fit=fit, num_folds=2)
+        LoggedRewards(logs, fit=noting(fitted), num_folds=2)
         assert torch.equal(torch.rand(1), expected), "no number is drawn from the global generator"
     assert [{one.state for one in rows} for rows in fitted] == [{"x", "y"}] * 4
     assert fitted[:2] == fitted[2:]
 
 
 def test_an_estimate_has_five_folds_by_default() -> None:
-    fitted: list[int] = []
-
-    def fit(rows: Sequence[LoggedDecision]) -> Any:
-        fitted.append(len(rows))
-        return constant(0.0)(rows)
-
+    fitted: list[list[LoggedDecision]] = []
     logs = [row("x", ADD, 0.5, 1.0)] * 50
-    LoggedRewards(logs, fit=fit)
-    evaluate_from_logs(chooses({"x": ADD}), logs, fit=fit)
-    assert fitted == [40] * 10, "five of each"
+    LoggedRewards(logs, fit=noting(fitted))
+    evaluate_from_logs(chooses({"x": ADD}), logs, fit=noting(fitted))
+    assert [len(rows) for rows in fitted] == [40] * 10, "five of each"
 
 
 def test_an_estimate_is_asked_once_for_each_state_and_action() -> None:
@@ -290,54 +254,45 @@ def test_an_estimate_is_asked_once_for_each_state_and_action() -> None:
     assert len(asked) == 4
 
 
-def test_logged_rewards_pass_the_conformance_kit() -> None:
-    check_reward_model(
-        LoggedRewards(LOGS, fit=constant(0.5), num_folds=2), ["x", "x", "y"], [ADD, DOWN, WAIT], strict=True
-    )
-
-
-def test_the_methods_of_a_module_return_the_rewards() -> None:
-    rewards = LoggedRewards(LOGS)
+def test_logged_rewards_are_a_reward_model() -> None:
+    rewards = LoggedRewards(LOGS, fit=constant(0.5), num_folds=2)
+    check_reward_model(rewards, ["x", "x", "y"], [ADD, DOWN, WAIT], strict=True)
     assert rewards.to("cpu").eval().train() is rewards
 
 
-def test_logs_that_say_nothing_are_refused(subtests: pytest.Subtests) -> None:
-    sure = LoggedDecision(state="x", action=ADD, log_prob=0, reward=1.0)
-    for make, kind, text in (
-        (lambda: LoggedRewards([]), ConfigError, "needs a decision"),
-        (lambda: LoggedRewards(LOGS, max_weight=0.5), ConfigError, "max_weight must be at least 1; got 0.5"),
-        (lambda: LoggedRewards(LOGS, max_weight=math.nan), ConfigError, "max_weight must be at least 1"),
-        (lambda: LoggedRewards(LOGS, fit=constant(0), num_folds=1), ConfigError, "from 2 to 4 folds"),
-        (lambda: LoggedRewards(LOGS, fit=constant(0), num_folds=5), ConfigError, "num_folds=5"),
-        (lambda: LoggedRewards(LOGS, num_folds=0), ConfigError, "num_folds must be >= 1; got 0"),
-        (lambda: LoggedRewards(LOGS).compute_rewards(["z"], [ADD]), ContractError, "'z' has none"),
-        (lambda: LoggedRewards([row("x", ADD, 1.1, 1.0)]), ContractError, "at most 1"),
-        (lambda: LoggedRewards([row("x", ADD, 0.5, math.nan)]), ContractError, "a finite reward; got nan for 'add'"),
-        (lambda: evaluate_from_logs(lambda states: [ADD], LOGS), ContractError, "one action per state, 2; got 1"),
-    ):
-        with subtests.test(text), pytest.raises(kind, match=text):
-            make()
-    for steps in (
-        (),
-        None,
-        (-400.0, -400.0),
-        (math.nan,),
-    ):  # no probability, one that is 0 in float64, and an unknown one
-        logged = LoggedDecision(state="x", action=ADD, log_prob=steps, reward=1.0)
-        with subtests.test(steps=steps), pytest.raises(ContractError, match="with a probability above 0"):
-            LoggedRewards([sure, logged])
-    assert estimated(LoggedRewards([sure]), ("x", ADD)) == [1.0], "a probability of 1 is a probability"
+def logged_with(log_prob: Any) -> LoggedRewards:
+    return LoggedRewards([LoggedDecision(state="x", action=ADD, log_prob=log_prob, reward=1.0)])
 
 
-def test_a_probability_may_be_above_one_by_rounding_only() -> None:
-    """exp(1e-7) is 1 but for rounding, and exp(1e-3) = 1.001 is not."""
-    near, above = (LoggedDecision(state="x", action=ADD, log_prob=log_prob, reward=1.0) for log_prob in (1e-7, 1e-3))
-    assert estimated(LoggedRewards([near]), ("x", ADD)) == pytest.approx([1.0])
-    with pytest.raises(ContractError, match="at most 1"):
-        LoggedRewards([above])
+UNKNOWN = "with a probability above 0"
 
 
-# --- the value of a policy
+@pytest.mark.parametrize(("make", "kind", "text"), [
+    (lambda: LoggedRewards([]), ConfigError, "needs a decision"),
+    (lambda: LoggedRewards(LOGS, max_weight=0.5), ConfigError, "max_weight must be at least 1; got 0.5"),
+    (lambda: LoggedRewards(LOGS, max_weight=math.nan), ConfigError, "max_weight must be at least 1"),
+    (lambda: LoggedRewards(LOGS, fit=constant(0), num_folds=1), ConfigError, "from 2 to 4 folds"),
+    (lambda: LoggedRewards(LOGS, fit=constant(0), num_folds=5), ConfigError, "num_folds=5"),
+    (lambda: LoggedRewards(LOGS, num_folds=0), ConfigError, "num_folds must be >= 1; got 0"),
+    (lambda: LoggedRewards(LOGS).compute_rewards(["z"], [ADD]), ContractError, "'z' has none"),
+    (lambda: LoggedRewards([row("x", ADD, 1.1, 1.0)]), ContractError, "at most 1"),
+    (lambda: LoggedRewards([row("x", ADD, 0.5, math.nan)]), ContractError, "a finite reward; got nan for 'add'"),
+    (lambda: evaluate_from_logs(lambda states: [ADD], LOGS), ContractError, "one action per state, 2; got 1"),
+    (lambda: logged_with(1e-3), ContractError, "at most 1"),  # exp(1e-3) = 1.001
+    (lambda: logged_with(()), ContractError, UNKNOWN),
+    (lambda: logged_with(None), ContractError, UNKNOWN),
+    (lambda: logged_with((-400.0, -400.0)), ContractError, UNKNOWN),  # 0 in float64
+    (lambda: logged_with((math.nan,)), ContractError, UNKNOWN),
+])  # fmt: skip
+def test_logs_that_say_nothing_are_refused(make: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        make()
+
+
+def test_a_probability_may_be_1_and_above_it_by_rounding_only() -> None:
+    """exp(1e-7) is 1 but for rounding."""
+    assert estimated(logged_with(0), ("x", ADD)) == [1.0]
+    assert estimated(logged_with(1e-7), ("x", ADD)) == pytest.approx([1.0])
 
 
 def chooses(actions: dict[Any, Any]) -> Any:
@@ -369,6 +324,8 @@ def test_the_value_of_a_policys_predictions_equals_hand_worked_numbers() -> None
         "4 decisions, 2 effective, mean weight 4.00",
     ]  # fmt: skip
     assert evaluate_from_logs(chooses({"x": ADD, "y": WAIT}), LOGS).dr is None
+    alone = evaluate_from_logs(chooses({"x": ADD}), [row("x", ADD, 1.0, 0.5)])
+    assert value_of(alone, "ips") == (0.5, math.inf), "one decision has no known standard error"
 
 
 @pytest.mark.filterwarnings("ignore:evaluate_from_logs")
@@ -377,8 +334,13 @@ def test_a_state_without_an_action_earns_nothing() -> None:
     report = evaluate_from_logs(chooses({"x": ADD, "y": None}), LOGS, fit=constant(0.5), num_folds=2)
     assert (report.ips.value, report.mean_weight) == pytest.approx((0.5, 2.0))  # 2, 0, 0, 0
     assert report.dr.value == pytest.approx((1.5 - 1.5 + 0.5 + 0.0) / 4)
-    nothing = evaluate_from_logs(chooses({"x": None, "y": None}), LOGS)
+    nothing = evaluate_from_logs(chooses({"x": None, "y": None}), LOGS, fit=constant(0.5), num_folds=2)
     assert (nothing.ips.value, nothing.mean_weight) == (0.0, 1.0)
+    assert value_of(nothing, "dr") == (0.0, 0.0)
+    # The key is the first letter, which None lacks. w = 2 for up in y: (0 + 2 * 3) / 2.
+    logs = [row("x", ADD, 0.5, 1.0), row("y", UP, 0.5, 3.0)]
+    report = evaluate_from_logs(chooses({"x": None, "y": UP}), logs, action_key=lambda action: action[0])
+    assert report.ips.value == pytest.approx(3.0)
 
 
 def test_none_is_an_action_where_it_was_logged() -> None:
@@ -389,24 +351,12 @@ def test_none_is_an_action_where_it_was_logged() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:evaluate_from_logs")
-def test_no_action_is_neither_given_to_the_key_nor_to_the_estimate() -> None:
-    """The key is the first letter, which None lacks. w = 2 for up in y: (0 + 2 * 3) / 2."""
-    logs = [row("x", ADD, 0.5, 1.0), row("y", UP, 0.5, 3.0)]
-    report = evaluate_from_logs(chooses({"x": None, "y": UP}), logs, action_key=lambda action: action[0])
-    assert report.ips.value == pytest.approx(3.0)
-    report = evaluate_from_logs(chooses({"x": None, "y": None}), LOGS, fit=constant(0.5), num_folds=2)
-    assert report.dr is not None
-    assert value_of(report, "dr") == (0.0, 0.0)
-
-
-@pytest.mark.filterwarnings("ignore:evaluate_from_logs")
 def test_the_value_uses_the_estimate_that_has_not_seen_the_decision() -> None:
     """Each of 3 folds has 1 decision, and its estimate is the mean reward of the other two: 9, 7.5 and 4.5.
 
     x: add, w = 2: 9 + 2 (3 - 9) = -3 and 7.5 + 2 (6 - 7.5) = 4.5. y: no action, 0. The mean is .5.
     """
-    logs = [row("x", ADD, 0.5, 3.0), row("x", ADD, 0.5, 6.0), row("y", ADD, 0.5, 12.0)]
-    report = evaluate_from_logs(chooses({"x": ADD, "y": None}), logs, fit=mean_reward, num_folds=3)
+    report = evaluate_from_logs(chooses({"x": ADD, "y": None}), THREE, fit=mean_reward, num_folds=3)
     assert report.dr.value == pytest.approx(0.5)
 
 
@@ -450,14 +400,6 @@ def test_a_mean_weight_that_may_be_near_one_by_chance_is_not_reported() -> None:
     assert warned[0].filename == __file__, "the warning names the line that asked"
 
 
-@pytest.mark.filterwarnings("ignore:evaluate_from_logs")
-def test_one_decision_has_no_known_standard_error() -> None:
-    report = evaluate_from_logs(chooses({"x": ADD}), [row("x", ADD, 1.0, 0.5)])
-    assert value_of(report, "ips") == (0.5, math.inf)
-
-
-# --- on average, and in training
-
 WORTH = {("x", "add"): 0.9, ("x", "wait"): 0.2, ("y", "add"): 0.1, ("y", "wait"): 0.6}
 LOGGING = {"add": 0.8, "wait": 0.2}
 
@@ -474,56 +416,32 @@ def draw(number: int, generator: torch.Generator) -> list[LoggedDecision]:
 
 def rough(logs: Sequence[LoggedDecision]) -> Any:
     """Fit nothing: an estimate that is near the truth, and wrong."""
-    return lambda states, calls: torch.tensor(
-        [WORTH.get((state, made), 0.0) + 0.1 for state, made in zip(states, calls, strict=True)]
-    )
 
+    def estimate(states: Sequence[Any], actions: Sequence[Any]) -> Tensor:
+        return torch.tensor([WORTH.get(pair, 0.0) + 0.1 for pair in zip(states, actions, strict=True)])
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:evaluate_from_logs")  # 40 decisions may have few of the policy's
-def test_both_estimates_are_unbiased_and_the_doubly_robust_one_varies_less() -> None:
-    """400 logs of 40 decisions. The policy's value is (.2 + .6) / 2 = .4, and the reward of waiting in y is .6."""
-    generator = torch.Generator().manual_seed(0)
-    policy = chooses({"x": WAIT, "y": WAIT})
-    found: dict[str, list[float]] = {"IPS": [], "DR": [], "reward, IPS": [], "reward, DR": []}
-    for _ in range(400):
-        logs = [*draw(40, generator)]
-        if {one.state for one in logs} != {"x", "y"}:
-            continue
-        report = evaluate_from_logs(policy, logs, fit=rough, num_folds=2)
-        found["IPS"].append(report.ips.value)
-        found["DR"].append(report.dr.value)
-        for name, fit in (("reward, IPS", None), ("reward, DR", rough)):
-            found[name] += estimated(LoggedRewards(logs, fit=fit, num_folds=2), ("y", WAIT))
-    truth = {"IPS": 0.4, "DR": 0.4, "reward, IPS": 0.6, "reward, DR": 0.6}
-    for name, values in found.items():
-        spread = torch.tensor(values).std().item()
-        error = sum(values) / len(values) - truth[name]
-        assert abs(error) < 4 * spread / math.sqrt(len(values)), name
-        assert spread / math.sqrt(len(values)) < 0.02, "the test can tell a bias of .08"
-    for ours, other in (("DR", "IPS"), ("reward, DR", "reward, IPS")):
-        assert torch.tensor(found[ours]).std() < 0.85 * torch.tensor(found[other]).std()
+    return estimate
 
 
 @pytest.mark.filterwarnings("ignore:evaluate_from_logs")
-def test_standard_errors_are_the_spread_of_the_estimates() -> None:
+def test_estimates_are_unbiased_with_their_standard_error_as_spread_and_the_doubly_robust_one_varies_less() -> None:
+    """The policy's value is (.9 + .6) / 2 = .75, and that of the logs (.8 .9 + .2 .2 + .8 .1 + .2 .6) / 2 = .48."""
     generator = torch.Generator().manual_seed(1)
     reports = [evaluate_from_logs(chooses({"x": ADD, "y": WAIT}), draw(100, generator), fit=rough) for _ in range(150)]
-    for name in ("logged", "ips", "snips", "dr"):
+    spreads: dict[str, float] = {}
+    for name, truth in {"logged": 0.48, "ips": 0.75, "snips": None, "dr": 0.75}.items():
         values, errors = torch.tensor([value_of(report, name) for report in reports]).T
-        assert errors.mean().item() == pytest.approx(values.std().item(), rel=0.25), name
+        spreads[name] = values.std().item()
+        assert errors.mean().item() == pytest.approx(spreads[name], rel=0.25), name
+        assert truth is None or abs(values.mean().item() - truth) < 4 * spreads[name] / math.sqrt(150), name
+    assert spreads["dr"] < 0.85 * spreads["ips"]
 
 
 @pytest.mark.slow
 def test_a_policy_learns_from_one_decision_per_state_what_it_would_learn_online() -> None:
     """The right action of each state is the one that earns more, in spite of a logging policy that prefers to add."""
-    logs = draw(400, torch.Generator().manual_seed(0))
-    policy = TablePolicy("xy")
-    rewards = LoggedRewards(
-        logs, action_key=lambda action: (ADD, WAIT).index(action) if isinstance(action, str) else action
-    )
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=8, learning_rate=0.05, seed=0), policy=policy, reward_model=rewards
-    )
+    logs, policy = draw(400, torch.Generator().manual_seed(0)), TablePolicy("xy")
+    rewards = LoggedRewards(logs, action_key=lambda action: {ADD: 0, WAIT: 1}.get(action, action))
+    trainer = trainer_of(policy, rewards, group_size=8, learning_rate=0.05, seed=0)
     trainer.train(rewards.states, num_iterations=100, progress=False)
     assert policy.logits.argmax(1).tolist() == [0, 1], "to add in x, and to wait in y"

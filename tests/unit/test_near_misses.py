@@ -13,7 +13,7 @@ from grpo import ComparesActions, HasState, PolicyModel, ProtocolError, policy_b
 from grpo._common.protocols import refuse_near_misses
 from grpo.policy_base import CAPABILITIES, POLICY_METHODS
 from tests.support.policies import DuckPolicy, RowScoring, TablePolicy
-from tests.support.trainers import REWARDS, by_hand, trainer_of
+from tests.support.trainers import by_hand, trainer_of
 
 
 def method(self: Any, *arguments: Any) -> Any:
@@ -25,15 +25,12 @@ def policy_with(*names: str, base: type = TablePolicy) -> Any:
 
 
 class Judge:
-    def compute_rewards(self, states: Any, actions: Any) -> Any:
-        return REWARDS
+    def compute_rewards(self, states: Any, actions: Any) -> Any: ...
 
-    def train(self) -> None: ...
-
-    eval = to = train
+    train = eval = to = compute_rewards
 
 
-NAMED = [
+@pytest.mark.parametrize(("name", "right", "capability"), [
     ("score_actons", "score_actions", "ScoresActions"),  # one letter less
     ("scores_groups", "score_groups", "ScoresGroups"),  # one more
     ("score_group", "score_groups", "ScoresGroups"),
@@ -48,47 +45,32 @@ NAMED = [
     ("state_key", "state_keys", "KeysStates"),
     ("shard_unit", "shard_units", "HasShardUnits"),
     ("penality", "penalty", "HasPenalty"),
-]
+])  # fmt: skip
+def test_a_method_one_letter_off_is_named_with_what_it_would_buy(name: str, right: str, capability: str) -> None:
+    text = rf"^policy: Typo has {name}\(\), which .* lacks {right}\(\) of {capability}: .*Rename {name} to {right},"
+    with pytest.raises(ProtocolError, match=text):
+        trainer_of(policy_with(name))
 
 
-def test_a_method_one_letter_off_is_named_with_what_it_would_buy(subtests: pytest.Subtests) -> None:
-    for name, right, capability in NAMED:
-        with subtests.test(name=name):
-            text = rf"^policy: Typo has {name}\(\), which .* lacks {right}\(\) of {capability}: .*Rename {name} to {right},"
-            with pytest.raises(ProtocolError, match=text):
-                trainer_of(policy_with(name))
-
-
-def test_the_error_names_the_class_that_has_the_method() -> None:
+def test_the_error_names_the_class_that_has_the_method_or_whose_object_holds_it() -> None:
     child = type("Child", (type(policy_with("score_actons")),), {})()
     with pytest.raises(ProtocolError, match=r"policy: Typo has score_actons\(\).*Scores rows with different numbers"):
         trainer_of(child)
-
-
-def test_a_function_stored_on_the_object_is_named() -> None:
     policy = TablePolicy()
     policy.split_step = lambda states, actions: (states, actions)
     with pytest.raises(ProtocolError, match=r"TablePolicy has split_step\(\)"):
         trainer_of(policy)
 
 
-NOT_NAMED = {
-    "the right name is present": policy_with("score_action", base=RowScoring),
-    "the right name is present, and switched off": type(
-        "Off", (TablePolicy,), {"score_groups": None, "score_group": method}
-    )(),
-    "two letters less": policy_with("plan_micro_batch"),
-    "two other letters": policy_with("skore_aktions"),
-    "two swaps": policy_with("slpit_stpes"),
-    "a private name": policy_with("_score_actions"),
-    "no method": type("Value", (TablePolicy,), {"state_key": "board"})(),
-}
-
-
-def test_other_names_are_not_named(subtests: pytest.Subtests) -> None:
-    for why, policy in NOT_NAMED.items():
-        with subtests.test(why):
-            trainer_of(policy)
+@pytest.mark.parametrize("policy", [
+    policy_with("score_action", base=RowScoring),  # the right name is present
+    type("Off", (TablePolicy,), {"score_groups": None, "score_group": method})(),  # and switched off
+    *map(policy_with, ("plan_micro_batch", "skore_aktions", "slpit_stpes")),  # two letters less, two others, two swaps
+    policy_with("_score_actions"),
+    type("Value", (TablePolicy,), {"state_key": "board"})(),  # no method
+])  # fmt: skip
+def test_other_names_are_not_named(policy: Any) -> None:
+    assert trainer_of(policy).policy is policy
 
 
 def test_the_reference_and_the_reward_model_are_checked_too() -> None:
@@ -121,12 +103,9 @@ def test_a_policy_that_is_no_module_is_told_of_a_misspelt_state() -> None:
         trainer_of(stateless)
 
 
-def test_every_optional_protocol_is_looked_for() -> None:
+def test_every_optional_protocol_is_looked_for_public_and_in_the_readme_with_its_methods() -> None:
     protocols = {value for value in vars(policy_base).values() if getattr(value, "_is_protocol", False)}
     assert set(CAPABILITIES) == protocols - {PolicyModel, policy_base.Protocol}
-
-
-def test_every_optional_protocol_is_public_and_its_methods_are_in_the_readme() -> None:
     readme = (Path(policy_base.__file__).parent / "README.md").read_text(encoding="utf-8")
     for capability in CAPABILITIES:
         assert capability.__name__ in grpo.__all__

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import math
 import os
 import re
 from dataclasses import replace
@@ -11,24 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from grpo import (
-    ConfigError,
-    ContractError,
-    GRPOConfig,
-    GRPOTrainer,
-    ProtocolError,
-    RewardConfig,
-    RewardError,
-    Rewards,
-    WeightedRewards,
-)
+from grpo import GRPOConfig, GRPOTrainer, RewardConfig
 from grpo._common.protocols import kept_state, restore_state
-from grpo._rewarding.calls import RewardCalls
+from grpo._retrying.calls import RetriedCalls
 from grpo.arguments import reward_name
 from grpo.checks import check_reward_model
-from grpo.errors import DeadlineError
-from grpo.reward_model_base import RewardFunction, as_reward_model
-from grpo.rewards import ask_for_rewards, call_in_process, require_killable
+from grpo.errors import ConfigError, ContractError, DeadlineError, ProtocolError, RewardError
+from grpo.reward_model_base import RewardFunction, Rewards, as_reward_model
+from grpo.rewards import WeightedRewards, ask_for_rewards, require_killable
 from grpo.types import ObjectiveOutput
 from tests.support.bad_input_places import Plain
 from tests.support.configs import Rows
@@ -56,37 +47,29 @@ def length(states: Any, actions: Any) -> list[float]:
     return [float(len(action)) for action in actions]
 
 
-def test_a_part_that_does_not_apply_adds_nothing(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize(
+    ("weight", "expected"), [(2, [12.0, 20.0, math.nan, math.inf]), (0, [10.0, 20.0, math.nan, math.nan])]
+)
+def test_a_part_that_does_not_apply_adds_nothing(weight: float, expected: list[float]) -> None:
     """NaN: it does not apply. A row without any part has no reward. Infinity is not "does not apply", whatever its weight."""
-    nan, inf = float("nan"), float("inf")
-    x, y = torch.tensor([1.0, nan, nan, inf]), torch.tensor([10.0, 20.0, nan, nan])
-    for weights, expected in [({"x": 2, "y": 1}, [12.0, 20.0, nan, inf]), ({"x": 0, "y": 1}, [10.0, 20.0, nan, nan])]:
-        with subtests.test(weights=weights):
-            rewards = WeightedRewards({"x": lambda s, a: x, "y": lambda s, a: y}, weights)
-            found = rewards.compute_rewards(["s"] * 4, ["a"] * 4)
-            torch.testing.assert_close(found, torch.tensor(expected), equal_nan=True)
-            with pytest.raises(RewardError, match=r"finite numbers; got .* at rows \[2, 3\] of 4"):
-                RewardCalls(rewards, RewardConfig())(["s"] * 4, ["a"] * 4)
-            assert (
-                RewardCalls(rewards, RewardConfig(non_finite="drop"))(["s"] * 4, ["a"] * 4).values.tolist()
-                == expected[:2]
-            )
+    x, y = torch.tensor([1.0, math.nan, math.nan, math.inf]), torch.tensor([10.0, 20.0, math.nan, math.nan])
+    rewards = WeightedRewards({"x": lambda s, a: x, "y": lambda s, a: y}, {"x": weight, "y": 1})
+    found = rewards.compute_rewards(["s"] * 4, ["a"] * 4)
+    torch.testing.assert_close(found, torch.tensor(expected), equal_nan=True)
+    with pytest.raises(RewardError, match=r"finite numbers; got .* at rows \[2, 3\] of 4"):
+        RetriedCalls(rewards, RewardConfig())(["s"] * 4, ["a"] * 4)
+    kept = RetriedCalls(rewards, RewardConfig(non_finite="drop"))(["s"] * 4, ["a"] * 4)
+    assert kept.values.tolist() == expected[:2]
 
 
-def test_a_reward_function_is_named_by_its_name_or_its_type(subtests: pytest.Subtests) -> None:
-    cases = [
+def test_a_reward_function_is_named_by_its_name_or_its_type() -> None:
+    for function, name in [
         (length, "length"),
         (lambda states, actions: [], "<lambda>"),
         (functools.partial(length), "partial"),
         (Counting(), "Counting"),
-    ]
-    for function, name in cases:
-        with subtests.test(name=name):
-            assert reward_name(RewardFunction(function)) == name
-            assert repr(RewardFunction(function)) == name
-
-
-def test_a_reward_model_is_named_by_its_class_and_method() -> None:
+    ]:
+        assert reward_name(RewardFunction(function)) == repr(RewardFunction(function)) == name
     assert reward_name(WeightedRewards({"length": length})) == "WeightedRewards.compute_rewards"
 
 
@@ -99,6 +82,8 @@ def test_the_state_of_a_wrapped_function_is_found() -> None:
     both.compute_rewards(["s"], ["xy"])
     both.load_state_dict(state)
     assert counting.count == 1
+    with pytest.raises(ConfigError, match=r"function must have load_state_dict\(\) to restore \['count'\]"):
+        RewardFunction(length).load_state_dict({"count": 1})
 
 
 def test_the_state_of_a_network_holds_only_its_buffers() -> None:
@@ -108,20 +93,6 @@ def test_the_state_of_a_network_holds_only_its_buffers() -> None:
     judge(torch.randn(4, 2))
     restore_state(judge, saved)
     assert judge.num_batches_tracked == 0
-
-
-def test_a_state_that_cannot_be_restored_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"function must have load_state_dict\(\) to restore \['count'\]"):
-        RewardFunction(length).load_state_dict({"count": 1})
-
-
-def test_weighted_rewards_have_the_least_precise_dtype_of_their_parts() -> None:
-    """0.1 in float32 and 0.2 in float64 make a sum that is only as precise as float32."""
-    parts = {"a": torch.tensor([0.1]), "b": torch.tensor([0.2], dtype=torch.float64)}
-    rewards = WeightedRewards({"a": lambda s, a: parts["a"], "b": lambda s, a: parts["b"]}, {"a": 1.0, "b": 2.0})
-    total = rewards.compute_rewards(["s"], ["x"])
-    assert total.dtype == torch.float32
-    assert total.item() == pytest.approx(0.5)
 
 
 def test_weighted_rewards_equal_a_hand_worked_sum() -> None:
@@ -135,6 +106,11 @@ def test_weighted_rewards_equal_a_hand_worked_sum() -> None:
     assert found.weights == {"one": 0.5, "length": 2.0}
     assert WeightedRewards(parts).weights == {"length": 1.0, "one": 1.0}
     assert WeightedRewards(parts).compute_rewards(["s"], ["ab"]).tolist() == [3]
+    # 0.1 in float32 and 0.2 in float64 make a sum that is only as precise as float32
+    mixed = {"a": lambda s, a: torch.tensor([0.1]), "b": lambda s, a: torch.tensor([0.2], dtype=torch.float64)}
+    total = WeightedRewards(mixed, {"a": 1.0, "b": 2.0}).compute_rewards(["s"], ["x"])
+    assert total.dtype == torch.float32
+    assert total.item() == pytest.approx(0.5)
 
 
 def test_a_part_of_a_wrong_shape_is_named_and_a_single_row_may_have_a_single_step() -> None:
@@ -144,16 +120,19 @@ def test_a_part_of_a_wrong_shape_is_named_and_a_single_row_may_have_a_single_ste
         column.compute_rewards(["s", "t"], ["a", "b"])
 
 
-def test_rewards_without_weights_and_weights_without_rewards_are_refused() -> None:
-    for rewards, weights in [
-        ({}, None),
-        ({}, {}),
-        ({"a": length}, {}),
-        ({"a": length}, {"b": 1.0}),
-        ({"a": length}, {"a": 1.0, "b": 1.0}),
-    ]:
-        with pytest.raises(ConfigError, match=r"^WeightedRewards needs at least one reward and one weight for each"):
-            WeightedRewards(rewards, weights)
+ONE_EACH = " needs at least one reward and one weight for each"
+
+
+@pytest.mark.parametrize(("rewards", "weights", "message"), [
+    ({}, None, ONE_EACH), ({}, {}, ONE_EACH),
+    *(({"a": length}, weights, ONE_EACH) for weights in ({}, {"b": 1.0}, {"a": 1.0, "b": 1.0})),
+    ([length], None, ""), *(({"a": length}, weights, "") for weights in ([1.0], {"a": math.nan}, {"a": "1"})),
+])  # fmt: skip
+def test_weighted_rewards_take_dicts_with_a_finite_weight_for_each_reward(
+    rewards: Any, weights: Any, message: str
+) -> None:
+    with as_users_run_it(), pytest.raises(ConfigError, match=rf"^WeightedRewards{message}"):
+        WeightedRewards(rewards, weights)
 
 
 def test_modes_and_devices_are_passed_to_every_part() -> None:
@@ -172,53 +151,48 @@ def test_modes_and_devices_are_passed_to_every_part() -> None:
 
 
 def test_a_reward_function_ignores_modes_and_returns_its_rewards_unchanged() -> None:
-    function = RewardFunction(length)
+    function = as_reward_model(length)
+    assert isinstance(function, RewardFunction)
     assert function.train() is function.eval() is function.to("cpu") is function
     assert function.compute_rewards(["s"], ["abc"]) == [3.0]
     assert function.state_dict() == {}
     function.load_state_dict({})
-
-
-def test_an_object_with_any_method_of_a_reward_model_is_no_reward_function() -> None:
-    assert isinstance(as_reward_model(length), RewardFunction)
     model = WeightedRewards({"length": length})
     assert as_reward_model(model) is model
 
-    class CallableModel(Counting):
-        compute_rewards = Counting.__call__
 
-    for wrong, lacks in [(CallableModel(), "CallableModel lacks train"), (3, "int lacks compute_rewards")]:
-        with pytest.raises(ProtocolError, match=rf"^reward_model must implement RewardModel; {lacks}"):
-            as_reward_model(wrong)
-    with pytest.raises(ProtocolError, match=r"^reward_model must be an instance; got the class Counting"):
-        as_reward_model(Counting)
+class CallableModel(Counting):
+    """It has a method of a reward model, and so it is no reward function."""
+
+    compute_rewards = Counting.__call__
 
 
-def of_trl(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
-    return [1.0] * len(completions)
+def of_trl(prompts: Any, completions: Any, **kwargs: Any) -> list[float]: ...
 
 
-def test_several_rewards_and_functions_of_another_library_are_told_what_to_use(subtests: pytest.Subtests) -> None:
-    def answers(completions: Any, **columns: Any) -> list[float]:
-        return [1.0] * len(completions)
+def answers(completions: Any, **columns: Any) -> list[float]: ...
 
-    several = (
-        r"must be one reward; got {}.*WeightedRewards\(\{{'name': function, ...\}}, weights\).*CompletionRewards\("
-    )
-    one = r"must be a function of \(states, actions\); got {}.*adapters\.llm\.CompletionRewards\(function\)"
-    cases = [
-        ([length, length], several.format("a list of 2")),
-        ((length,), several.format("a tuple of 1")),
-        ({"a": length}, several.format("dict")),
-        (of_trl, one.format(r"of_trl\(prompts")),
-        (answers, one.format(r"answers\(completions")),
-        (lambda completions, answer: [1.0], one.format(r".*lambda.*\(completions, answer")),
-        (lambda completions, prompts: [1.0], one.format(r".*lambda.*\(completions, prompts")),
-        (lambda action: [1.0], one.format(r"<lambda>\(action\)")),
-    ]
-    for wrong, message in cases:
-        with subtests.test(message=message), pytest.raises(ProtocolError, match=message):
-            GRPOTrainer(config=GRPOConfig(), policy=Plain(), reward_model=wrong)
+
+SEVERAL = r"must be one reward; got {}.*WeightedRewards\(\{{'name': function, ...\}}, weights\).*CompletionRewards\("
+OTHER = r"must be a function of \(states, actions\); got {}.*adapters\.llm\.CompletionRewards\(function\)"
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ([length, length], SEVERAL.format("a list of 2")),
+    ((length,), SEVERAL.format("a tuple of 1")),
+    ({"a": length}, SEVERAL.format("dict")),
+    (of_trl, OTHER.format(r"of_trl\(prompts")),
+    (answers, OTHER.format(r"answers\(completions")),
+    (lambda completions, answer: [1.0], OTHER.format(r".*lambda.*\(completions, answer")),
+    (lambda completions, prompts: [1.0], OTHER.format(r".*lambda.*\(completions, prompts")),
+    (lambda action: [1.0], OTHER.format(r"<lambda>\(action\)")),
+    (CallableModel(), r"^reward_model must implement RewardModel; CallableModel lacks train\(\), eval\(\), to\(\)"),
+    (3, r"^reward_model must implement RewardModel; int lacks compute_rewards\(\)"),
+    (Counting, r"^reward_model must be an instance; got the class Counting"),
+])  # fmt: skip
+def test_what_is_no_reward_model_is_told_what_to_use(wrong: Any, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        GRPOTrainer(config=GRPOConfig(), policy=Plain(), reward_model=wrong)
 
 
 def test_functions_that_take_states_and_actions_under_any_name_are_accepted() -> None:
@@ -231,9 +205,6 @@ def test_functions_that_take_states_and_actions_under_any_name_are_accepted() ->
         max,  # without a signature that Python can read
     ):
         assert isinstance(as_reward_model(function), RewardFunction)
-
-
-# What a reward model may return
 
 
 def test_a_plain_function_returns_parts_weights_lost_rows_and_metrics() -> None:
@@ -250,7 +221,7 @@ def test_a_plain_function_returns_parts_weights_lost_rows_and_metrics() -> None:
         )
 
     for timeout in (None, 60.0):
-        calls = RewardCalls(judge, RewardConfig(timeout=timeout), in_process=call_in_process)
+        calls = RetriedCalls(judge, RewardConfig(timeout=timeout))
         found = calls(["s"] * 3, ["a"] * 3, keep_counts=True)
         assert found.values.tolist() == [2.0, 5.0]
         assert {name: part.tolist() for name, part in found.components.items()} == {"right": [1, 3], "short": [2, 4]}
@@ -265,71 +236,59 @@ def test_a_row_may_be_lost_for_several_reasons_and_is_dropped_once() -> None:
     gone = {"gone": torch.tensor([True, False, False])}
     both = {"gone": torch.tensor([False, True, False]), "busy": torch.tensor([False, True, False])}
     parts = {
-        "a": lambda s, a: Rewards(values=[float("nan"), 1.0, 1.0], lost=gone),
-        "b": lambda s, a: Rewards(values=[1.0, float("nan"), 2.0], lost=both, metrics={"seconds": (1, 2.0)}),
+        "a": lambda s, a: Rewards(values=[math.nan, 1.0, 1.0], lost=gone),
+        "b": lambda s, a: Rewards(values=[1.0, math.nan, 2.0], lost=both, metrics={"seconds": (1, 2.0)}),
         "c": lambda s, a: Rewards(values=[0.0, 0.0, 0.0], metrics={"seconds": (1, 4.0)}),
     }
-    calls = RewardCalls(WeightedRewards(parts), RewardConfig())
+    calls = RetriedCalls(WeightedRewards(parts), RewardConfig())
     found = calls(["s"] * 3, ["a"] * 3, keep_counts=True)
     assert found.values.tolist() == [3.0]
-    assert {name: found.metrics[name] for name in ("gone", "busy", "rows/dropped")} == {
-        "gone": 2.0,
-        "busy": 1.0,
-        "rows/dropped": 2.0,
-    }
+    assert [found.metrics[name] for name in ("gone", "busy", "rows/dropped")] == [2.0, 1.0, 2.0]
     assert calls.measured == {"seconds": (2, 6.0)}
-
-
-def test_a_reward_model_that_loses_every_row_is_an_error() -> None:
     lost = {"gone": torch.ones(2, dtype=torch.bool)}
     with pytest.raises(RewardError, match="must give at least one row a reward; it lost those of all 2 rows"):
-        RewardCalls(lambda s, a: Rewards(values=[1.0, 1.0], lost=lost), RewardConfig())(["s"] * 2, ["a"] * 2)
+        RetriedCalls(lambda s, a: Rewards(values=[1.0, 1.0], lost=lost), RewardConfig())(["s"] * 2, ["a"] * 2)
 
 
-def test_wrong_fields_of_rewards_are_named(subtests: pytest.Subtests) -> None:
-    mask = torch.zeros(2, dtype=torch.bool)
-    shape, named = "must be numbers in the shape of values, [2]; got", "must be a mapping of names; got"
-    of_rows, pair = "must be a dense bool tensor [N] = [2]; got", "must be 2 numbers; got"
-    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"values": "good"}, RewardError, "values must be numbers, [N] or [N, T]; got str 'good'. Use a list"),
-        (
-            {"values": torch.ones(2) * 1j},
-            RewardError,
-            "values must be numbers, [N] or [N, T]; got [2] complex64. Return",
-        ),
-        ({"values": 1.0}, ContractError, "values must be a dense floating-point tensor [N, *T]; got [] float64"),
-        ({"components": [1.0]}, ContractError, f"components {named} a list of 1"),
-        ({"components": {1: [1, 2]}}, ContractError, f"components {named} dict {{1: "),
-        ({"components": {"a": [1.0]}}, RewardError, f"components['a'] {shape} a list of 1 float. Expand it."),
-        ({"components": {"a": torch.ones(2, 1)}}, RewardError, f"components['a'] {shape} [2, 1] float32. Expand it."),
-        ({"components": {"a": None}}, RewardError, f"components['a'] {shape} NoneType None. Use a list"),
-        ({"weights": {1: 1.0}}, ContractError, f"weights {named} dict {{1: "),
-        ({"weights": [1.0]}, ContractError, f"weights {named} a list of 1"),
-        ({"weights": {"a": "1"}}, ContractError, "weights['a'] must be a number; got str '1'"),
-        (
-            {"weights": {"a": 1.0}, "components": {"b": [1, 2]}},
-            ContractError,
-            "weights must have names of components, ['b']; got ['a']. Remove these.",
-        ),
-        ({"lost": mask}, ContractError, f"lost {named} [2] bool"),
-        ({"lost": {b"gone": mask}}, ContractError, f"lost {named} dict {{b'gone': "),
-        ({"lost": {"gone": mask.float()}}, ContractError, f"lost['gone'] {of_rows} [2] float32"),
-        ({"lost": {"gone": mask[:1]}}, ContractError, f"lost['gone'] {of_rows} [1] bool"),
-        ({"metrics": {("a", "b"): (1, 2.0)}}, ContractError, f"metrics {named} dict {{('a', 'b'): "),
-        ({"metrics": {"seconds": 1.0}}, ContractError, f"metrics['seconds'] {pair} float 1.0"),
-        ({"metrics": {"seconds": (1,)}}, ContractError, f"metrics['seconds'] {pair} a tuple of 1"),
-        ({"metrics": {"seconds": (1, "2")}}, ContractError, f"metrics['seconds'] {pair} a tuple of 2"),
-    ]
-    for fields, error, message in cases:
-        with subtests.test(message), as_users_run_it(), pytest.raises(error, match=re.escape(f"Rewards.{message}")):
-            Rewards(**{"values": [1.0, 2.0], **fields})
+MASK = torch.zeros(2, dtype=torch.bool)
+SHAPE, NAMED = "must be numbers in the shape of values, [2]; got", "must be a mapping of names; got"
+OF_ROWS, PAIR = "must be a dense bool tensor [N] = [2]; got", "must be 2 numbers; got"
+WRONG_FIELDS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"values": "good"}, RewardError, "values must be numbers, [N] or [N, T]; got str 'good'. Use a list"),
+    ({"values": torch.ones(2) * 1j}, RewardError, "values must be numbers, [N] or [N, T]; got [2] complex64. Return"),
+    ({"values": 1.0}, ContractError, "values must be a dense floating-point tensor [N, *T]; got [] float64"),
+    ({"components": [1.0]}, ContractError, f"components {NAMED} a list of 1"),
+    ({"components": {1: [1, 2]}}, ContractError, f"components {NAMED} dict {{1: "),
+    ({"components": {"a": [1.0]}}, RewardError, f"components['a'] {SHAPE} a list of 1 float. Expand it."),
+    ({"components": {"a": torch.ones(2, 1)}}, RewardError, f"components['a'] {SHAPE} [2, 1] float32. Expand it."),
+    ({"components": {"a": None}}, RewardError, f"components['a'] {SHAPE} NoneType None. Use a list"),
+    ({"weights": {1: 1.0}}, ContractError, f"weights {NAMED} dict {{1: "),
+    ({"weights": [1.0]}, ContractError, f"weights {NAMED} a list of 1"),
+    ({"weights": {"a": "1"}}, ContractError, "weights['a'] must be a number; got str '1'"),
+    ({"weights": {"a": 1.0}, "components": {"b": [1, 2]}}, ContractError,
+     "weights must have names of components, ['b']; got ['a']. Remove these."),
+    ({"lost": MASK}, ContractError, f"lost {NAMED} [2] bool"),
+    ({"lost": {b"gone": MASK}}, ContractError, f"lost {NAMED} dict {{b'gone': "),
+    ({"lost": {"gone": MASK.float()}}, ContractError, f"lost['gone'] {OF_ROWS} [2] float32"),
+    ({"lost": {"gone": MASK[:1]}}, ContractError, f"lost['gone'] {OF_ROWS} [1] bool"),
+    ({"metrics": {("a", "b"): (1, 2.0)}}, ContractError, f"metrics {NAMED} dict {{('a', 'b'): "),
+    ({"metrics": {"seconds": 1.0}}, ContractError, f"metrics['seconds'] {PAIR} float 1.0"),
+    ({"metrics": {"seconds": (1,)}}, ContractError, f"metrics['seconds'] {PAIR} a tuple of 1"),
+    ({"metrics": {"seconds": (1, "2")}}, ContractError, f"metrics['seconds'] {PAIR} a tuple of 2"),
+]  # fmt: skip
 
 
-def test_metrics_of_batches_and_losses_have_names(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize(("fields", "error", "message"), WRONG_FIELDS)
+def test_wrong_fields_of_rewards_are_named(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+    with as_users_run_it(), pytest.raises(error, match=re.escape(f"Rewards.{message}")):
+        Rewards(**{"values": [1.0, 2.0], **fields})
+
+
+def test_metrics_of_batches_and_losses_have_names() -> None:
     batch = Rows.example().batch(GRPOConfig())
     named = r"must be a mapping of names; got dict \{1: "
     for field in ("metrics", "reward_components", "reward_weights"):
-        with subtests.test(field), as_users_run_it(), pytest.raises(ContractError, match=rf"Batch\.{field} {named}"):
+        with as_users_run_it(), pytest.raises(ContractError, match=rf"Batch\.{field} {named}"):
             replace(batch, **{field: {1: 1.0}})
     with as_users_run_it(), pytest.raises(ContractError, match=rf"ObjectiveOutput\.metrics {named}"):
         ObjectiveOutput(loss=torch.zeros(()), metrics={1: torch.zeros(3)})  # type: ignore[dict-item]
@@ -340,10 +299,7 @@ def test_rewards_of_another_number_of_rows_name_the_function() -> None:
         return Rewards(values=[1.0], components={"a": [1.0]})
 
     with pytest.raises(RewardError, match=r"^judge must return one number per row, \[N\] = \[2\].*; got \[1\] float64"):
-        RewardCalls(judge, RewardConfig())(["s"] * 2, ["a"] * 2)
-
-
-# Limits
+        RetriedCalls(judge, RewardConfig())(["s"] * 2, ["a"] * 2)
 
 
 async def awaited(states: Any, actions: Any) -> list[float]:
@@ -356,22 +312,14 @@ def process_id(states: Any, actions: Any) -> list[float]:
 
 
 class Model:
-    """A reward model without a state that tells its process, and its mode."""
-
-    def __init__(self) -> None:
-        self.modes: list[Any] = []
+    """A reward model without a state that tells its process."""
 
     def compute_rewards(self, states: Any, actions: Any) -> list[float]:
         return process_id(states, actions)
 
-    def train(self) -> None:
-        self.modes.append("train")
+    def train(self, *_: Any) -> None: ...
 
-    def eval(self) -> None:
-        self.modes.append("eval")
-
-    def to(self, device: Any) -> None:
-        self.modes.append(device)
+    eval = to = train
 
 
 def asked_within(reward: Any, timeout: float | None) -> Rewards:
@@ -379,6 +327,7 @@ def asked_within(reward: Any, timeout: float | None) -> Rewards:
 
 
 def test_async_functions_are_awaited() -> None:
+    check_reward_model(awaited, ["s", "t"], ["ab", "abc"], strict=True).raise_for_failures()
     assert ask_for_rewards(awaited, ["s"], ["ab"]).values.tolist() == [2.0]
     both = WeightedRewards({"awaited": awaited, "plain": length}, {"awaited": 1.0, "plain": 0.5})
     assert both.compute_rewards(["s", "t"], ["ab", "abc"]).tolist() == [3.0, 4.5]
@@ -388,10 +337,6 @@ def test_async_functions_are_awaited() -> None:
         compute_rewards = staticmethod(awaited)  # type: ignore[assignment]
 
     assert ask_for_rewards(Judge(), ["s"], ["ab"]).values.tolist() == [2.0]
-
-
-def test_an_async_function_passes_the_checks_of_reward_models() -> None:
-    check_reward_model(awaited, ["s", "t"], ["ab", "abc"], strict=True).raise_for_failures()
 
 
 def test_async_parts_are_awaited_together_also_inside_of_sums() -> None:
@@ -420,7 +365,7 @@ def test_without_a_time_limit_every_call_is_made_in_this_process() -> None:
         assert asked_within(reward, None).values.tolist() == [os.getpid()]
 
 
-def test_with_a_time_limit_everything_but_async_functions_runs_in_another_process(subtests: pytest.Subtests) -> None:
+def test_with_a_time_limit_everything_but_async_functions_runs_in_another_process() -> None:
     class Reports(Model):
         def compute_rewards(self, states: Any, actions: Any) -> Any:
             own = process_id(states, actions)
@@ -429,11 +374,10 @@ def test_with_a_time_limit_everything_but_async_functions_runs_in_another_proces
     inner = WeightedRewards({"d": process_id})
     parts = WeightedRewards({"a": process_id, "b": Model(), "c": inner, "r": Reports()})
     for reward in (process_id, Model(), Reports(), parts):
-        with subtests.test(reward=str(reward)):
-            found = asked_within(reward, 60.0)
-            assert len(found.components) == (4 if reward is parts else isinstance(reward, Reports))
-            for values in found.components.values() if found.components else [found.values]:
-                assert values.item() != os.getpid()
+        found = asked_within(reward, 60.0)
+        assert len(found.components) == (4 if reward is parts else isinstance(reward, Reports))
+        for values in found.components.values() if found.components else [found.values]:
+            assert values.item() != os.getpid()
 
     async def own_process(states: Any, actions: Any) -> list[float]:
         return process_id(states, actions)
@@ -461,7 +405,7 @@ def test_parts_of_every_kind_are_repeated_and_dropped_as_a_plain_function_is() -
     inner = WeightedRewards({"picky": picky, "half": half})
     for timeout in (None, 60.0):
         config = RewardConfig(timeout=timeout, num_retries=1, retry_delay=0.0, on_failure="drop")
-        calls = RewardCalls(WeightedRewards({"inner": inner, "model": Half()}), config, in_process=call_in_process)
+        calls = RetriedCalls(WeightedRewards({"inner": inner, "model": Half()}), config)
         found = calls(["s"] * 3, ["a", "bad", "c"])
         assert found.values.tolist() == [2.0, 2.0]
         assert found.components["inner"].tolist() == [1.5, 1.5]
@@ -470,53 +414,47 @@ def test_parts_of_every_kind_are_repeated_and_dropped_as_a_plain_function_is() -
         assert found.metrics["rewards/failed_calls"] == 2 + 1
 
 
-def test_reward_models_that_cannot_run_in_another_process_are_refused(
-    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Far(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.judge = torch.nn.Linear(1, 1, device="meta")
+class Far(Model):
+    def __init__(self) -> None:
+        self.judge = torch.nn.Linear(1, 1, device="meta")
 
-    class Network(torch.nn.Linear):
-        compute_rewards = torch.nn.Linear.forward
 
-    class Held(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = torch.empty(1, device="meta")
+class Held(Model):
+    def __init__(self) -> None:
+        self.table = torch.empty(1, device="meta")
 
-    named = "RewardConfig.timeout=2 calls {} in another process, which can be killed, "
+
+class Network(torch.nn.Linear):
+    compute_rewards = torch.nn.Linear.forward
+
+
+STATE = "so its state (count) would change there and be lost. "
+GPU = "but it is on meta, which that process cannot use. "
+
+
+@pytest.mark.parametrize(("reward", "name", "reason"), [
+    (Counting(), "Counting", STATE),
+    (torch.nn.BatchNorm1d(1), "BatchNorm1d", "so its state (running_mean, running_var, num_batches_"),
+    (Far(), "Far.compute_rewards", GPU),
+    (Held(), "Held.compute_rewards", GPU),
+    (Network(1, 1, device="meta"), "Network.compute_rewards", GPU),
+    (torch.nn.Linear(1, 1, device="meta"), "Linear", GPU),
+    (WeightedRewards({"a": length, "b": Counting()}), "Counting", STATE),
+])  # fmt: skip
+def test_reward_models_that_cannot_run_in_another_process_are_refused(reward: Any, name: str, reason: str) -> None:
+    said = f"RewardConfig.timeout=2 calls {name} in another process, which can be killed, {reason}"
     remedy = r"Make it an async function, or set reward\.timeout=None\."
-    state, gpu = (
-        "so its state (count) would change there and be lost. ",
-        "but it is on meta, which that process cannot use. ",
-    )
-    cases: list[tuple[Any, str]] = [
-        (Counting(), named.format("Counting") + state),
-        (
-            torch.nn.BatchNorm1d(1),
-            named.format("BatchNorm1d") + "so its state (running_mean, running_var, num_batches_",
-        ),
-        (Far(), named.format("Far.compute_rewards") + gpu),
-        (Held(), named.format("Held.compute_rewards") + gpu),
-        (Network(1, 1, device="meta"), named.format("Network.compute_rewards") + gpu),
-        (torch.nn.Linear(1, 1, device="meta"), named.format("Linear") + gpu),
-        (WeightedRewards({"a": length, "b": Counting()}), named.format("Counting") + state),
-    ]
-    for reward, message in cases:
-        with subtests.test(reward=type(reward).__name__):
-            with pytest.raises(ConfigError, match=re.escape(message) + ".*" + remedy):
-                RewardCalls(reward, RewardConfig(timeout=2.0), in_process=call_in_process)
-            require_killable(as_reward_model(reward), None)
+    with pytest.raises(ConfigError, match=re.escape(said) + ".*" + remedy):
+        RetriedCalls(reward, RewardConfig(timeout=2.0))
+    require_killable(as_reward_model(reward), None)
+
+
+def test_without_fork_only_async_functions_may_have_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "fork")
     for reward in (length, Model()):
-        with (
-            subtests.test(reward=str(reward), fork=False),
-            pytest.raises(ConfigError, match=r"this system has no os\.fork"),
-        ):
-            RewardCalls(reward, RewardConfig(timeout=2.0), in_process=call_in_process)
-    RewardCalls(awaited, RewardConfig(timeout=2.0), in_process=call_in_process)
+        with pytest.raises(ConfigError, match=r"this system has no os\.fork"):
+            RetriedCalls(reward, RewardConfig(timeout=2.0))
+    RetriedCalls(awaited, RewardConfig(timeout=2.0))
 
 
 def test_the_state_of_an_async_function_stays_in_this_process() -> None:
@@ -526,6 +464,6 @@ def test_the_state_of_an_async_function_stays_in_this_process() -> None:
             return [0.0] * len(states)
 
     judge = Judge()
-    calls = RewardCalls(judge, RewardConfig(timeout=60.0), in_process=call_in_process)
+    calls = RetriedCalls(judge, RewardConfig(timeout=60.0))
     calls(["s"], ["a"])
     assert judge.count == 1

@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,10 @@ def trainer_of(**config: Any) -> GRPOTrainer:
     )
 
 
+def train(trainer: GRPOTrainer, num_iterations: int, *sinks: Any, **options: Any) -> list[dict[str, float]]:
+    return trainer.train(["a", "b"], num_iterations=num_iterations, sinks=[*sinks], progress=False, **options)
+
+
 class Recorder:
     """Records everything that a sink is given."""
 
@@ -52,14 +58,13 @@ class Recorder:
     def close(self) -> None: ...
 
 
-# JSONLSink
-
-
 def test_a_resumed_run_continues_its_file_and_repeats_no_iteration(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     trainer = trainer_of()
     with JSONLSink(path) as sink:
-        trainer.train(["a", "b"], num_iterations=3, sinks=[sink], progress=False)
+        for total in (2, 3):  # a second call with the same sink appends
+            train(trainer, total, sink)
+    assert iterations_of(path) == [1, 2, 3]
     trainer.save_checkpoint(tmp_path / "three")
     with JSONLSink(path) as sink:  # the run goes on, and is lost after iteration 5
         for iteration in (4, 5):
@@ -69,7 +74,7 @@ def test_a_resumed_run_continues_its_file_and_repeats_no_iteration(tmp_path: Pat
     resumed = trainer_of()
     resumed.load_checkpoint(tmp_path / "three")
     with JSONLSink(path) as sink:
-        resumed.train(["a", "b"], num_iterations=6, sinks=[sink], progress=False)
+        train(resumed, 6, sink)
     assert iterations_of(path) == [1, 2, 3, 4, 5, 6]
     assert 9.0 not in [line["rewards/mean"] for line in lines_of(path)]
 
@@ -90,20 +95,10 @@ def test_a_sink_that_goes_back_replaces_what_it_wrote(tmp_path: Path) -> None:
     assert [(line["iteration"], line["value"]) for line in lines_of(path)] == [(1, 0.0), (2, 5.0)]
 
 
-def test_a_second_call_of_train_with_the_same_sink_appends(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    sink, trainer = JSONLSink(path), trainer_of()
-    for total in (2, 4):
-        trainer.train(["a", "b"], num_iterations=total, sinks=[sink], progress=False)
-    sink.close()
-    assert iterations_of(path) == [1, 2, 3, 4]
-
-
 def test_lines_without_an_iteration_are_removed_at_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        '{"iteration": 1}\n[]\n{"x": 1}\n{"iteration": "2"}\nnonsense\n{"iteration": 2}\n{"iteration": 3}\n'
-    )
+    others = ["[]", '{"x": 1}', '{"iteration": "2"}', "nonsense"]
+    path.write_text("\n".join(['{"iteration": 1}', *others, '{"iteration": 2}', '{"iteration": 3}', ""]))
     continue_lines(path, 3)
     assert path.read_text() == '{"iteration": 1}\n{"iteration": 2}\n'
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -118,30 +113,21 @@ def test_a_file_is_made_with_the_first_line_and_not_before(tmp_path: Path) -> No
     assert lines_of(sink.path) == [{"iteration": 1, "x": None}]
 
 
-# Which iterations
-
-
 def test_log_every_counts_iterations_and_adds_evaluations_and_the_last() -> None:
     every, seldom = Recorder(), Recorder(log_every=4)
-    options: dict[str, Any] = {"eval_states": ["a"], "eval_every": 3, "progress": False}
-    trainer_of().train(["a", "b"], num_iterations=10, sinks=[every, seldom], **options)
+    train(trainer_of(), 10, every, seldom, eval_states=["a"], eval_every=3)
     assert every.iterations == list(range(1, 11))
     assert seldom.iterations == [3, 4, 6, 8, 9, 10]
     assert [iteration for iteration, _ in seldom.samples] == [3, 3, 4, 6, 6, 8, 9, 9, 10, 10]
-
-
-def test_log_every_below_1_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Recorder.log_every must be >= 1; got 0"):
-        trainer_of().train(["a"], num_iterations=1, sinks=[Recorder(log_every=0)], progress=False)
+        train(trainer_of(), 1, Recorder(log_every=0))
 
 
 def test_a_sink_is_told_the_settings_and_the_first_iteration(tmp_path: Path) -> None:
-    sink, trainer = Recorder(), trainer_of()
-    trainer.train(["a", "b"], num_iterations=2, sinks=[sink], progress=False)
-    trainer.save_checkpoint(tmp_path / "two")
-    resumed = trainer_of()
-    resumed.load_checkpoint(tmp_path / "two")
-    resumed.train(["a", "b"], num_iterations=5, sinks=[sink], progress=False)
+    sink, trainer, resumed = Recorder(), trainer_of(), trainer_of()
+    train(trainer, 2, sink)
+    resumed.load_checkpoint(trainer.save_checkpoint(tmp_path / "two"))
+    train(resumed, 5, sink)
     (first, one), (second, three) = sink.started
     assert (one, three) == (1, 3)
     assert (first["num_iterations"], second["num_iterations"]) == (2, 5)
@@ -150,44 +136,40 @@ def test_a_sink_is_told_the_settings_and_the_first_iteration(tmp_path: Path) -> 
     assert first["versions"]["torch"] == torch.__version__
 
 
-# A sink that fails
+@pytest.mark.parametrize("method", ["start", "log", "log_samples"])
+def test_a_sink_that_raises_is_reported_and_switched_off_and_the_run_goes_on(method: str) -> None:
+    calls: list[str] = []
+
+    def fails(*_: Any) -> None:
+        calls.append(method)
+        raise OSError("no space left on device")
+
+    broken, sound = Recorder(), Recorder()
+    setattr(broken, method, fails)
+    said = rf"Recorder.{method} raised OSError in iteration 1: no space left on device\. The sink is switched off"
+    with pytest.warns(GRPOWarning, match=said):
+        assert len(train(trainer_of(), 3, broken, sound)) == 3
+    assert calls == [method]
+    assert sound.iterations == [1, 2, 3]
+    assert broken.iterations == ([1] if method == "log_samples" else [])
+    assert broken.samples == []
 
 
-def test_a_sink_that_raises_is_reported_and_switched_off_and_the_run_goes_on(subtests: pytest.Subtests) -> None:
-    for method in ("start", "log", "log_samples"):
-        with subtests.test(method=method):
-            calls: list[str] = []
-
-            def fails(*_: Any, method: str = method, calls: list[str] = calls) -> None:
-                calls.append(method)
-                raise OSError("no space left on device")
-
-            broken, sound = Recorder(), Recorder()
-            setattr(broken, method, fails)
-            with pytest.warns(
-                GRPOWarning,
-                match=rf"Recorder.{method} raised OSError in iteration 1: no space left on device\. The sink is switched off",
-            ):
-                history = trainer_of().train(["a", "b"], num_iterations=3, sinks=[broken, sound], progress=False)
-            assert len(history) == 3
-            assert calls == [method]
-            assert sound.iterations == [1, 2, 3]
-            assert broken.iterations == ([1] if method == "log_samples" else [])
-            assert broken.samples == []
+def test_an_attribute_with_the_name_of_an_optional_method_is_the_sinks_own() -> None:
+    iterations: list[int] = []
+    sink = SimpleNamespace(
+        log=lambda _, iteration: iterations.append(iteration), close=print, log_samples=None, start=12.5
+    )
+    train(trainer_of(), 2, sink)
+    assert iterations == [1, 2]
 
 
 def test_an_interrupt_in_a_sink_is_not_a_failure_of_the_sink() -> None:
-    sink = Recorder()
-
     def interrupts(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    sink.log = interrupts  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        GuardedSinks([sink]).log({}, 1)
-
-
-# Samples
+        GuardedSinks([SimpleNamespace(log=interrupts, close=print)]).log({}, 1)
 
 
 def test_samples_have_the_rows_of_the_iteration_with_their_advantages() -> None:
@@ -210,34 +192,25 @@ def test_samples_have_the_rows_of_the_iteration_with_their_advantages() -> None:
 
 
 def test_no_rows_are_kept_if_no_sink_records_them() -> None:
-    class Plain:
-        def log(self, metrics: Any, iteration: int) -> None:
-            assert trainer.samples is None
-
-        def close(self) -> None: ...
-
+    kept: list[Any] = []
     trainer = trainer_of()
-    trainer.train(["a"], num_iterations=2, sinks=[Plain()], progress=False)
+    train(trainer, 2, SimpleNamespace(log=lambda metrics, iteration: kept.append(trainer.samples), close=print))
+    assert kept == [None, None]
 
 
 def samples_of(**fields: Any) -> Samples:
     """Three groups of three, two and three rows."""
     given = {
-        "kind": "train",
-        "states": list("aaabbccc"),
-        "actions": torch.arange(16).view(8, 2),
-        "group_ids": torch.tensor([5, 5, 5, 2, 2, 9, 9, 9]),
-        "rewards": torch.arange(8.0),
-    }
+        "kind": "train", "states": list("aaabbccc"), "actions": torch.arange(16).view(8, 2),
+        "group_ids": torch.tensor([5, 5, 5, 2, 2, 9, 9, 9]), "rewards": torch.arange(8.0),
+    }  # fmt: skip
     return Samples(**(given | fields))
 
 
 def test_a_table_has_the_first_rows_of_the_first_groups() -> None:
-    table = samples_of(
-        reward_components={"right": torch.tensor([1.0, math.nan, 0, 0, 0, 0, 0, 0])},
-        advantages=-torch.arange(8.0),
-        num_steps=torch.arange(8),
-    ).table(num_states=2, num_actions=2)
+    parts = {"right": torch.tensor([1.0, math.nan, 0, 0, 0, 0, 0, 0])}
+    samples = samples_of(reward_components=parts, advantages=-torch.arange(8.0), num_steps=torch.arange(8))
+    table = samples.table(num_states=2, num_actions=2)
     assert [row["state"] for row in table] == ["a", "a", "b", "b"]
     assert [row["action"] for row in table] == ["[0, 1]", "[2, 3]", "[6, 7]", "[8, 9]"]
     assert table[1] == {
@@ -245,9 +218,7 @@ def test_a_table_has_the_first_rows_of_the_first_groups() -> None:
     }  # fmt: skip
     assert len(samples_of().table(num_states=9, num_actions=9)) == 8
     assert samples_of().table(num_states=1, num_actions=1)[0]["advantage"] is None
-
-
-def test_a_table_finds_rows_of_a_group_that_are_not_adjacent() -> None:
+    # rows of a group that are not adjacent
     table = samples_of(group_ids=torch.tensor([1, 2, 1, 2, 1, 2, 1, 2])).table(num_states=2, num_actions=2)
     assert [row["reward"] for row in table] == [0, 2, 1, 3]
 
@@ -258,6 +229,15 @@ def test_a_long_text_is_cut_in_the_middle() -> None:
     assert text.endswith(" more ...] " + "z" * (LONGEST_TEXT // 2))
     assert "2,006" in text
     assert as_text("a" * LONGEST_TEXT) == "a" * LONGEST_TEXT
+
+
+def test_an_array_with_many_numbers_is_named_by_its_shape_and_a_checksum() -> None:
+    black, white = np.zeros((20, 20, 3), np.uint8), np.full((20, 20, 3), 255, np.uint8)
+    texts = [as_text({"image": picture}) for picture in (black, black.copy(), white)]
+    assert texts[0] == texts[1] != texts[2]
+    assert all(re.fullmatch(r"\{'image': 'uint8 \[20, 20, 3\] [0-9a-f]{8}'\}", text) for text in texts)
+    assert as_text(torch.zeros(1001)).startswith("torch.float32 [1001] ")
+    assert as_text(np.zeros(1000, np.uint8)).startswith("[0, 0, 0")
 
 
 def test_floats_have_three_digits_wherever_they_are() -> None:

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from itertools import product
 from typing import get_args
 
 import pytest
@@ -11,16 +10,10 @@ from torch import Tensor
 
 from grpo import ConfigError, ObjectiveConfig, grpo_objective
 from grpo._objective.ratios import RatioLevel
-from grpo.surrogates import (
-    SURROGATES,
-    ClipCov,
-    KlCov,
-    Steps,
-    Surrogate,
-    SurrogateTraits,
-    traits_of,
-)
+from grpo.surrogates import SURROGATES, ClipCov, KlCov, Steps, Surrogate, SurrogateTraits, traits_of
 from tests.support.objective_inputs import double, loss_and_gradient, objective_inputs
+from tests.support.policies import TablePolicy
+from tests.support.trainers import trainer_of
 
 LEVELS = get_args(RatioLevel)
 AT_ANY_LEVEL = ["clip", "cispo", "sapo", "dro", "dppo", "kl_cov", "clip_cov"]
@@ -49,30 +42,22 @@ TRAITS = {
 }
 
 
-def test_every_surrogate_has_its_tabulated_traits(subtests):
-    assert set(TRAITS) == set(SURROGATES), "give a surrogate its line in TRAITS"
-    for name in SURROGATES:
-        with subtests.test(name=name):
-            surrogate = SURROGATES[name]()
-            assert isinstance(surrogate, Surrogate)
-            found = traits_of(surrogate)
-            has = (found.stopped is not None, found.select is not None)
-            flags = (
-                found.reads_rows,
-                found.zero_advantage_is_inert,
-                found.uses_sampler_weights,
-                found.for_probabilities,
-            )
-            assert (*flags, *has) == TRAITS[name]
-            assert found.level == "step"
+@pytest.mark.parametrize("name", SURROGATES)
+def test_every_surrogate_has_its_tabulated_traits(name):
+    assert name in TRAITS, "give the surrogate its line in TRAITS"
+    surrogate = SURROGATES[name]()
+    assert isinstance(surrogate, Surrogate)
+    found = traits_of(surrogate)
+    flags = found.reads_rows, found.zero_advantage_is_inert, found.uses_sampler_weights, found.for_probabilities
+    assert (*flags, found.stopped is not None, found.select is not None) == TRAITS[name]
+    assert found.level == "step"
 
 
-def test_surrogates_at_row_levels_read_rows(subtests):
-    for name in AT_ANY_LEVEL:
-        with subtests.test(name=name):
-            traits = [traits_of(SURROGATES[name](level=level)) for level in LEVELS]
-            assert [trait.level for trait in traits] == list(LEVELS) == ["step", "row", "row_sum", "row_step", "none"]
-            assert [trait.reads_rows for trait in traits] == [False, True, True, True, False]
+@pytest.mark.parametrize("name", AT_ANY_LEVEL)
+def test_surrogates_at_row_levels_read_rows(name):
+    traits = [traits_of(SURROGATES[name](level=level)) for level in LEVELS]
+    assert [trait.level for trait in traits] == list(LEVELS) == ["step", "row", "row_sum", "row_step", "none"]
+    assert [trait.reads_rows for trait in traits] == [False, True, True, True, False]
 
 
 def test_a_functions_attributes_become_its_traits():
@@ -93,11 +78,9 @@ def test_an_unknown_level_is_an_error():
         return steps.log_probs
 
     loss.level = "word"
-    message = r"level must be one of step, row, row_sum, row_step, none; got 'word'"
-    with pytest.raises(ConfigError, match=message):
-        traits_of(loss)
-    with pytest.raises(ConfigError, match=message):
-        ObjectiveConfig(surrogate=loss)
+    for use in (traits_of, lambda surrogate: ObjectiveConfig(surrogate=surrogate)):
+        with pytest.raises(ConfigError, match=r"level must be one of step, row, row_sum, row_step, none; got 'word'"):
+            use(loss)
 
 
 MASK = torch.tensor([[True, True, True], [True, False, True], [True, False, False], [False, False, False]])
@@ -111,14 +94,11 @@ def ragged(per_step: bool = False, **others: object) -> dict:
 
     log_probs = uniform(-2.0, -0.5, 4, 3)
     return {
-        "log_probs": log_probs,
-        "advantages": uniform(-2.0, 2.0, 4, 3) if per_step else double([1.5, -0.5, 0.25, 1.0]),
-        "old_log_probs": log_probs + uniform(-0.15, 0.15, 4, 3),
-        "mask": MASK,
+        "log_probs": log_probs, "advantages": uniform(-2.0, 2.0, 4, 3) if per_step else double([1.5, -0.5, 0.25, 1.0]),
+        "old_log_probs": log_probs + uniform(-0.15, 0.15, 4, 3), "mask": MASK,
         "weights": torch.where(MASK, uniform(0.1, 1.0, 4, 3), 0.0),
-        "selected": torch.tensor([[True, False, False], [False, False, True], [False] * 3, [False] * 3]),
-        **others,
-    }
+        "selected": torch.tensor([[True, False, False], [False, False, True], [False] * 3, [False] * 3]), **others,
+    }  # fmt: skip
 
 
 ONE_PER_ROW = {("clip", "row"), ("clip", "row_sum"), ("sapo", "row"), ("sapo", "row_sum"), ("gmpo", "step")}
@@ -130,31 +110,28 @@ def surrogate_at(name: str, level: str) -> Surrogate:
     return SURROGATES[name](level=level) if name in AT_ANY_LEVEL else SURROGATES[name]()
 
 
-def test_a_surrogate_called_in_a_user_loss_equals_the_objective(subtests):
+@pytest.mark.parametrize("per_step", [False, True])
+@pytest.mark.parametrize(("name", "level"), COMBINATIONS)
+def test_a_surrogate_called_in_a_user_loss_equals_the_objective(name, level, per_step):
     """Called directly it returns one loss per step, or per row, unreduced and with a gradient."""
-    for (name, level), per_step in product(COMBINATIONS, [False, True]):
-        with subtests.test(name=name, level=level, per_step=per_step):
-            surrogate, rows = surrogate_at(name, level), ragged(per_step)
-            leaf = rows["log_probs"].clone().requires_grad_()
-            losses = surrogate(Steps(objective_inputs(**{**rows, "log_probs": leaf})))
-            assert losses.shape == ((4, 1) if (name, level) in ONE_PER_ROW and not per_step else (4, 3))
-            loss = (rows["weights"] * losses).sum()
-            (gradient,) = torch.autograd.grad(loss, leaf)
-            expected_loss, expected = loss_and_gradient(config=ObjectiveConfig(surrogate=surrogate), **rows)
-            torch.testing.assert_close(loss.detach(), expected_loss, rtol=1e-14, atol=0)
-            torch.testing.assert_close(gradient, expected, rtol=1e-14, atol=0)
-            assert (gradient[~MASK] == 0).all()
-            assert (gradient[MASK] != 0).any()
+    surrogate, rows = surrogate_at(name, level), ragged(per_step)
+    leaf = rows["log_probs"].clone().requires_grad_()
+    losses = surrogate(Steps(objective_inputs(**{**rows, "log_probs": leaf})))
+    assert losses.shape == ((4, 1) if (name, level) in ONE_PER_ROW and not per_step else (4, 3))
+    loss = (rows["weights"] * losses).sum()
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    expected_loss, expected = loss_and_gradient(config=ObjectiveConfig(surrogate=surrogate), **rows)
+    torch.testing.assert_close(loss.detach(), expected_loss, rtol=1e-14, atol=0)
+    torch.testing.assert_close(gradient, expected, rtol=1e-14, atol=0)
+    assert (gradient[~MASK] == 0).all()
+    assert (gradient[MASK] != 0).any()
 
 
-def test_a_surrogate_that_reads_a_selection_is_refused_without_one(subtests):
-    for name in ["kl_cov", "clip_cov"]:
-        with subtests.test(name=name):
-            message = (
-                r"reads the steps that its select\(\) chose, and there are none\. Evaluate it through grpo_objective"
-            )
-            with pytest.raises(ConfigError, match=message):
-                SURROGATES[name]()(Steps(objective_inputs(**ragged(selected=None))))
+@pytest.mark.parametrize("name", ["kl_cov", "clip_cov"])
+def test_a_surrogate_that_reads_a_selection_is_refused_without_one(name):
+    message = r"reads the steps that its select\(\) chose, and there are none\. Evaluate it through grpo_objective"
+    with pytest.raises(ConfigError, match=message):
+        SURROGATES[name]()(Steps(objective_inputs(**ragged(selected=None))))
 
 
 def test_covariance_surrogates_select_the_hand_worked_steps():
@@ -180,51 +157,37 @@ BEYOND = {
     "reinforce": {(4, 1): -1, (4, -1): 1, (0.25, 1): -1, (0.25, -1): 1},
     "cispo": {(4, 1): -1.2, (4, -1): 1.2, (0.25, 1): -0.8, (0.25, -1): 0.8},
     "sapo": {
-        (4, 1): -4 / math.cosh(1.5) ** 2,
-        (4, -1): 4 / math.cosh(1.05 * 1.5) ** 2,
-        (0.25, 1): -0.25 / math.cosh(0.375) ** 2,
-        (0.25, -1): 0.25 / math.cosh(1.05 * 0.375) ** 2,
+        (4, 1): -4 / math.cosh(1.5) ** 2, (4, -1): 4 / math.cosh(1.05 * 1.5) ** 2,
+        (0.25, 1): -0.25 / math.cosh(0.375) ** 2, (0.25, -1): 0.25 / math.cosh(1.05 * 0.375) ** 2,
     },
     "gmpo": {(4, 1): 0, (4, -1): 4, (0.25, 1): -0.25, (0.25, -1): 0},
     "vespo": {
-        (4, 1): -16 * math.exp(-9),
-        (4, -1): 64 * math.exp(-6),
-        (0.25, 1): -math.exp(2.25) / 16,
+        (4, 1): -16 * math.exp(-9), (4, -1): 64 * math.exp(-6), (0.25, 1): -math.exp(2.25) / 16,
         (0.25, -1): math.exp(1.5) / 64,
     },
-    "dro": {  # -A + .05 log rho
-        (4, 1): -1 + 0.05 * math.log(4),
-        (4, -1): 1 + 0.05 * math.log(4),
-        (0.25, 1): -1 - 0.05 * math.log(4),
+    # -A + .05 log rho
+    "dro": {
+        (4, 1): -1 + 0.05 * math.log(4), (4, -1): 1 + 0.05 * math.log(4), (0.25, 1): -1 - 0.05 * math.log(4),
         (0.25, -1): 1 - 0.05 * math.log(4),
     },
     # pi = .368: mu = .092 (moved by .276), or with ratio 1/2 mu = .736 (moved by -.368)
     "dppo": {(4, 1): 0, (4, -1): 4, (0.5, 1): -0.5, (0.5, -1): 0},
     "kl_cov": {(4, 1): -4 + 1, (4, -1): 4 + 1, (0.25, 1): -0.25 - 1, (0.25, -1): 0.25 - 1},
-}
+}  # fmt: skip
 
 
-def test_gradients_and_clip_counts_beyond_the_bounds_equal_the_table(subtests):
-    assert set(BEYOND) == set(SURROGATES), "work a surrogate's gradient out by hand in BEYOND"
-    for name in SURROGATES:
-        with subtests.test(name=name):
-            for (ratio, advantage), expected in BEYOND[name].items():
-                leaf = double([[-1.0]]).requires_grad_()
-                inputs = objective_inputs(
-                    leaf, double([advantage]), old_log_probs=double([[-1.0 - math.log(ratio)]]),
-                    selected=torch.tensor([[name == "kl_cov"]]),
-                )  # fmt: skip
-                output = grpo_objective(inputs, ObjectiveConfig(surrogate=name))
-                output.loss.backward()
-                assert leaf.grad.item() == pytest.approx(expected, rel=1e-12, abs=1e-15), (ratio, advantage)
-                past = name in ("clip", "clip_cov", "cispo", "gmpo", "dppo") and (ratio > 1) == (advantage > 0)
-                counts = {"low": int(past and ratio < 1), "high": int(past and ratio > 1)}
-                for end, count in counts.items():
-                    assert output.metrics[f"clip_fraction_{end}"].tolist() == [1, count, count], (ratio, advantage)
-                assert output.metrics["clip_fraction"].tolist() == [1, past, past], (ratio, advantage)
-
-
-# Surrogates of one's own
+@pytest.mark.parametrize("name", SURROGATES)
+def test_gradients_and_clip_counts_beyond_the_bounds_equal_the_table(name):
+    assert name in BEYOND, "work the surrogate's gradient out by hand in BEYOND"
+    for (ratio, advantage), expected in BEYOND[name].items():
+        leaf, old, selected = double([[-1.0]]).requires_grad_(), double([[-1.0 - math.log(ratio)]]), name == "kl_cov"
+        inputs = objective_inputs(leaf, double([advantage]), old_log_probs=old, selected=torch.tensor([[selected]]))
+        output = grpo_objective(inputs, ObjectiveConfig(surrogate=name))
+        output.loss.backward()
+        assert leaf.grad.item() == pytest.approx(expected, rel=1e-12, abs=1e-15), (ratio, advantage)
+        past = name in ("clip", "clip_cov", "cispo", "gmpo", "dppo") and (ratio > 1) == (advantage > 0)
+        for end, count in {"_low": past and ratio < 1, "_high": past and ratio > 1, "": past}.items():
+            assert output.metrics[f"clip_fraction{end}"].tolist() == [1, count, count], (ratio, advantage)
 
 
 def half_square(steps: Steps) -> Tensor:
@@ -235,14 +198,10 @@ def half_square(steps: Steps) -> Tensor:
 # One row of two steps, A = 2. Ratios 1.25, 1;  x = log 2, -log 2 to the reference;  entropy .3, .5;  weights .5, .25.
 # From the sampler: old = .4, .25; behaviour .2, .5: u = 2, 1/2
 OWN = {
-    "log_probs": double([[0.5, 0.25]]).log(),
-    "advantages": double([2.0]),
-    "old_log_probs": double([[0.4, 0.25]]).log(),
-    "ref_log_probs": double([[0.25, 0.5]]).log(),
-    "behaviour_log_probs": double([[0.2, 0.5]]).log(),
-    "entropy": double([[0.3, 0.5]]),
-    "weights": double([[0.5, 0.25]]),
-}
+    "log_probs": double([[0.5, 0.25]]).log(), "advantages": double([2.0]), "old_log_probs": double([[0.4, 0.25]]).log(),
+    "ref_log_probs": double([[0.25, 0.5]]).log(), "behaviour_log_probs": double([[0.2, 0.5]]).log(),
+    "entropy": double([[0.3, 0.5]]), "weights": double([[0.5, 0.25]]),
+}  # fmt: skip
 LOG2 = math.log(2)
 K3 = (LOG2 - 0.5, 1 - LOG2)
 
@@ -304,3 +263,23 @@ def test_a_user_surrogate_is_treated_as_its_attributes_say():
 def test_one_loss_per_row_counts_at_each_of_its_steps():
     config = ObjectiveConfig(surrogate=lambda steps: -steps.advantages, kl_coef=0.0)
     assert grpo_objective(objective_inputs(**OWN), config).loss.item() == -2 * 0.75
+
+
+def test_a_surrogate_for_probabilities_is_refused_for_densities():
+    class Normal(TablePolicy):
+        def generate_actions(self, states, num_actions_per_state, **kwargs):
+            return [[0.5, -0.5] for _ in states]
+
+        def get_log_probabilities(self, states, actions):
+            normal = torch.distributions.Normal(self.logits[0, 0], 1 / math.sqrt(2 * math.pi))
+            return normal.log_prob(double(actions))
+
+    def step(surrogate):
+        return trainer_of(Normal(), group_size=2, objective=ObjectiveConfig(surrogate=surrogate)).step(["a"])
+
+    class ForProbabilities(Picky):
+        for_probabilities = True
+
+    assert step(half_square)["train/num_updates"] == 1
+    with pytest.raises(ConfigError, match=r"real numbers, which have densities"):
+        step(ForProbabilities())

@@ -2,6 +2,7 @@
 
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import (
-    ExperienceBatch,
-    GRPOConfig,
-    GRPOTrainer,
-    ObjectiveInputs,
-    ObjectiveOutput,
-)
+from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveInputs, ObjectiveOutput
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import (
     DuckPolicy,
@@ -28,9 +23,7 @@ from tests.support.policies import (
     digest,
     weights_of,
 )
-from tests.support.trainers import REWARDS, SCRIPT, by_hand, without_time
-
-# One update, by hand
+from tests.support.trainers import REWARDS, SCRIPT, by_hand, trainer_of, without_time
 
 
 def test_one_step_equals_the_hand_worked_update() -> None:
@@ -38,33 +31,6 @@ def test_one_step_equals_the_hand_worked_update() -> None:
     trainer, policy = by_hand()
     trainer.step(["a", "b"])
     assert torch.equal(policy.logits.detach(), torch.tensor([[0.125, -0.125], [0.125, -0.125]], dtype=torch.float64))
-
-
-def test_steps_equal_those_of_plain_autograd(subtests: pytest.Subtests) -> None:
-    """Clipped ratio of the current to the first policy, mean over rows, SGD; written out without the package."""
-    for num_epochs in [1, 3]:
-        with subtests.test(num_epochs=num_epochs):
-            torch.manual_seed(3)
-            logits = torch.randn(2, 3, dtype=torch.float64)
-            script, rewards = [[0, 2, 2, 1], [1, 1, 0, 2]], [1.0, 0.0, 2.0, 0.5, 0.0, 3.0, 1.0, 1.0]
-            policy = TablePolicy(num_actions=3, logits=logits, script=script)
-            trainer, _ = by_hand(
-                policy=policy, rewards=rewards, config={"group_size": 4, "num_epochs_per_update": num_epochs}
-            )
-            trainer.step(["a", "b"])
-
-            rows = torch.tensor([0] * 4 + [1] * 4)
-            actions = torch.tensor(script).reshape(-1)
-            grouped = torch.tensor(rewards, dtype=torch.float64).reshape(2, 4)
-            advantages = (grouped - grouped.mean(1, keepdim=True)).reshape(-1)
-            expected = logits.clone().requires_grad_()
-            old = expected.detach().log_softmax(1)[rows, actions]
-            for _ in range(num_epochs):
-                ratio = (expected.log_softmax(1)[rows, actions] - old).exp()
-                loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
-                (gradient,) = torch.autograd.grad(loss, expected)
-                expected = (expected.detach() - gradient).requires_grad_()
-            torch.testing.assert_close(policy.logits.detach(), expected.detach(), rtol=1e-12, atol=1e-14)
 
 
 def test_a_duck_typed_policy_is_trained_like_a_module() -> None:
@@ -76,15 +42,27 @@ def test_a_duck_typed_policy_is_trained_like_a_module() -> None:
     assert duck.mode == "train"
 
 
-def test_evaluate_reports_the_reward_and_leaves_every_generator_untouched() -> None:
-    class Restless(TablePolicy):
-        def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
-            random.random()
-            np.random.random()  # noqa: NPY002
-            return super().generate_actions(states, num_actions_per_state)
+class Watched(TablePolicy):
+    """Draws from the generators of Python and numpy, and remembers in which mode it samples and scores."""
 
-    rewards = [[1.0, 2.0, 4.0]]
-    trainer, policy = by_hand(policy=Restless(), rewards=lambda states, actions: rewards[0])
+    def __init__(self, **others: Any) -> None:
+        super().__init__(**others)
+        self.frozen, self.modes = torch.nn.Dropout(), list[tuple[str, bool]]()
+
+    def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
+        random.random()
+        np.random.random()  # noqa: NPY002
+        self.modes.append(("generate", self.training))
+        return super().generate_actions(states, num_actions_per_state)
+
+    def get_log_probabilities(self, states: Any, actions: Any) -> Tensor:
+        self.modes.append(("gradient" if torch.is_grad_enabled() else "score", self.training))
+        return super().get_log_probabilities(states, actions)
+
+
+def test_evaluate_reports_the_reward_and_leaves_every_generator_untouched() -> None:
+    rewards = [1.0, 2.0, 4.0]
+    trainer, policy = by_hand(policy=Watched(), rewards=lambda states, actions: rewards)
     before = weights_of(policy), random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     report = trainer.evaluate(["a"], num_actions_per_state=3)
     after = weights_of(policy), random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
@@ -92,62 +70,29 @@ def test_evaluate_reports_the_reward_and_leaves_every_generator_untouched() -> N
     mean = 7 / 3
     assert report == {
         "eval/avg_reward": pytest.approx(mean),
-        "eval/avg_reward_std": pytest.approx(math.sqrt(sum((r - mean) ** 2 for r in rewards[0]) / 3)),
+        "eval/avg_reward_std": pytest.approx(math.sqrt(sum((r - mean) ** 2 for r in rewards) / 3)),
     }
 
 
-def test_evaluate_restores_the_mode_of_the_policy_and_of_its_modules(subtests: pytest.Subtests) -> None:
-    class Watched(TablePolicy):
-        """Remembers in which mode it samples. One of its modules is frozen in evaluation mode."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.frozen, self.seen = torch.nn.Dropout(), list[bool]()
-
-        def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
-            self.seen.append(self.training)
-            return super().generate_actions(states, num_actions_per_state)
-
-    for mode in (True, False):
-        with subtests.test(mode=mode):
-            policy = Watched().train(mode)
-            policy.frozen.eval()
-            by_hand(policy=policy)[0].evaluate(["a", "b"])
-            assert (policy.seen, policy.training, policy.frozen.training) == ([False], mode, False)
+@pytest.mark.parametrize("mode", [True, False])
+def test_evaluate_restores_the_mode_of_the_policy_and_of_its_modules(mode: bool) -> None:
+    policy = Watched().train(mode)
+    policy.frozen.eval()
+    by_hand(policy=policy)[0].evaluate(["a", "b"])
+    assert (policy.modes, policy.training, policy.frozen.training) == ([("generate", False)], mode, False)
 
 
-def test_evaluate_calls_train_of_a_policy_that_is_no_module() -> None:
-    class Plain:
-        """Holds its table; its mode is a flag."""
-
-        def __init__(self) -> None:
-            self.table, self.training = TablePolicy(), True
-
-        def train(self) -> None:
-            self.training = True
-
-        def eval(self) -> None:
-            self.training = False
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.table, name)
-
-    policy = Plain()
-    GRPOTrainer(config=GRPOConfig(), policy=policy, reward_model=lambda s, a: [0.0] * len(a)).evaluate(["a"])
-    assert policy.training
-
-
-# Seeds, and halves of a step
+def test_the_policy_is_in_eval_mode_while_collecting_and_in_train_mode_for_gradients() -> None:
+    trainer, policy = by_hand(policy=Watched(script=SCRIPT), config={"num_epochs_per_update": 2})
+    trainer.step(["a", "b"])
+    assert policy.modes == [("generate", False), ("score", False), ("gradient", True), ("gradient", True)]
 
 
 def runs(seed: int | None) -> tuple[str, list[dict[str, float]]]:
     torch.manual_seed(11)
     policy = VectorPolicy()
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=4, batch_size=5, num_states_per_iteration=2, seed=seed),
-        policy=policy,
-        reward_model=lambda states, actions: [float(action == 1) + random.random() for action in actions],
-    )
+    reward = lambda states, actions: [float(action == 1) + random.random() for action in actions]  # noqa: E731
+    trainer = trainer_of(policy, reward, batch_size=5, num_states_per_iteration=2, seed=seed)
     history = trainer.train(torch.randn(5, 3), num_iterations=3, progress=False)
     return digest(weights_of(policy)), [without_time(metrics) for metrics in history]
 
@@ -160,20 +105,17 @@ def test_a_seed_repeats_a_run_exactly_and_another_does_not() -> None:
         assert runs(2)[0] != first[0]
 
 
-def test_step_equals_collect_followed_by_update(subtests: pytest.Subtests) -> None:
-    for kind in [RowScoring, GroupScoring, ExactSampling]:
-        with subtests.test(kind=kind):
-            results = []
-            for halves in (False, True):
-                torch.manual_seed(2)
-                policy = kind()
-                config = GRPOConfig(group_size=3, batch_size=4, num_epochs_per_update=2, seed=4)
-                trainer = GRPOTrainer(
-                    config=config, policy=policy, reward_model=lambda s, actions: [float(sum(a)) for a in actions]
-                )
-                both = [trainer.update(trainer.collect([0, 1])) if halves else trainer.step([0, 1]) for _ in range(3)]
-                results.append((digest(weights_of(policy)), [without_time(metrics) for metrics in both]))
-            assert results[0] == results[1]
+@pytest.mark.parametrize("kind", [RowScoring, GroupScoring, ExactSampling])
+def test_step_equals_collect_followed_by_update(kind: Any) -> None:
+    results = []
+    for halves in (False, True):
+        torch.manual_seed(2)
+        policy = kind()
+        settings = {"group_size": 3, "batch_size": 4, "num_epochs_per_update": 2, "seed": 4}
+        trainer = trainer_of(policy, lambda s, actions: [float(sum(a)) for a in actions], **settings)
+        both = [trainer.update(trainer.collect([0, 1])) if halves else trainer.step([0, 1]) for _ in range(3)]
+        results.append((digest(weights_of(policy)), [without_time(metrics) for metrics in both]))
+    assert results[0] == results[1]
 
 
 def test_time_update_spans_the_update_and_time_iteration_the_whole_step() -> None:
@@ -206,47 +148,26 @@ def test_external_rollouts_are_trained_on_like_collected_ones() -> None:
     assert metrics["group_stats/num_groups"] == 2.0
 
 
-def test_rollouts_with_inconsistent_fields_are_refused(subtests: pytest.Subtests) -> None:
-    for arguments, error in [
-        ((["a"], [0, 1], [1.0, 0.0], [0, 0]), r"states must have one entry per row = 2; got a list of 1"),
-        ((["a", "a"], [0], [1.0, 0.0], [0, 0]), r"actions must have one entry per row = 2; got a list of 1"),
-        ((["a", "a"], [0, 1], [1.0], [0, 0]), r"rewards must return one number per row, \[N\] = \[2\]"),
-        ((["a", "a"], [0, 1], [1.0, float("nan")], [0, 0]), r"rewards must be finite"),
-        (([], [], [], []), r"[Nn]o rows|at least one"),
-    ]:
-        with subtests.test(arguments=arguments, error=error), pytest.raises(ValueError, match=error):
-            ExperienceBatch.from_rows(*arguments)
-
-
-# Replaceable parts
-
-
 def test_a_reward_may_be_a_function_or_a_reward_model() -> None:
-    class Model:
-        def __init__(self) -> None:
-            self.modes: list[str] = []
+    modes: list[str] = []
 
-        def compute_rewards(self, states: Any, actions: Any) -> Tensor:
-            self.modes.append("compute")
-            assert not torch.is_grad_enabled()
-            return torch.tensor(REWARDS)
+    def compute_rewards(states: Any, actions: Any) -> Tensor:
+        modes.append("compute")
+        assert not torch.is_grad_enabled()
+        return torch.tensor(REWARDS)
 
-        def train(self) -> None:
-            self.modes.append("train")
-
-        def eval(self) -> None:
-            self.modes.append("eval")
-
-        def to(self, device: Any) -> None:
-            self.modes.append(f"to {device}")
-
-    model = Model()
+    model = SimpleNamespace(
+        compute_rewards=compute_rewards,
+        train=lambda: modes.append("train"),
+        eval=lambda: modes.append("eval"),
+        to=lambda device: modes.append(f"to {device}"),
+    )
     policy = TablePolicy(script=SCRIPT)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     config = GRPOConfig(group_size=2, max_grad_norm=None, device="cpu")
     GRPOTrainer(config=config, policy=policy, reward_model=model, optimizer=optimizer).step(["a", "b"])
     assert policy.logits[0].tolist() == [0.125, -0.125]
-    assert model.modes == ["to cpu", "eval", "compute"]
+    assert modes == ["to cpu", "eval", "compute"]
 
 
 def test_a_custom_objective_replaces_the_loss() -> None:
@@ -255,12 +176,10 @@ def test_a_custom_objective_replaces_the_loss() -> None:
 
     def total(inputs: ObjectiveInputs) -> ObjectiveOutput:
         seen.append(inputs)
-        loss = inputs.log_probs.sum()
         one = torch.tensor([1.0, 42.0, 42.0**2], dtype=torch.float64)
-        return ObjectiveOutput(loss=loss, metrics={"answer": one})
+        return ObjectiveOutput(loss=inputs.log_probs.sum(), metrics={"answer": one})
 
-    script = [[0, 0], [1, 0]]
-    trainer, policy = by_hand(policy=TablePolicy(script=script), rewards=[5.0] * 4, objective=total)
+    trainer, policy = by_hand(policy=TablePolicy(script=[[0, 0], [1, 0]]), rewards=[5.0] * 4, objective=total)
     metrics = trainer.step(["a", "b"])
     assert policy.logits.tolist() == [[-1.0, 1.0], [0.0, 0.0]]
     assert metrics["train/answer"] == 42.0
@@ -270,27 +189,19 @@ def test_a_custom_objective_replaces_the_loss() -> None:
     assert inputs.mask.tolist() == [[True]] * 4
 
 
-def test_custom_advantages_replace_the_estimator(subtests: pytest.Subtests) -> None:
-    """Advantages 8, 0, 0, 0: only row (a, 0) counts, with weight 1/4: logits[a] moves by 2 (e0 - p) = (1, -1)."""
-    values = torch.tensor([8.0, 0.0, 0.0, 0.0])
-    for given in [values, values.unsqueeze(1)]:
-        with subtests.test(shape=given.shape):
-            trainer, policy = by_hand(advantages=lambda batch, given=given: given)
-            metrics = trainer.step(["a", "b"])
-            assert policy.logits.tolist() == [[1.0, -1.0], [0.0, 0.0]]
-            assert metrics["rows/skipped_zero_advantage"] == 3.0
+def test_custom_advantages_replace_the_estimator_and_carry_no_gradient_into_the_loss() -> None:
+    """Advantages 8, 0, 0, 0: only row (a, 0) counts, with weight 1/4: logits[a] moves by 2 (e0 - p) = (1, -1).
 
-
-def test_custom_advantages_carry_no_gradient_into_the_loss() -> None:
-    """A critic gives advantages with a graph, which gets no gradient. The second pass, at a ratio of 1.76, is clipped."""
+    A critic gives advantages with a graph, which gets no gradient. The second pass, at a ratio of 1.76, is clipped.
+    """
     values = torch.tensor([8.0, 0.0, 0.0, 0.0], requires_grad=True)
-    trainer, policy = by_hand(advantages=lambda batch: 1.0 * values, config={"num_epochs_per_update": 2})
-    trainer.step(["a", "b"])
-    assert policy.logits.tolist() == [[1.0, -1.0], [0.0, 0.0]]
+    for given, num_epochs in [(values.detach(), 1), (values.detach().unsqueeze(1), 1), (1.0 * values, 2)]:
+        config = {"num_epochs_per_update": num_epochs}
+        trainer, policy = by_hand(advantages=lambda batch, given=given: given, config=config)
+        metrics = trainer.step(["a", "b"])
+        assert policy.logits.tolist() == [[1.0, -1.0], [0.0, 0.0]]
+        assert num_epochs == 2 or metrics["rows/skipped_zero_advantage"] == 3.0
     assert values.grad is None
-
-
-# Numbers and modes
 
 
 def test_bfloat16_autocast_computes_in_it_and_trains_in_float32() -> None:
@@ -299,39 +210,16 @@ def test_bfloat16_autocast_computes_in_it_and_trains_in_float32() -> None:
         torch.manual_seed(4)
         policy = VectorPolicy(hidden=32)
         optimizer = RecordingSGD(policy, lr=1e-3)
-        states = torch.randn(8, 3).repeat_interleave(4, 0)
-        actions = torch.randint(4, (32,))
-        batch = ExperienceBatch.from_rows(
-            states, actions, torch.rand(32), torch.arange(8).repeat_interleave(4), mask=torch.ones(32, 1).bool()
+        states, actions = torch.randn(8, 3).repeat_interleave(4, 0), torch.randint(4, (32,))
+        groups, mask = torch.arange(8).repeat_interleave(4), torch.ones(32, 1).bool()
+        trainer, _ = by_hand(
+            policy=policy, optimizer=optimizer, rewards=[0.0, 1.0] * 2, config={"autocast_dtype": dtype}
         )
-        trainer, _ = by_hand(policy=policy, optimizer=optimizer, config={"autocast_dtype": dtype})
-        trainer.update(batch)
+        trainer.update(ExperienceBatch.from_rows(states, actions, torch.rand(32), groups, mask=mask))
         assert policy.computed_in == [torch.float32 if dtype is None else torch.bfloat16]
         assert {tensor.dtype for tensor in policy.parameters()} == {torch.float32}
         gradients.append(optimizer.gradients[0])
     error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
     assert 0 < error < 0.03  # bfloat16 has 8 bits: 2^-8 = 0.004 per operation
-
-
-def test_sampling_and_scoring_run_under_autocast_too() -> None:
-    policy = VectorPolicy()
-    trainer, _ = by_hand(policy=policy, rewards=[0.0, 1.0, 0.0, 1.0], config={"autocast_dtype": "bfloat16"})
-    trainer.step(torch.randn(2, 3))
+    trainer.step(torch.randn(2, 3))  # sampling and scoring run under autocast too
     assert set(policy.computed_in) == {torch.bfloat16}
-
-
-def test_the_policy_is_in_eval_mode_while_collecting_and_in_train_mode_for_gradients() -> None:
-    modes: list[tuple[str, bool]] = []
-
-    class Watched(TablePolicy):
-        def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
-            modes.append(("generate", self.training))
-            return super().generate_actions(states, num_actions_per_state)
-
-        def get_log_probabilities(self, states: Any, actions: Any) -> Tensor:
-            modes.append(("gradient" if torch.is_grad_enabled() else "score", self.training))
-            return super().get_log_probabilities(states, actions)
-
-    trainer, _ = by_hand(policy=Watched(script=SCRIPT), config={"num_epochs_per_update": 2})
-    trainer.step(["a", "b"])
-    assert modes == [("generate", False), ("score", False), ("gradient", True), ("gradient", True)]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,18 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import (
-    ActionScores,
-    ConfigError,
-    ContractError,
-    ExperienceBatch,
-    GRPOConfig,
-    GRPOTrainer,
-    GRPOWarning,
-    NonFiniteGradientError,
-    ObjectiveConfig,
-)
+from grpo import ActionScores, ExperienceBatch, ObjectiveConfig
 from grpo.engine import OneProcess
+from grpo.errors import ConfigError, ContractError, GRPOWarning, NonFiniteGradientError
 from tests.support.imitated_ranks import ImitatedRank, on_ranks
 from tests.support.policies import (
     EpisodePolicy,
@@ -35,7 +25,7 @@ from tests.support.policies import (
     gradient_of,
     weights_of,
 )
-from tests.support.trainers import REWARDS, SCRIPT, by_hand
+from tests.support.trainers import REWARDS, SCRIPT, by_hand, trainer_of
 
 
 class Synced(TablePolicy):
@@ -64,14 +54,11 @@ def test_the_sampler_is_synced_only_when_the_weights_changed(tmp_path: Any) -> N
     assert policy.calls["sync"] == 3
 
 
-def test_a_first_evaluation_syncs_the_sampler() -> None:
+def test_a_sampler_that_was_never_used_is_synced_before_its_first_use() -> None:
     trainer, policy = by_hand(policy=Synced(script=SCRIPT))
     trainer.evaluate(["a", "b"])
     assert policy.calls["sync"] == 1
-
-
-def test_an_update_without_effect_leaves_a_stale_sampler_stale() -> None:
-    """Rollouts made elsewhere, all of the same reward, before the sampler was ever used."""
+    # an update without effect, of rollouts made elsewhere, all of the same reward, leaves a stale sampler stale
     trainer, policy = by_hand(policy=Synced(script=SCRIPT))
     trainer.update(ExperienceBatch.from_rows(["a", "a"], [0, 1], [1.0, 1.0], [0, 0]))
     trainer.collect(["a", "b"])
@@ -80,15 +67,8 @@ def test_an_update_without_effect_leaves_a_stale_sampler_stale() -> None:
 
 def test_the_sampler_is_synced_with_updates_applied_before_bad_gradients_end_a_run() -> None:
     """The first of two updates is applied. The second is not finite and ends the run, and the caller continues anyway."""
-    policy = Synced(script=SCRIPT)
-    num_backwards = 0
-
-    def hook(gradient: Tensor) -> Tensor:
-        nonlocal num_backwards
-        num_backwards += 1
-        return gradient * math.nan if num_backwards == 2 else gradient
-
-    policy.logits.register_hook(hook)
+    policy, factors = Synced(script=SCRIPT), iter([1.0, math.nan])
+    policy.logits.register_hook(lambda gradient: gradient * next(factors))
     trainer, _ = by_hand(policy=policy, config={"batch_size": 2, "max_skipped_updates": 1})
     with pytest.raises(NonFiniteGradientError):
         trainer.step(["a", "b"])
@@ -99,11 +79,7 @@ def test_the_sampler_is_synced_with_updates_applied_before_bad_gradients_end_a_r
 
 def counted(policy: Any, *, num_iterations: int = 1, **settings: Any) -> dict[str, int]:
     """How often each method was called in the last of some iterations."""
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=3, **settings),
-        policy=policy,
-        reward_model=lambda states, actions: torch.arange(6.0),
-    )
+    trainer = trainer_of(policy, group_size=3, **settings)
     for _ in range(num_iterations):
         policy.calls.clear()
         trainer.step([0, 1])
@@ -149,29 +125,22 @@ def test_a_single_update_also_uses_a_samplers_scores_as_old_log_probs() -> None:
 RAGGED_GROUPS = [[(1, 2, 0), (0,)], [(2, 2, 2, 1)], [(1, 0), (0,), (2, 1)]]
 
 
-def test_scoring_groups_equals_scoring_rows_in_value_and_gradient() -> None:
+def test_groups_are_scored_as_rows_are_and_a_group_without_an_advantage_is_not_forwarded() -> None:
+    """The gradients of both are compared below, and for each preset in `tests/property`."""
     torch.manual_seed(8)
-    by_group = GroupScoring()
-    by_row = RowScoring()
-    by_row.load_state_dict(by_group.state_dict())
-    recorded = []
-    for policy in (by_group, by_row):
-        optimizer = RecordingSGD(policy)
-        trainer, _ = by_hand(policy=policy, optimizer=optimizer)
-        states = [state for state, group in enumerate(RAGGED_GROUPS) for _ in group]
-        actions = [action for group in RAGGED_GROUPS for action in group]
-        mask = torch.tensor([[place < len(action) for place in range(4)] for action in actions])
-        batch = ExperienceBatch.from_rows(states, actions, [1.0, 2.0, 0.0, 3.0, 4.0, 8.0], states, mask=mask)
-        scores = trainer.collector.scorer(batch.states, batch.actions, batch.group_ids)
-        by_hand_scores = by_row.score_actions(states, actions)
-        assert torch.equal(scores.mask, by_hand_scores.mask)
-        torch.testing.assert_close(scores.log_probs, by_hand_scores.log_probs, equal_nan=True)
-        trainer.update(batch)
-        recorded.append(optimizer.gradients[0])
-    torch.testing.assert_close(recorded[0], recorded[1], rtol=1e-12, atol=1e-14)
-    assert by_group.group_sizes[0] == [2, 1, 3]
-    assert by_group.group_sizes[-1] == [2, 3]  # the group of one has no advantage, and is not forwarded
-    assert by_row.calls["groups"] == 0
+    policy = GroupScoring()
+    states = [state for state, group in enumerate(RAGGED_GROUPS) for _ in group]
+    actions = [action for group in RAGGED_GROUPS for action in group]
+    mask = torch.tensor([[place < len(action) for place in range(4)] for action in actions])
+    batch = ExperienceBatch.from_rows(states, actions, [1.0, 2.0, 0.0, 3.0, 4.0, 8.0], states, mask=mask)
+    trainer, _ = by_hand(policy=policy)
+    scores, by_row = trainer.collector.scorer(batch.states, batch.actions, batch.group_ids), RowScoring()
+    by_row.load_state_dict(policy.state_dict())
+    assert torch.equal(scores.mask, by_row.score_actions(states, actions).mask)
+    torch.testing.assert_close(scores.log_probs, by_row.score_actions(states, actions).log_probs, equal_nan=True)
+    trainer.update(batch)
+    assert policy.group_sizes[0] == [2, 1, 3]
+    assert policy.group_sizes[-1] == [2, 3]
 
 
 class VectorGroups(VectorPolicy):
@@ -186,57 +155,51 @@ class VectorGroups(VectorPolicy):
         return ActionScores(log_probs=log_probs, mask=torch.ones_like(log_probs, dtype=torch.bool))
 
 
-def test_groups_may_be_lists_tensors_or_arrays(subtests: pytest.Subtests) -> None:
-    for container, ragged in product(["list", "tensor", "array"], [False, True]):
-        with subtests.test(container=container, ragged=ragged):
-            torch.manual_seed(1)
-            by_group = VectorGroups(dtype=torch.float64)
-            by_row = VectorPolicy(dtype=torch.float64)
-            by_row.load_state_dict(by_group.state_dict())
-            make = {"list": lambda x: x.tolist(), "tensor": lambda x: x, "array": lambda x: x.numpy()}[container]
-            sizes = [1, 3, 2] if ragged else [2, 2, 2]
-            ids = [group for group, size in enumerate(sizes) for _ in range(size)]
-            states = make(torch.randn(3, 3, dtype=torch.float64)[ids])
-            actions = make(torch.randint(4, (6,)))
-            recorded = []
-            for policy in (by_group, by_row):
-                optimizer = RecordingSGD(policy)
-                objective = ObjectiveConfig(entropy_coef=0.1, entropy_estimator="score_function")
-                trainer, _ = by_hand(policy=policy, optimizer=optimizer, config={"objective": objective})
-                trainer.update(ExperienceBatch.from_rows(states, actions, [1.0, 0.0, 2.0, 5.0, 1.0, 0.5], ids))
-                recorded.append(optimizer.gradients[0])
-            torch.testing.assert_close(recorded[0], recorded[1], rtol=1e-12, atol=1e-14)
-            kinds = {"list": list, "tensor": Tensor, "array": np.ndarray}
-            assert by_group.given[0] is kinds[container]
-            assert by_group.given[1] is (list if ragged else kinds[container])
+KINDS: dict[str, Any] = {"list": list, "tensor": Tensor, "array": np.ndarray}
 
 
-def test_states_and_actions_keep_their_container_types(subtests: pytest.Subtests) -> None:
+def held_in(container: str, values: Tensor) -> Any:
+    return {"list": values.tolist, "tensor": lambda: values, "array": values.numpy}[container]()
+
+
+@pytest.mark.parametrize("sizes", [[1, 3, 2], [2, 2, 2]])
+@pytest.mark.parametrize("container", KINDS)
+def test_groups_may_be_lists_tensors_or_arrays(container: str, sizes: list[int]) -> None:
+    torch.manual_seed(1)
+    by_group, by_row = VectorGroups(dtype=torch.float64), VectorPolicy(dtype=torch.float64)
+    by_row.load_state_dict(by_group.state_dict())
+    ids = [group for group, size in enumerate(sizes) for _ in range(size)]
+    states = held_in(container, torch.randn(3, 3, dtype=torch.float64)[ids])
+    actions = held_in(container, torch.randint(4, (6,)))
+    recorded = []
+    for policy in (by_group, by_row):
+        optimizer = RecordingSGD(policy)
+        objective = ObjectiveConfig(entropy_coef=0.1, entropy_estimator="score_function")
+        trainer, _ = by_hand(policy=policy, optimizer=optimizer, config={"objective": objective})
+        trainer.update(ExperienceBatch.from_rows(states, actions, [1.0, 0.0, 2.0, 5.0, 1.0, 0.5], ids))
+        recorded.append(optimizer.gradients[0])
+    torch.testing.assert_close(recorded[0], recorded[1], rtol=1e-12, atol=1e-14)
+    assert by_group.given == (KINDS[container], KINDS[container] if sizes == [2, 2, 2] else list)
+
+
+def test_states_and_actions_keep_their_container_types() -> None:
     """From the sampler to the reward and back to the policy; the same numbers, whatever the container."""
-    for container in ["list", "tensor", "array"]:
-        with subtests.test(container=container):
-            weights, kinds = [], {"list": list, "tensor": Tensor, "array": np.ndarray}
-            for kind in ("list", container):
-                torch.manual_seed(6)
-                policy = VectorPolicy(container=kind, dtype=torch.float64)
-                states = torch.randn(3, 3, dtype=torch.float64)
-                given = {"list": states.tolist(), "tensor": states, "array": states.numpy()}[kind]
-                seen: list[Any] = []
+    weights = []
+    for container, kind in KINDS.items():
+        torch.manual_seed(6)
+        policy = VectorPolicy(container=container, dtype=torch.float64)
+        given = held_in(container, torch.randn(3, 3, dtype=torch.float64))
+        seen: list[Any] = []
 
-                def reward(row_states: Any, actions: Any, seen: list[Any] = seen) -> Any:
-                    seen.append((type(row_states), type(actions), len(row_states), len(actions)))
-                    return [float(action) for action in actions]
+        def reward(row_states: Any, actions: Any, seen: list[Any] = seen) -> Any:
+            seen.append((type(row_states), type(actions), len(row_states), len(actions)))
+            return [float(action) for action in actions]
 
-                trainer = GRPOTrainer(
-                    config=GRPOConfig(group_size=4, batch_size=5, micro_batch_size=2, seed=9),
-                    policy=policy,
-                    reward_model=reward,
-                )
-                trainer.step(given)
-                assert seen == [(kinds[kind], kinds[kind], 12, 12)]
-                assert set(policy.seen) == {(kinds[kind], kinds[kind])}
-                weights.append(weights_of(policy))
-            torch.testing.assert_close(weights[0], weights[1], rtol=1e-12, atol=1e-14)
+        trainer_of(policy, reward, batch_size=5, micro_batch_size=2, seed=9).step(given)
+        assert seen == [(kind, kind, 12, 12)]
+        assert set(policy.seen) == {(kind, kind)}
+        weights.append(weights_of(policy))
+        torch.testing.assert_close(weights[-1], weights[0], rtol=1e-12, atol=1e-14)
 
 
 def test_scoring_and_updates_follow_the_policys_plan() -> None:
@@ -265,9 +228,8 @@ def test_minibatches_of_split_steps_have_the_brute_force_gradients() -> None:
     batch, observations, moves, advantages = episode_batch(policy)
     num_steps = len(moves)
     optimizer = RecordingSGD(policy, lr=0.0)
-    trainer, _ = by_hand(
-        policy=policy, optimizer=optimizer, config={"batch_size": 4, "num_epochs_per_update": 2, "seed": 3}
-    )
+    config = {"batch_size": 4, "num_epochs_per_update": 2, "seed": 3}
+    trainer, _ = by_hand(policy=policy, optimizer=optimizer, config=config)
     policy.rows_scored.clear()
     trainer.update(batch)
     sizes = [4] * (num_steps // 4) + ([num_steps % 4] if num_steps % 4 else [])
@@ -280,28 +242,22 @@ def test_minibatches_of_split_steps_have_the_brute_force_gradients() -> None:
     assert not torch.allclose(optimizer.gradients[0], optimizer.gradients[len(sizes)])  # drawn anew
 
 
-def test_one_update_of_all_split_steps_uses_the_mean_over_steps() -> None:
+def test_one_update_of_all_split_steps_uses_the_mean_over_steps_and_counts_rows() -> None:
     policy = EpisodePolicy()
     batch, observations, moves, advantages = episode_batch(policy)
     expected = gradient_of(policy, -(policy.log_probs_of(observations, moves) * advantages).mean())
     optimizer = RecordingSGD(policy)
-    trainer, _ = by_hand(policy=policy, optimizer=optimizer)
-    metrics = trainer.update(batch)
+    metrics = by_hand(policy=policy, optimizer=optimizer)[0].update(batch)
     torch.testing.assert_close(optimizer.gradients[0], expected, rtol=1e-12, atol=1e-14)
     assert metrics["rewards/mean"] == 2.5
     assert metrics["steps/mean"] == pytest.approx(len(moves) / 6)
-
-
-def test_skipped_rows_are_counted_as_rows_even_if_steps_are_split() -> None:
-    """Rewards 1, 2, 3 and 0, 1, 2: the middle episode of each group has advantage 0, however many steps it has."""
+    # rewards 1, 2, 3 and 0, 1, 2: the middle episode of each group has advantage 0, however many steps it has
     policy = EpisodePolicy()
     batch, *_ = episode_batch(policy)
     batch = dataclasses.replace(batch, rewards=torch.tensor([1.0, 2.0, 3.0, 0.0, 1.0, 2.0]))
     assert int(batch.mask[1].sum() + batch.mask[4].sum()) > 2
     assert by_hand(policy=policy)[0].update(batch)["rows/skipped_zero_advantage"] == 2.0
 
-
-# A penalty
 
 STEP = torch.tensor([[0.125, -0.125]] * 2, dtype=torch.float64)
 """Minus the gradient of the logits without a penalty: advantages are +-1/2, so per row (1/4)(1/2)(e - p), p = (1/2, 1/2)."""
@@ -315,16 +271,15 @@ class Penalised(TablePolicy):
         return 0.25 * (self.logits - 1).square().sum()
 
 
-def test_a_penalty_is_added_once_per_update_however_many_passes_it_has(subtests: pytest.Subtests) -> None:
-    for size in (None, 1, 3):
-        with subtests.test(micro_batch_size=size):
-            trainer, policy = by_hand(policy=Penalised(script=SCRIPT), config={"micro_batch_size": size})
-            metrics = trainer.step(["a", "b"])
-            torch.testing.assert_close(policy.logits.detach(), STEP + 0.5, rtol=1e-12, atol=1e-12)
-            assert policy.calls["penalty"] == 1
-            assert metrics["train/penalty"] == 1.0
-            assert metrics["train/total_loss"] == metrics["train/policy_loss"]
-            assert metrics["train/grad_norm"] == pytest.approx(math.sqrt(2 * 0.625**2 + 2 * 0.375**2))
+@pytest.mark.parametrize("size", [None, 1, 3])
+def test_a_penalty_is_added_once_per_update_however_many_passes_it_has(size: Any) -> None:
+    trainer, policy = by_hand(policy=Penalised(script=SCRIPT), config={"micro_batch_size": size})
+    metrics = trainer.step(["a", "b"])
+    torch.testing.assert_close(policy.logits.detach(), STEP + 0.5, rtol=1e-12, atol=1e-12)
+    assert policy.calls["penalty"] == 1
+    assert metrics["train/penalty"] == 1.0
+    assert metrics["train/total_loss"] == metrics["train/policy_loss"]
+    assert metrics["train/grad_norm"] == pytest.approx(math.sqrt(2 * 0.625**2 + 2 * 0.375**2))
 
 
 def test_a_loss_scale_does_not_change_a_penalty() -> None:
@@ -350,25 +305,21 @@ def test_every_update_has_the_penalty_of_its_own_weights() -> None:
     assert metrics["train/penalty"] == pytest.approx((1 + second) / 2)
 
 
-def test_the_ranks_add_a_penalty_once_together(subtests: pytest.Subtests) -> None:
+def test_the_ranks_add_a_penalty_once_together() -> None:
     """Each rank has one of the two states. Their rows together are those of one process."""
-
-    def reward(states: Any, actions: Any) -> list[float]:
-        of = {("a", 0): 1.0, ("a", 1): 0.0, ("b", 1): 3.0, ("b", 0): 4.0}  # `REWARDS`
-        return [of[pair] for pair in zip(states, actions, strict=True)]
+    of = {("a", 0): 1.0, ("a", 1): 0.0, ("b", 1): 3.0, ("b", 0): 4.0}  # `REWARDS`
 
     def run(engine: ImitatedRank) -> Any:
-        place = engine.rank
-        policy = Penalised(script=[SCRIPT[place]])
+        policy = Penalised(script=[SCRIPT[engine.rank]])
+        reward = lambda states, actions: [of[pair] for pair in zip(states, actions, strict=True)]  # noqa: E731
         trainer, _ = by_hand(policy=policy, rewards=reward, engine=engine, config={"micro_batch_size": 1})
-        metrics = trainer.step(["ab"[place]])
+        metrics = trainer.step(["ab"[engine.rank]])
         return policy.logits.detach().clone(), metrics, policy.calls["penalty"]
 
-    for rank, (logits, metrics, num_calls) in enumerate(on_ranks(2, run)):
-        with subtests.test(rank=rank):
-            torch.testing.assert_close(logits, STEP + 0.5, rtol=1e-12, atol=1e-12)
-            assert metrics["train/penalty"] == 1.0
-            assert num_calls == 1
+    for logits, metrics, num_calls in on_ranks(2, run):
+        torch.testing.assert_close(logits, STEP + 0.5, rtol=1e-12, atol=1e-12)
+        assert metrics["train/penalty"] == 1.0
+        assert num_calls == 1
 
 
 def test_a_penalty_of_zero_changes_no_bit() -> None:
@@ -388,27 +339,21 @@ def test_a_penalty_of_zero_changes_no_bit() -> None:
     assert more == {**metrics, "train/penalty": 0.0}
 
 
-NO_PENALTIES = [
+@pytest.mark.parametrize(("penalty", "text"), [
     (lambda self: 0.5, "must return a scalar with gradient; got float"),
     (lambda self: self.logits.square(), "must return a scalar with gradient; got"),
     (lambda self: self.logits.detach().sum(), "must return a scalar with gradient; got"),
     (lambda self: self.logits.sum() * math.nan, "and a penalty; some are not"),
-]
-
-
-def test_what_is_no_penalty_is_refused_and_no_weight_changes(subtests: pytest.Subtests) -> None:
-    for penalty, text in NO_PENALTIES:
-        with subtests.test(text):
-            policy = type("Wrong", (TablePolicy,), {"penalty": penalty})(script=SCRIPT)
-            trainer, _ = by_hand(policy=policy)
-            with pytest.raises(ContractError, match=f"^Wrong.*{text}"):
-                trainer.step(["a", "b"])
-            assert not policy.logits.any()
+])  # fmt: skip
+def test_what_is_no_penalty_is_refused_and_no_weight_changes(penalty: Any, text: str) -> None:
+    policy = type("Wrong", (TablePolicy,), {"penalty": penalty})(script=SCRIPT)
+    trainer, _ = by_hand(policy=policy)
+    with pytest.raises(ContractError, match=f"^Wrong.*{text}"):
+        trainer.step(["a", "b"])
+    assert not policy.logits.any()
 
 
 def test_a_penalty_and_divided_weights_are_refused() -> None:
-    class Divided(OneProcess):
-        divides_weights = True
-
+    divided = type("Divided", (OneProcess,), {"divides_weights": True})()
     with pytest.raises(ConfigError, match=r"^Penalised.penalty\(\) cannot be used with Divided, .*Use Replicated"):
-        by_hand(policy=Penalised(), engine=Divided(), optimizer=RecordingSGD)
+        by_hand(policy=Penalised(), engine=divided, optimizer=RecordingSGD)

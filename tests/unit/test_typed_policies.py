@@ -12,28 +12,19 @@ ROOT = Path(__file__).resolve().parents[2]
 POLICIES = """# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code=empty-body
 import torch
 from torch import Tensor, nn
-
 from adapters.bandits import SoftmaxPolicy
 from grpo import GRPOConfig, GRPOTrainer, PolicyModel
-
-
 class WithoutTypes(nn.Module):  # as in README
     def generate_actions(self, states, num_actions_per_state):
         return torch.zeros(len(states), num_actions_per_state)
-
     def get_log_probabilities(self, states, actions):
         return torch.zeros(len(states))
-
     def get_parameters(self):
         return dict(self.named_parameters())
-
-
 class OfTensors(nn.Module):
     def generate_actions(self, states: Tensor, num_actions_per_state: int) -> Tensor: ...
     def get_log_probabilities(self, states: Tensor, actions: Tensor) -> Tensor: ...
     def get_parameters(self) -> dict[str, nn.Parameter]: ...
-
-
 class OfLists:
     def generate_actions(self, states: list[str], num_actions_per_state: int, **kwargs: object) -> list[list[int]]: ...
     def get_log_probabilities(self, states: list[str], actions: list[int]) -> Tensor: ...
@@ -42,28 +33,18 @@ class OfLists:
     def eval(self) -> None: ...
     def to(self, device: str) -> None: ...
     def knows(self) -> bool: ...
-
-
 class Unfinished:
     def generate_actions(self, states: list[str], num_actions_per_state: int) -> list[list[int]]: ...
     def get_parameters(self) -> dict[str, Tensor]: ...
     def train(self) -> None: ...
     def eval(self) -> None: ...
     def to(self, device: str) -> None: ...
-
-
 class UnfinishedModule(nn.Module):
     def generate_actions(self, states: Tensor, num_actions_per_state: int) -> Tensor: ...
     def get_parameters(self) -> dict[str, nn.Parameter]: ...
-
-
 def reward(states: list[str], actions: list[int]) -> list[float]: ...
-
-
 def generic(policy: PolicyModel[str, int]) -> None:
     GRPOTrainer(config=GRPOConfig(), policy=policy, reward_model=reward)
-
-
 GRPOTrainer(config=GRPOConfig(), policy=WithoutTypes(), reward_model=reward)
 GRPOTrainer(config=GRPOConfig(), policy=OfTensors(), reward_model=reward)
 GRPOTrainer(config=GRPOConfig(), policy=SoftmaxPolicy(num_actions=4), reward_model=reward)
@@ -89,9 +70,7 @@ def test_mypy_names_the_method_that_a_policy_lacks_and_accepts_right_ones(tmp_pa
     said = checked(tmp_path, POLICIES + WRONG)
     assert said.count(": error: ") == 2, said
     first, second = said.split(": error: ")[1:]
-    assert (
-        first.splitlines()[0]
-        == 'Argument "policy" to "GRPOTrainer" has incompatible type "Unfinished"; expected "AnyPolicy"  [arg-type]'
-    )
+    wanted = 'Argument "policy" to "GRPOTrainer" has incompatible type "Unfinished"; expected "AnyPolicy"  [arg-type]'
+    assert first.splitlines()[0] == wanted
     assert "get_log_probabilities" in first
     assert "get_log_probabilities" in second

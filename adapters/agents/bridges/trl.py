@@ -20,6 +20,7 @@ def trl_environments(factory: Callable[[], Any], *reward_functions: Callable[...
 
     async def play(chat: Chat, row: Mapping[str, Any]) -> float:
         thread = OwnThread()
+        chat.threads.append(thread)
         try:
             environment = await thread.run(factory)
             names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction) if name[0] != "_"]
@@ -42,6 +43,6 @@ def trl_environments(factory: Callable[[], Any], *reward_functions: Callable[...
             rewards += [await thread.run(environment.get_reward)] if "get_reward" in names else []
             return sum(reward for reward in rewards if reward is not None) if {*rewards} - {None} else float("nan")
         finally:
-            thread.end()
+            await thread.finish()
 
     return play

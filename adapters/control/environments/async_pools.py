@@ -19,7 +19,6 @@ from .pool_base import (
     TO_BE_RESET,
     EpisodeSteps,
     PoolStep,
-    StepFault,
     WorkerLost,
     checked_reset,
     checked_step,
@@ -62,18 +61,12 @@ class WorkerEnv(gymnasium.Wrapper):
         """Reset the environment, or restore the snapshot in `options`."""
         if options is not None and SNAPSHOT in options:
             return self._checked(restore_snapshot(self.env, options[SNAPSHOT])), {}
-        try:
-            observation, info = checked_reset(self.env.reset(seed=seed, options=options))
-        except StepFault as fault:
-            raise ContractError(str(fault)) from None
+        observation, info = checked_reset(self.env.reset(seed=seed, options=options))
         return self._checked(observation), info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step the environment. The reward is converted to float."""
-        try:
-            observation, reward, terminated, truncated, info = checked_step(self.env.step(action))
-        except StepFault as fault:
-            raise ContractError(str(fault)) from None
+        observation, reward, terminated, truncated, info = checked_step(self.env.step(action))
         return self._checked(observation), reward, terminated, truncated, info
 
     def _checked(self, observation: Any) -> Any:
@@ -295,7 +288,7 @@ class AsyncPool:
         deadline = time.monotonic() + grace
         for process in vector.processes:
             process.join(max(0.0, deadline - time.monotonic()))
-            process.kill()
+            process.kill()  # no effect on a process that has ended
         vector.close(terminate=True)
 
     def _open_vector(self) -> AsyncVectorEnv:

@@ -13,15 +13,20 @@ from gymnasium import spaces
 from gymnasium.utils.env_checker import data_equivalence
 
 from grpo import preserved_random_state
-from grpo.arguments import describe, require_integers
+from grpo.arguments import require_integers, with_checked_arguments
 from grpo.checks import CheckReport
 from grpo.checks.report import Rule, Verdict, absent, failed, note, passed, run_rules
 
 from .masks import flat_mask, mask_form, mask_of, sample_mask
 from .pool_base import (
+    checked_reset,
+    close,
     environment_name,
     find_misfit,
+    finite_rows,
+    five_values,
     misfit_fault,
+    require_environment,
     require_equal_members,
     require_fixed_shape,
     time_limit,
@@ -38,6 +43,7 @@ SEED_REMEDY = (
 )
 
 
+@with_checked_arguments
 def check_environment(
     environment: str | Callable[[], gymnasium.Env],
     *,
@@ -81,7 +87,7 @@ def check_environment(
         results = run_rules(ENVIRONMENT_RULES, probe, prepare=lambda: None, skip=skip)
     for env in probe.created:
         if isinstance(env, gymnasium.Env):
-            env.close()
+            close(env)
     subject = (
         environment if isinstance(environment, str) else getattr(environment, "__name__", type(environment).__name__)
     )
@@ -122,6 +128,8 @@ class EnvironmentProbe:
     num_steps: int
     seed: int
     created: list[Any] = field(default_factory=list)
+    first_spaces: Any = None
+    """The spaces of the first instance when it was created."""
 
     @cached_property
     def instances(self) -> tuple[Any, Any, Any]:
@@ -130,6 +138,7 @@ class EnvironmentProbe:
         for _ in range(3):
             self.created.append(factory())
         scout, first, second = self.created
+        self.first_spaces = _spaces(scout)
         return scout, first, second
 
     @cached_property
@@ -140,22 +149,22 @@ class EnvironmentProbe:
         for number in range(GROUP_SIZE):
             if len(actions) < self.num_steps:
                 actions = max(actions, self.episode(scout, self.seed, self.seed + number, self.num_steps)[0], key=len)
-        observation, _ = first.reset(seed=self.seed)
+        observation, _ = checked_reset(first.reset(seed=self.seed))
         moments = [_moment(observation, 0.0, False, False)]
         while len(moments) <= len(actions) and not moments[-1].is_last:
-            moments.append(_moment(*first.step(copy.deepcopy(actions[len(moments) - 1]))[:4]))
+            moments.append(_moment(*five_values(first.step(copy.deepcopy(actions[len(moments) - 1])))[:4]))
         return actions[: len(moments) - 1], moments
 
     def episode(self, env: Any, seed: int, action_seed: int, num_steps: int) -> tuple[list[Any], list[Moment]]:
         """An episode of random actions. Actions respect `info["action_mask"]`."""
-        observation, info = env.reset(seed=seed)
+        observation, info = checked_reset(env.reset(seed=seed))
         actions: list[Any] = []
         moments = [_moment(observation, 0.0, False, False)]
         env.action_space.seed(action_seed)
         while len(actions) < num_steps and not moments[-1].is_last:
             action = env.action_space.sample(sample_mask(env.action_space, mask_of(env, observation, info)))
             actions.append(copy.deepcopy(action))
-            observation, reward, terminated, truncated, info = env.step(action)
+            observation, reward, terminated, truncated, info = five_values(env.step(action))
             moments.append(_moment(observation, reward, terminated, truncated))
         return actions, moments
 
@@ -177,6 +186,10 @@ class EnvironmentProbe:
         return None
 
 
+def _spaces(env: Any) -> dict[str, Any]:
+    return {name: getattr(env, name, None) for name in ("observation_space", "action_space")}
+
+
 def _moment(observation: Any, reward: Any, terminated: Any, truncated: Any) -> Moment:
     """A copy, because environments may overwrite their observations."""
     return Moment(observation=copy.deepcopy(observation), reward=reward, terminated=terminated, truncated=truncated)
@@ -184,8 +197,7 @@ def _moment(observation: Any, reward: Any, terminated: Any, truncated: Any) -> M
 
 def _check_creation(probe: EnvironmentProbe) -> Verdict:
     first, *others = probe.instances
-    if not isinstance(first, gymnasium.Env):
-        return failed(f"The environment must be a gymnasium.Env; got {describe(first)}. Return one from the function.")
+    require_environment(first)
     if any(other is first for other in others):
         return failed(
             "Each call must create a new environment; two calls returned the same. Create it inside the function."
@@ -230,6 +242,12 @@ def _check_observations(probe: EnvironmentProbe) -> Verdict:
                 f"Step {step}: the observation must lie within its space {space}; got {outside}. Correct what the environment "
                 "returns, or its observation_space."
             )
+    for name, now in _spaces(probe.instances[0]).items():
+        if now != probe.first_spaces[name]:
+            return failed(
+                f"{name} must stay what it is when the environment is created, because networks are built for it; it was "
+                f"{probe.first_spaces[name]}, and is {now} after a reset. Make it large enough for all episodes."
+            )
     return passed(f"{len(probe.reference[1])} observations lie in their space.")
 
 
@@ -243,7 +261,7 @@ def _outside(space: spaces.Space, observation: Any) -> str | None:
         case _:
             array = np.asarray(observation).astype(space.dtype)
             is_inside = space.contains(array[()] if isinstance(space, spaces.Discrete) else array)
-            return None if is_inside and np.isfinite(array).all() else str(observation)
+            return None if is_inside and finite_rows(array[None], 1).all() else str(observation)
     return next((found for part, value in parts if (found := _outside(part, value))), None)
 
 
@@ -264,7 +282,7 @@ def _check_masks(probe: EnvironmentProbe) -> Verdict:
 def _check_rewards(probe: EnvironmentProbe) -> Verdict:
     for step, moment in enumerate(probe.reference[1]):
         is_number = False
-        with suppress(TypeError, ValueError):
+        with suppress(TypeError, ValueError, OverflowError):
             is_number = bool(np.isfinite(float(moment.reward)))
         if not is_number:
             return failed(f"Step {step}: the reward must be a finite number; got {moment.reward!r}. Correct step().")

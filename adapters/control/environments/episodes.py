@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from grpo.arguments import describe, require_instances, require_integers
+from grpo.arguments import describe, require_instances, require_integers, with_checked_arguments
 from grpo.errors import ContractError
 
 from .plain_data import pack, unpack
@@ -138,6 +138,7 @@ def _short(action: Any) -> str:
     return str(action) if isinstance(action, int) else f"{action:.3g}"
 
 
+@with_checked_arguments
 def episode_starts(num_groups: int, *, seed: int = 0) -> Callable[[int], list[EpisodeStart]]:
     """Make the states for `GRPOTrainer.train`: a function that maps an iteration to B starts, the same in every run.
 

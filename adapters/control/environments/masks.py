@@ -12,6 +12,7 @@ from jaxtyping import Bool
 from grpo.arguments import describe
 from grpo.errors import ContractError
 
+from .pool_base import checked_reset, five_values
 from .snapshots import layers_of
 
 MaskForm = Literal["method", "observation"]
@@ -63,11 +64,11 @@ class MasksInInfo(gymnasium.Wrapper):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment."""
-        return self._shown(*self.env.reset(seed=seed, options=options))
+        return self._shown(*checked_reset(self.env.reset(seed=seed, options=options)))
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the environment."""
-        observation, reward, terminated, truncated, info = self.env.step(action)
+        observation, reward, terminated, truncated, info = five_values(self.env.step(action))
         observation, info = self._shown(observation, info)
         return observation, reward, terminated, truncated, info
 
@@ -135,6 +136,8 @@ def _rows(space: spaces.Space, mask: Any) -> list[np.ndarray]:
             return [np.ones(n) if one is None else np.asarray(one) for n, one in zip(sizes, masks, strict=True)]
         case spaces.Discrete():
             return [np.ones(int(space.n)) if mask is None else np.asarray(mask).ravel()]
+        case _ if mask is not None:  # Gymnasium's masks of bits are none of categories
+            raise ValueError(f"{space} has no categories")
         case _:
             return []  # a part without categories
     return [row for part, one in pairs for row in _rows(part, one)]

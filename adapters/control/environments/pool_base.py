@@ -3,6 +3,10 @@
 A member of a pool is one of its environments. Axes: M members of a pool, n members in one call.
 """
 
+import logging
+import math
+import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -10,19 +14,26 @@ from typing import Any, Protocol, runtime_checkable
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import create_empty_array
 from gymnasium.wrappers import NormalizeObservation, NormalizeReward, TimeLimit
 from jaxtyping import Bool, Float64, Int64
 from numpy.typing import NDArray
 
+from grpo.arguments import describe
 from grpo.errors import ConfigError, ContractError, GRPOError
 
 from .episodes import EpisodeStart
 from .snapshots import layers_of
 
+LOGGER = logging.getLogger("grpo")
+
 TO_BE_RESET = -1
 """Step number of a pool member without a running episode."""
+
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest number of float32."""
 
 
 class WorkerLost(GRPOError, RuntimeError):
@@ -99,7 +110,34 @@ def layers_in_words(env: gymnasium.Env) -> list[str]:
     """The wrappers from the outermost on, and the environment with the keywords with which it was made."""
     *wrappers, inner = [type(layer).__name__ for layer in layers_of(env)]
     kwargs = {} if env.spec is None else env.spec.kwargs
-    return [*wrappers, f"{inner}({', '.join(f'{name}={value!r:.100}' for name, value in kwargs.items())})"]
+    return [*wrappers, f"{inner}({', '.join(f'{name}={_in_short(value)}' for name, value in kwargs.items())})"]
+
+
+def _in_short(value: Any) -> str:
+    """The value as text. A long text is cut, with a checksum, so that other values have another text."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}... ({zlib.crc32(text.encode()):08x})"
+
+
+def numbers_of(envs: Sequence[gymnasium.Env]) -> dict[str, float]:
+    """The attributes of equal environments and their wrappers that are numbers. Those in which they differ count something."""
+    found = [
+        {
+            f"{type(layer).__name__}.{name}": float(value)
+            for layer in layers_of(env)
+            for name, value in vars(layer).items()
+            if _is_number(value)
+        }
+        for env in envs
+    ]
+    return {name: value for name, value in found[0].items() if all(other.get(name) == value for other in found)}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a finite number that a float can hold."""
+    if isinstance(value, int):  # of any size
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, float | np.number | np.bool_) and not np.iscomplexobj(value) and math.isfinite(value)
 
 
 def time_limit(env: gymnasium.Env) -> int | None:
@@ -134,17 +172,38 @@ def remedy_for(env: Any) -> str | None:
     return None
 
 
+def close(env: gymnasium.Env) -> None:
+    """Close an environment that is not used any more. What its `close` raises is said, and changes nothing."""
+    try:
+        env.close()
+    except Exception as error:  # recovery: nothing depends on an environment that is not used any more
+        LOGGER.warning("%s: close() raised %s: %s", type(env.unwrapped).__name__, type(error).__name__, error)
+
+
 def require_environment(env: Any) -> None:
-    """Check that a function has created a single Gymnasium environment.
+    """Check that a function has created a single Gymnasium environment, with spaces.
 
     Raises:
-        ConfigError: It has created something else. The message says what to do with it.
+        ConfigError: It has created something else, a space is missing, or the environment uses the name `spec` for something
+            of its own. The message says what to do.
     """
     if not isinstance(env, gymnasium.Env):
         raise ConfigError(
             f"Every member of a pool must be a gymnasium.Env; got a {_kind(env)}. "
             f"{remedy_for(env) or 'Return one from the function.'}"
         )
+    if not isinstance(env.unwrapped.spec, EnvSpec | None):
+        raise ConfigError(
+            f"{type(env.unwrapped).__name__}.spec must be what gymnasium.make sets, an EnvSpec; got "
+            f"{describe(env.unwrapped.spec)}. Give this attribute another name."
+        )
+    for name in ("observation_space", "action_space"):
+        found = getattr(env, name, None)
+        if not isinstance(found, spaces.Space):
+            raise ConfigError(
+                f"{environment_name(env)}.{name} must be a space of gymnasium.spaces; got {describe(found)}. Set "
+                f"self.{name} in __init__, for example to gymnasium.spaces.Discrete(2)."
+            )
 
 
 def require_equal_members(env: gymnasium.Env) -> None:
@@ -190,6 +249,8 @@ def find_misfit(space: gymnasium.Space, observation: Any) -> str | None:
                 array = np.asarray(observation)
             except ValueError:  # rows of different lengths
                 return f"{required}; got {_kind(observation)} of uneven rows"
+            except Exception as error:  # recovery: an object's own conversion may raise anything
+                return f"{required}; got {_kind(observation)}, which numpy cannot read: {str(error).rstrip('.')}"
             if array.shape != space.shape or not np.can_cast(array.dtype, space.dtype or array.dtype, "same_kind"):
                 return f"{required}; got {array.dtype} {list(array.shape)}"
             return None if _is_inside(space, array) else f"must lie in {space}; got {observation}"
@@ -224,8 +285,24 @@ def exception_fault(error: Exception) -> str:
     return f"the environment raised {type(error).__name__}: {error}. The cause is chained. Correct the environment."
 
 
-class StepFault(Exception):
-    """What an environment returned is not what Gymnasium asks for. The text is that of an error."""
+class StepFault(ContractError):
+    """What an environment returned is not what Gymnasium asks for. The error of a pool adds the member and its step."""
+
+
+def five_values(result: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """What `env.step` returned.
+
+    Raises:
+        StepFault: It is no tuple of five values, or the last one is no dict.
+    """
+    if not isinstance(result, tuple) or len(result) != 5:
+        raise StepFault(
+            f"step() must return (observation, reward, terminated, truncated, info); got {_values(result)}. "
+            "Environments of the old gym return four values: use their new version, or the package shimmy."
+        )
+    if type(result[4]) is not dict and not isinstance(result[4], Mapping):
+        raise StepFault(f"step() must return a dict as info; got a {_kind(result[4])}. Return {{}} if it is empty.")
+    return result
 
 
 def checked_step(result: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -234,27 +311,36 @@ def checked_step(result: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
     Raises:
         StepFault: It is no five values, the reward is no number, or an end is neither true nor false.
     """
-    if not isinstance(result, tuple) or len(result) != 5:
-        raise StepFault(
-            f"step() must return (observation, reward, terminated, truncated, info); got {_values(result)}. "
-            "Environments of the old gym return four values: use their new version, or the package shimmy."
-        )
-    observation, reward, terminated, truncated, info = result
+    observation, reward, terminated, truncated, info = five_values(result)
     if type(reward) is not float:
         reward = _number(reward)
-    for name, value in (("terminated", terminated), ("truncated", truncated)):
-        if type(value) is not bool and not isinstance(value, np.bool_ | int | np.integer | np.ndarray):
-            raise StepFault(f"{name} must be True or False; got {value!r}. Correct what the environment returns.")
-    return observation, reward, bool(terminated), bool(truncated), info
+    if type(terminated) is not bool:
+        terminated = _truth("terminated", terminated)
+    if type(truncated) is not bool:
+        truncated = _truth("truncated", truncated)
+    return observation, reward, terminated, truncated, info
+
+
+def _single(value: Any) -> Any:
+    """The value in an array of one, or the value itself."""
+    return value.item() if isinstance(value, np.ndarray | np.generic) and value.size == 1 else value
+
+
+def _truth(name: str, value: Any) -> bool:
+    """An end as a bool. Many environments return 1 and 0, or numpy's bools."""
+    single = _single(value)
+    if not isinstance(single, int) or single not in (0, 1):
+        raise StepFault(f"{name} must be True or False; got {value!r}. Correct what the environment returns.")
+    return bool(single)
 
 
 def _number(reward: Any) -> float:
-    single = reward.item() if isinstance(reward, np.ndarray) and reward.size == 1 else reward
+    single = _single(reward)
     try:
         if isinstance(single, str | bytes):  # float would read them
             raise TypeError(single)
         return float(single)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise StepFault(
             f"the reward must be a number; got {reward!r}. Correct what the environment returns."
         ) from error
@@ -294,13 +380,14 @@ def put_rows(batch: Any, rows: Any, values: Any) -> None:
 
 
 def finite_rows(batch: Any, num_rows: int) -> Bool[np.ndarray, " n"]:
-    """Mask of the rows without NaN and infinity."""
+    """Mask of the rows without NaN and infinity, as float32 holds them, in which networks compute."""
     if isinstance(batch, dict | tuple):
         parts = batch.values() if isinstance(batch, dict) else batch
         return np.logical_and.reduce([finite_rows(part, num_rows) for part in parts])
     if batch.dtype.kind != "f":
         return np.ones(num_rows, dtype=bool)
-    return np.isfinite(batch).reshape(num_rows, -1).all(axis=1)
+    is_finite = np.isfinite(batch) if batch.dtype.itemsize <= 4 else np.abs(batch) <= LARGEST  # False for NaN
+    return is_finite.all(axis=tuple(range(1, batch.ndim)))
 
 
 class ObservationRows:
@@ -335,11 +422,16 @@ class ObservationRows:
 
 
 def require_fixed_shape(space: gymnasium.Space) -> None:
-    """Check that observations can be batched into arrays.
+    """Check that observations can be batched into arrays, and have numbers.
 
     Raises:
-        ConfigError: Observations of the space have no fixed shape.
+        ConfigError: Observations of the space have no fixed shape, or a part of them has no numbers.
     """
+    if 0 in (space.shape or ()) or (isinstance(space, spaces.Dict | spaces.Tuple) and not len(space.spaces)):
+        raise ConfigError(
+            f"A pool needs observations with at least one number in each part; got {space}. If there is nothing to observe, "
+            "return a constant: gymnasium.spaces.Box(0, 1, (1,)) and numpy.zeros(1, numpy.float32)."
+        )
     match space:
         case spaces.Dict():
             for part in space.spaces.values():
@@ -406,7 +498,7 @@ class EpisodeSteps:
     def require_finite(
         self, members: Sequence[int], observations: Any, rewards: Float64[np.ndarray, " n"] | None = None
     ) -> None:
-        """Check that observations and rewards contain neither NaN nor infinity.
+        """Check that observations and rewards contain neither NaN nor infinity, nor numbers beyond float32.
 
         Raises:
             ContractError: A value is not finite. The error names the first such member and its step.
@@ -415,10 +507,12 @@ class EpisodeSteps:
         if not finite.all():
             raise self.error(
                 members[int(finite.argmin())],
-                "the observation contains NaN or infinity. Look in the environment for a division by zero or an unstable "
-                "simulation, and check that actions are within their bounds.",
+                "the observation contains NaN or infinity, or a number beyond float32. Look in the environment for a division "
+                "by zero or an unstable simulation, and check that actions are within their bounds.",
             )
-        if rewards is not None and not np.isfinite(rewards).all():
-            row = int(np.isfinite(rewards).argmin())
-            fault = f"the reward must be finite; got {rewards[row]}. Correct what the environment returns."
+        if rewards is not None and not (np.abs(rewards) <= LARGEST).all():  # False for NaN
+            row = int((np.abs(rewards) <= LARGEST).argmin())
+            fault = (
+                f"the reward must be finite, also as float32; got {rewards[row]}. Correct what the environment returns."
+            )
             raise self.error(members[row], fault)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, TypeAlias, assert_never, get_args
+from typing import Any, Literal, TypeAlias, assert_never
 
 import gymnasium
 import numpy as np
@@ -37,10 +37,12 @@ from .pool_base import (
     WorkerLost,
     checked_reset,
     checked_step,
+    close,
     environment_name,
     exception_fault,
     layers_in_words,
     misfit_fault,
+    numbers_of,
     remedy_for,
     require_environment,
     require_equal_members,
@@ -97,6 +99,8 @@ class SerialPool:
         name = environment_name(self._envs[0])
         self.layers = layers_in_words(self._envs[0])
         """The environment and its wrappers, in words."""
+        self.numbers = numbers_of(self._envs)
+        """Their attributes that are numbers, by class and name, as the environments were given."""
         for member, env in enumerate(self._envs):
             require_equal_members(env)
             if env.observation_space != self.observation_space or env.action_space != self.action_space:
@@ -124,10 +128,10 @@ class SerialPool:
         for row, (member, start) in enumerate(zip(members, starts, strict=True)):
             try:
                 observation, info = _begun(self._envs[member], start)
-            except GRPOError:
-                raise
             except StepFault as fault:
                 raise self._steps.error(member, str(fault)) from None
+            except GRPOError:
+                raise
             except Exception as error:  # recovery: the error of the environment gets a name
                 raise self._steps.error(member, exception_fault(error)) from error
             if misfit := self._rows.write(row, observation):
@@ -157,10 +161,10 @@ class SerialPool:
                 observation, rewards[row], terminated[row], truncated[row], info = checked_step(
                     envs[member].step(actions[row])
                 )
-            except GRPOError:
-                raise
             except StepFault as fault:
                 raise self._steps.error(member, str(fault)) from None
+            except GRPOError:
+                raise
             except Exception as error:  # recovery: the error of the environment gets a name
                 raise self._steps.error(member, exception_fault(error)) from error
             if misfit := write(row, observation):
@@ -179,7 +183,7 @@ class SerialPool:
         if not self._closed:
             self._closed = True
             for env in self._envs:
-                env.close()
+                close(env)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -222,11 +226,9 @@ def make_pool(
         array([1.])
     """
     require_integers("make_pool", 1, num_members=num_members)
-    require_instances("make_pool", str, f"one of {get_args(Vectorization)}", vectorization=vectorization)
-    if vectorization not in get_args(Vectorization):
-        raise ConfigError(f"make_pool: vectorization must be one of {get_args(Vectorization)}; got {vectorization!r}.")
+    require_instances("make_pool", Vectorization, vectorization=vectorization)
     if isinstance(env, str):
-        with _explained(env):
+        with explained(env):
             return _pool_of_id(env, num_members, vectorization, infos, env_kwargs)
     if env_kwargs:
         raise ConfigError(
@@ -245,7 +247,8 @@ def make_pool(
             f"make_pool: env must be an id, a factory of environments or a vector environment; got {type(env).__name__}. "
             f"{remedy_for(env) or 'Pass a function that creates the environment: lambda: YourEnvironment().'}"
         )
-    return _pool_of_factory(env, num_members, vectorization, infos)
+    with explained(describe_factory(env)):
+        return _pool_of_factory(env, num_members, vectorization, infos)
 
 
 def environment_factory(env: str | Callable[[], gymnasium.Env]) -> Callable[[], gymnasium.Env]:
@@ -257,7 +260,7 @@ def environment_factory(env: str | Callable[[], gymnasium.Env]) -> Callable[[], 
     if isinstance(env, str):
 
         def make() -> gymnasium.Env:
-            with _explained(env):
+            with explained(env):
                 return gymnasium.make(env)
 
         return make
@@ -284,11 +287,22 @@ def environment_keywords(env_id: str) -> set[str]:
     return {*spec.kwargs, *(name for parameters in known for name in parameters)}
 
 
+def describe_factory(factory: Callable[[], gymnasium.Env]) -> str:
+    """The name of a function that creates environments."""
+    return str(getattr(factory, "__qualname__", type(factory).__qualname__))
+
+
 @contextmanager
-def _explained(env_id: str) -> Iterator[None]:
-    """Turn Gymnasium's exceptions about an id into errors that say what to do."""
+def explained(env_id: str) -> Iterator[None]:
+    """Turn exceptions while an environment is created into errors that name it and say what to do.
+
+    Args:
+        env_id: Its id, or the name of the function that creates it.
+    """
     try:
         yield
+    except GRPOError:
+        raise
     except (UnregisteredEnv, DeprecatedEnv) as error:
         near = difflib.get_close_matches(env_id, gymnasium.registry, n=3, cutoff=0.5)
         meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
@@ -302,6 +316,11 @@ def _explained(env_id: str) -> Iterator[None]:
         raise ConfigError(f"make_pool: {env_id} needs a package that is not installed: {remedy}") from error
     except (GymnasiumError, ImportError) as error:
         raise ConfigError(f"make_pool: {env_id!r} cannot be created: {error}") from error
+    except Exception as error:  # recovery: the error of the environment's own code gets a name
+        raise ConfigError(
+            f"make_pool: {env_id} cannot be created: it raised {type(error).__name__}: {error}. The cause is chained. Correct "
+            "the environment, or the keywords that it gets."
+        ) from error
 
 
 def _pool_of_id(
@@ -319,6 +338,8 @@ def _pool_of_factory(
     match vectorization:
         case "auto" | "sync":
             envs = [factory() for _ in range(num_members)]
+            for env in envs:
+                require_environment(env)
             if not infos:
                 _say_masks(envs[0])
             return SerialPool([_with_masks(env) for env in envs] if infos else envs, infos=infos)

@@ -47,6 +47,8 @@ class _BoxDistribution(WithoutCategories):
             raise ConfigError(
                 f"{type(self).__name__} is for boxes of floats; got {space}. Use Discrete or MultiDiscrete for integers."
             )
+        if 0 in space.shape:
+            raise ConfigError(f"{type(self).__name__} needs a box with at least one number; got {space}.")
         self.env_shape, self.env_dtype = space.shape, space.dtype
         self.low, self.high = space.low.ravel(), space.high.ravel()
         self.num_noise = self.low.size
@@ -166,7 +168,8 @@ class SquashedGaussian(_BoundedDistribution):
 
     The deterministic action is the squashed mean, which is the median. The mode of the density may lie at the bounds.
 
-    Source: Haarnoja et al. 2018, arXiv:1801.01290, appendix C, with tanh written as 2 sigmoid(2u) - 1.
+    Source:
+        Haarnoja et al. 2018, arXiv:1801.01290, appendix C, with tanh written as 2 sigmoid(2u) - 1.
     """
 
     def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
@@ -199,8 +202,9 @@ class Beta(_BoundedDistribution):
 
     Logarithms are computed in float64, because log B is a small difference of large numbers.
 
-    Source: Chou et al. 2017, "Improving Stochastic Policy Gradients in Continuous Control with Deep Reinforcement Learning
-    using the Beta Distribution", section 4.
+    Source:
+        Chou et al. 2017, "Improving Stochastic Policy Gradients in Continuous Control with Deep Reinforcement Learning using
+        the Beta Distribution", section 4.
     """
 
     def __init__(self, space: spaces.Box) -> None:

@@ -58,8 +58,9 @@ def pool_of(
 
     try:
         pool = new_pool()
-    except TypeError as error:
-        strange = [name for name in make if repr(name) in str(error)]
+    except (TypeError, ConfigError) as error:
+        cause = error if isinstance(error, TypeError) else error.__cause__
+        strange = [name for name in make if isinstance(cause, TypeError) and repr(name) in str(cause)]
         if not strange:
             raise
         raise ArgumentError(

@@ -34,87 +34,28 @@ def masked_entropy(logits: Float[Tensor, "*rows K"], allowed: Bool[Tensor, "*row
     return -torch.linalg.vecdot(probs, log_probs)
 
 
-class Categorical:
-    """Categories of a `Discrete` space: pi(k) = softmax(parameters)[k].
-
-    Sampling is argmax(logits + Gumbel noise) (Maddison et al. 2014, arXiv:1411.0030, section 2), which needs no softmax.
-    """
-
-    action_shape: tuple[int, ...] = ()
-    action_dtype = torch.int64
-
-    def __init__(self, space: spaces.Discrete) -> None:
-        require_instances("Categorical", spaces.Discrete, "a Discrete space", space=space)
-        self.num_parameters = self.num_noise = self.num_categories = int(space.n)
-        self.start = int(space.start)
-        self.env_dtype = space.dtype
-
-    def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
-        """Gumbel noise."""
-        return rng.gumbel(size=(num_steps, self.num_noise)).astype(np.float32)
-
-    def sample(
-        self, parameters: Float[Tensor, "n K"], noise: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None
-    ) -> Int64[Tensor, " n"]:
-        """Sample a category per row."""
-        return self.mode(parameters + noise, allowed)
-
-    def mode(self, parameters: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None) -> Int64[Tensor, " n"]:
-        """The most likely category. Ties go to the first one."""
-        possible = self._checked(parameters, allowed)
-        return (parameters if possible is None else parameters.masked_fill(~possible, -torch.inf)).argmax(-1)
-
-    def log_prob(
-        self, parameters: Float[Tensor, "n K"], actions: Int64[Tensor, " n"], allowed: Bool[Tensor, "n K"] | None = None
-    ) -> Float[Tensor, " n"]:
-        """log pi(actions)."""
-        log_probs = masked_log_softmax(wide(parameters), self._checked(parameters, allowed))
-        return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-
-    def entropy(
-        self, parameters: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None
-    ) -> Float[Tensor, " n"]:
-        """Entropy in nats."""
-        return masked_entropy(wide(parameters), self._checked(parameters, allowed))
-
-    def to_env(self, actions: Int64[Tensor, " n"]) -> NDArray[Any]:
-        """Integers [n], counted from the space's `start`."""
-        return (actions.cpu().numpy() + self.start).astype(self.env_dtype, copy=False)
-
-    def from_env(self, actions: Any) -> Int64[Tensor, " n"]:
-        """Integers [n], counted from 0."""
-        categories = as_batch_of(self, actions, (), "iu").astype(np.int64)[:, 0] - self.start
-        require_range(self, categories, self.num_categories)
-        return torch.from_numpy(categories)
-
-    def _checked(self, parameters: Tensor, allowed: Bool[Tensor, "n K"] | None) -> Bool[Tensor, "n K"] | None:
-        if allowed is not None:
-            require_mask_shape(self, parameters, allowed)
-            possible = allowed.any(-1)
-            if not possible.all():
-                raise ContractError(
-                    f"Categorical: every row of the mask must allow an action; row {int((~possible).nonzero()[0])} allows "
-                    "none. Correct the mask, or end the episode when no action is possible."
-                )
-        return allowed
-
-
-class MultiCategorical:
-    """Independent variables of a `MultiDiscrete` space: pi(k_1 ... k_D) = product over d of softmax(logits of d)[k_d].
+class _Categories:
+    """D independent variables: pi(k_1 ... k_D) = product over d of softmax(logits of d)[k_d].
 
     The parameters are the logits of all variables, concatenated. They are rearranged into a table [n, D, largest K], so that
     one call handles all variables. Entries beyond a variable's own K are masked.
+
+    Sampling is argmax(logits + Gumbel noise) (Maddison et al. 2014, arXiv:1411.0030, section 2), which needs no softmax.
+
+    Args:
+        sizes: Number of values of each variable, K.
+        start: The smallest value of each variable.
+        dtype: Data type of the environment's actions.
     """
 
     action_dtype = torch.int64
 
-    def __init__(self, space: spaces.MultiDiscrete) -> None:
-        require_instances("MultiCategorical", spaces.MultiDiscrete, "a MultiDiscrete space", space=space)
-        sizes = space.nvec.ravel().astype(np.int64)
+    def __init__(self, sizes: NDArray[Any], start: NDArray[Any], dtype: Any) -> None:
+        self.env_shape, self.env_dtype, self.start = sizes.shape, dtype, start.ravel().astype(np.int64)
+        sizes = sizes.ravel().astype(np.int64)
         self.num_parameters = self.num_noise = self.num_categories = int(sizes.sum())
+        self.action_shape: tuple[int, ...] = (len(sizes),) if self.env_shape else ()
         self.sizes: list[int] = sizes.tolist()
-        self.action_shape: tuple[int, ...] = (len(sizes),)
-        self.env_shape, self.env_dtype, self.start = space.nvec.shape, space.dtype, space.start.ravel().astype(np.int64)
         columns = np.arange(sizes.max())
         valid = columns < sizes[:, None]
         first = np.cumsum(sizes) - sizes
@@ -127,26 +68,27 @@ class MultiCategorical:
 
     def sample(
         self, parameters: Float[Tensor, "n K"], noise: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None
-    ) -> Int64[Tensor, "n D"]:
+    ) -> Int64[Tensor, "n *D"]:
         """Sample a category per row and variable."""
         return self.mode(parameters + noise, allowed)
 
     def mode(
         self, parameters: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None
-    ) -> Int64[Tensor, "n D"]:
-        """The most likely category of each variable."""
+    ) -> Int64[Tensor, "n *D"]:
+        """The most likely category of each variable. Ties go to the first one."""
         logits, possible = self._table(parameters), self._possible(parameters, allowed)
-        return (logits if possible is None else logits.masked_fill(~possible, -torch.inf)).argmax(-1)
+        found = (logits if possible is None else logits.masked_fill(~possible, -torch.inf)).argmax(-1)
+        return found if self.action_shape else found.squeeze(-1)
 
     def log_prob(
         self,
         parameters: Float[Tensor, "n K"],
-        actions: Int64[Tensor, "n D"],
+        actions: Int64[Tensor, "n *D"],
         allowed: Bool[Tensor, "n K"] | None = None,
     ) -> Float[Tensor, " n"]:
         """log pi(actions), summed over the variables."""
         log_probs = masked_log_softmax(self._table(wide(parameters)), self._possible(parameters, allowed))
-        return log_probs.gather(-1, actions.unsqueeze(-1)).sum((-2, -1))
+        return log_probs.gather(-1, actions.view(len(actions), -1, 1)).sum((-2, -1))
 
     def entropy(
         self, parameters: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None
@@ -154,22 +96,23 @@ class MultiCategorical:
         """Entropy in nats, summed over the variables."""
         return masked_entropy(self._table(wide(parameters)), self._possible(parameters, allowed)).sum(-1)
 
-    def to_env(self, actions: Int64[Tensor, "n D"]) -> NDArray[Any]:
+    def to_env(self, actions: Int64[Tensor, "n *D"]) -> NDArray[Any]:
         """Integers [n, *shape of the space], counted from the space's `start`."""
         batch = (actions.cpu().numpy() + self.start).astype(self.env_dtype, copy=False)
         return batch.reshape(len(batch), *self.env_shape)
 
-    def from_env(self, actions: Any) -> Int64[Tensor, "n D"]:
-        """Integers [n, D], counted from 0."""
+    def from_env(self, actions: Any) -> Int64[Tensor, "n *D"]:
+        """Integers [n] or [n, D], counted from 0."""
         categories = as_batch_of(self, actions, self.env_shape, "iu").astype(np.int64) - self.start
-        require_range(self, categories, self.sizes)
+        categories = categories.reshape(len(categories), *self.action_shape)
+        require_range(self, categories, self.sizes if self.action_shape else self.sizes[0])
         return torch.from_numpy(categories)
 
     def _table(self, concatenated: Tensor) -> Tensor:
         """Rearrange [n, sum of K] to [n, D, largest K]. The result is a view if all K are equal."""
         if self._valid is not None:
             concatenated = concatenated.index_select(1, self._places.to(concatenated.device))
-        return concatenated.unflatten(1, (len(self.sizes), max(self.sizes)))
+        return concatenated.unflatten(1, (len(self.sizes), -1))
 
     def _possible(self, parameters: Tensor, allowed: Bool[Tensor, "n K"] | None) -> Bool[Tensor, "*n D K"] | None:
         """Mask of the allowed entries of the table. None if all entries are allowed."""
@@ -181,11 +124,28 @@ class MultiCategorical:
         possible = table.any(-1)
         if not possible.all():
             row, variable = (~possible).nonzero()[0].tolist()
+            which = f" of variable {variable}" if self.action_shape else ""
             raise ContractError(
-                f"MultiCategorical: every row of the mask must allow a value of every variable; row {row} allows none of "
-                f"variable {variable}. Correct the mask, or end the episode when no action is possible."
+                f"{type(self).__name__}: every row of the mask must allow an action; row {row} allows none{which}. Correct the "
+                "mask, or end the episode when no action is possible."
             )
         return table
+
+
+class Categorical(_Categories):
+    """Categories of a `Discrete` space: pi(k) = softmax(parameters)[k]."""
+
+    def __init__(self, space: spaces.Discrete) -> None:
+        require_instances("Categorical", spaces.Discrete, "a Discrete space", space=space)
+        super().__init__(np.asarray(space.n), np.asarray(space.start), space.dtype)
+
+
+class MultiCategorical(_Categories):
+    """Independent variables of a `MultiDiscrete` space, whose logits are concatenated."""
+
+    def __init__(self, space: spaces.MultiDiscrete) -> None:
+        require_instances("MultiCategorical", spaces.MultiDiscrete, "a MultiDiscrete space", space=space)
+        super().__init__(space.nvec, space.start, space.dtype)
 
 
 class Bernoulli(WithoutCategories):

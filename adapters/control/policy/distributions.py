@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, assert_never, get_args
+from typing import Any, Literal, TypeAlias, assert_never
 
 import numpy as np
 import torch
@@ -54,9 +54,7 @@ def distribution_for(space: spaces.Space[Any], kind: Kind = "auto") -> ActionDis
         >>> distribution_for(spaces.Dict(arm=spaces.Box(-1, 1, (6,)), grip=spaces.Discrete(2))).num_parameters
         14
     """
-    require_instances("distribution_for", str, f"one of {', '.join(get_args(Kind))}", kind=kind)
-    if kind not in get_args(Kind):
-        raise ConfigError(f"distribution_for: kind must be one of {', '.join(get_args(Kind))}; got {kind!r}.")
+    require_instances("distribution_for", Kind, kind=kind)
     match space:
         case spaces.Discrete():
             return Categorical(space)

@@ -5,6 +5,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -22,10 +23,11 @@ from grpo.arguments import (
     refuse_options,
     require_instances,
     require_integers,
+    require_lengths,
     with_checked_arguments,
 )
 from grpo.errors import ConfigError, ContractError
-from grpo.types import ActionScores, SampledActions
+from grpo.types import ActionScores, ExperienceBatch, SampledActions
 
 from .building import networks_of, pool_of
 from .distributions import ActionDistribution, Kind, distribution_for
@@ -33,9 +35,16 @@ from .fast_forward import fast_forward
 from .observations import ObservationEncoder, RunningNormalizer, as_batch
 from .open_episodes import OpenEpisodes
 from .options import EpisodeOptions
-from .policy_files import as_bytes, as_plain, load_policy, require_same, save_policy
+from .policy_files import as_bytes, as_name, as_plain, load_policy, require_same, save_policy
 from .rollouts import MAX_LOSSES_IN_A_ROW, MAX_STEPS, Decide, Record, require_finite, roll_out, take_steps
-from .sampled_episodes import EpisodeWarnings, all_steps, as_episodes, metrics_of, metrics_of_ended
+from .sampled_episodes import (
+    EpisodeWarnings,
+    all_steps,
+    as_episodes,
+    metrics_of,
+    metrics_of_ended,
+    recorded_episode,
+)
 
 ActionMask: TypeAlias = Literal["info"] | Callable[[Tensor], Tensor] | None
 """Source of action masks: `info` takes those of the environment, from `info["action_mask"]`, `action_masks()` or the part
@@ -113,14 +122,23 @@ class EpisodePolicy(nn.Module):
         self.distribution = (
             distribution_for(self.pool.action_space, distribution) if isinstance(distribution, str) else distribution
         )
+        if action_mask is not None and not self.distribution.num_categories:
+            raise ConfigError(
+                f"EpisodePolicy: action_mask needs actions with categories, Discrete or MultiDiscrete; got "
+                f"{self.pool.action_space}. Declare bits as MultiDiscrete([2, 2, ...]), whose masks have two entries per bit, "
+                "or leave action_mask out."
+            )
         self.action_mask = action_mask
         self.state_key_decimals = options.state_key_decimals
-        self.normalizer = RunningNormalizer(self.encoder.shape) if options.normalize_observations else None
-        if options.normalize_observations and self.encoder.is_image:
+        scales_pixels = self.encoder.is_image or (self.encoder.has_images and torso is None)
+        if options.normalize_observations and scales_pixels:
             raise ConfigError(
-                "EpisodePolicy: normalize_observations=True does not support images. Leave it out: CNNTorso scales pixels."
+                "EpisodePolicy: normalize_observations=True does not support images, whose networks scale pixels. Leave it "
+                "out. With a preset: dataclasses.replace(preset, normalize_observations=False)."
             )
+        self.normalizer = RunningNormalizer(self.encoder.shape) if options.normalize_observations else None
         self.actor, self.critic = networks_of(self.encoder, self.distribution, torso, critic, options)
+        # what a file of `save` needs to build the policy again
         self._arguments = {
             "environment": as_plain(environment),
             "torso": as_plain(torso),
@@ -131,6 +149,7 @@ class EpisodePolicy(nn.Module):
             "options": options.to_dict(),
             "make": {} if isinstance(environment, EnvironmentPool) else {k: as_plain(v) for k, v in make.items()},
         }
+        # what decides what a weight means: policies of equal shapes may read the same weights differently
         self._built = {
             "observations": list(self.encoder.shape),
             "actions": str(self.pool.action_space),
@@ -145,6 +164,7 @@ class EpisodePolicy(nn.Module):
             has_limit=(self.max_episode_steps, self.pool.max_episode_steps) != (None, None)
         )
         self._has_said_masks = False
+        # a buffer, so that a resumed run knows whether these weights have sampled; NaN differs from all weights
         self.register_buffer("_sampled_with", torch.full_like(self._fingerprint(), torch.nan))
         if options.split_steps:  # an attribute, because a method would declare the capability in both cases
             self.split_steps = self._split_steps
@@ -180,6 +200,7 @@ class EpisodePolicy(nn.Module):
         self._sampled_with.copy_(weights)
         starts = [_seeded(state) for state in states]
         metrics: dict[str, float] = {}
+        generator = torch.get_rng_state()
         if self.open_episodes is None:
             rows = [start for start in starts for _ in range(num_actions_per_state)]
             record = self.roll_out(rows, seed=draw_seed(), max_steps=self.max_episode_steps)
@@ -188,8 +209,10 @@ class EpisodePolicy(nn.Module):
             before = list(self.open_episodes.by_member)
             record = self._roll_on(starts, self.open_episodes)
             metrics = metrics_of_ended(record, before)
+        # from the outputs that drew the actions, so that no forward pass is repeated
         scores = self._score_steps(record.observations, record.actions, record.allowed, parameters=record.parameters)
         episodes = as_episodes(record, scores.log_probs.squeeze(1).cpu())
+        self._warnings.look_at_generator(generator, torch.get_rng_state())
         self._warnings.look_at(record, episodes, num_actions_per_state)
         scores = self._as_rows(scores, episodes)
         if self.normalizer is not None:  # last: if memory runs out before, these episodes are discarded
@@ -260,7 +283,7 @@ class EpisodePolicy(nn.Module):
         if self.open_episodes is None:
             return self.pool
         if self._make_evaluation_pool is None:
-            self.open_episodes.are_standing = False
+            self.open_episodes.are_standing = False  # the evaluation moves them, so training replays them afterwards
             return self.pool
         if self._evaluation_pool is None:
             self._evaluation_pool = self._make_evaluation_pool()
@@ -273,7 +296,7 @@ class EpisodePolicy(nn.Module):
         *,
         seed: int,
         max_steps: int | None = None,
-        distribution: ActionDistribution | None = None,
+        deterministic: bool = False,
     ) -> Record:
         """Run one episode from each start.
 
@@ -282,18 +305,19 @@ class EpisodePolicy(nn.Module):
             seed: Seed of the noise.
             max_steps: Maximum length of an episode, in addition to the environment's own limit. None uses the policy's
                 `max_episode_steps` if the environment has no limit.
-            distribution: Distribution of the actions. None uses the policy's own.
+            deterministic: Whether to take the most likely action at each step, instead of a random one.
         """
         return roll_out(
             self._pool_of_whole_episodes,
             starts,
             decide=self._decider(),
-            distribution=distribution or self.distribution,
+            distribution=self.distribution,
             encode=self.encoder,
             allow=self._allow,
             seed=seed,
             max_steps=self._time_limit(max_steps),
             repeat=self.repeat,
+            deterministic=deterministic,
         )
 
     def generate_actions(
@@ -376,6 +400,35 @@ class EpisodePolicy(nn.Module):
 
         return decide
 
+    def demonstrations(self, observations: Sequence[Any], actions: Sequence[Any]) -> ExperienceBatch:
+        """Recorded episodes to imitate, as demonstrations: what somebody else did in this environment.
+
+        Args:
+            observations: For each episode, the observations at its L decisions as a batch [L, ...], in the environment's
+                format. A batch [L + 1, ...] also has the observation after the last decision.
+            actions: For each episode, the L actions as a batch [L, ...], in the environment's format.
+
+        Example:
+            A supervised warm start from one episode of an expert::
+
+                given = policy.demonstrations([expert_observations], [expert_actions])
+                trainer.train(None, demonstrations=given, num_iterations=50)
+
+        Raises:
+            ConfigError: The masks of allowed actions come from the environment, which a recording does not have.
+            ContractError: An episode's observations and actions do not fit together, or not into the environment's spaces.
+        """
+        if self.action_mask == "info":
+            raise ConfigError(
+                "EpisodePolicy.demonstrations: a recording has no masks, which action_mask='info' needs. Make Episode objects "
+                "with `allowed`, and pass them to ExperienceBatch.from_demonstrations."
+            )
+        require_lengths("EpisodePolicy.demonstrations", len(observations), actions=actions)
+        given = zip(observations, actions, strict=True)
+        episodes = [recorded_episode(self.encoder, self.distribution, *one, self.action_mask) for one in given]
+        starts = [EpisodeStart()] * len(episodes)
+        return ExperienceBatch.from_demonstrations(starts, episodes, mask=episode_mask(episodes) if episodes else None)
+
     # Scoring
 
     def score_actions(self, states: Any, actions: Any) -> ActionScores:
@@ -384,14 +437,7 @@ class EpisodePolicy(nn.Module):
             require_instances("EpisodePolicy", Tensor, "a tensor like actions, from split_steps", states=states)
             observations, allowed = self._unpacked(states)
             return self._score_steps(observations, actions, allowed)
-        if not isinstance(actions, Sequence) or not actions or not all(isinstance(each, Episode) for each in actions):
-            raise ContractError(
-                f"EpisodePolicy: actions must be a list of Episode objects; got {describe(actions)}. Pass what sample_actions "
-                "returned."
-            )
-        episodes: Sequence[Episode] = actions
-        scores = self._score_steps(*all_steps(episodes))
-        return self._as_rows(scores, episodes)
+        return self._as_rows(self._score_steps(*all_steps(actions)), actions)
 
     def get_log_probabilities(self, states: Any, actions: Any) -> Float[Tensor, " N"]:
         """log pi of whole episodes, summed over their steps."""
@@ -417,9 +463,8 @@ class EpisodePolicy(nn.Module):
         observations = torch.cat([episode.observations for episode in actions]).flatten(1)
         rounded = (observations.double() * 10.0**self.state_key_decimals).round().long()
         odd = np.random.default_rng(0).integers(2**62, size=rounded.shape[1], dtype=np.int64) * 2 + 1
-        return pad_to_steps(
-            (rounded * torch.from_numpy(odd)).sum(1), episode_mask(actions)
-        )  # a hash: overflow wraps around
+        hashes = (rounded * torch.from_numpy(odd)).sum(1)  # overflow wraps around
+        return pad_to_steps(hashes, episode_mask(actions))
 
     def _score_steps(
         self, observations: Tensor, actions: Tensor, allowed: Tensor | None, parameters: Tensor | None = None
@@ -475,48 +520,26 @@ class EpisodePolicy(nn.Module):
         return save_policy(path, state, self._arguments)
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        environment: Any = None,
-        torso: nn.Module | None = None,
-        distribution: ActionDistribution | None = None,
-        critic: nn.Module | None = None,
-        action_mask: ActionMask = None,
-        num_members: int | None = None,
-        options: EpisodeOptions | None = None,
-        **make: Any,
-    ) -> "EpisodePolicy":
+    def load(cls, path: str | Path, **arguments: Any) -> "EpisodePolicy":
         """Build the policy that `save` has written.
-
-        What a file cannot hold, such as a function that creates the environment or a network of your own, has to be passed.
-        Other arguments replace those in the file.
 
         Args:
             path: The file.
-            environment: The environment, unless the policy was built from an id.
-            torso: The torso, if the policy was built with one.
-            distribution: The distribution, if the policy was built with an object.
-            critic: The critic, if the policy was built with a module.
-            action_mask: The mask, if the policy was built with a function.
-            num_members: Number of concurrent environments.
-            options: Options in place of those in the file.
-            make: Keywords of `make_pool`.
+            arguments: Arguments of the policy, in place of those in the file. What a file cannot hold has to be passed: a
+                function that creates the environment, a torso, a distribution or a critic of your own, or a function as
+                `action_mask`.
 
         Raises:
             ConfigError: What a file cannot hold was not passed.
             CheckpointError: The file is damaged, or the policy is built in another way than the one that was saved.
         """
 
-        def build(arguments: dict[str, Any]) -> EpisodePolicy:
-            if isinstance(arguments["options"], Mapping):
-                arguments["options"] = EpisodeOptions.from_dict(arguments["options"])
-            return cls(**arguments)
+        def build(found: dict[str, Any]) -> EpisodePolicy:
+            if isinstance(found["options"], Mapping):
+                found["options"] = EpisodeOptions.from_dict(found["options"])
+            return cls(**found)
 
-        given = {"environment": environment, "torso": torso, "distribution": distribution, "critic": critic}
-        given |= {"action_mask": action_mask, "num_members": num_members, "options": options, **make}
-        policy: EpisodePolicy = load_policy(path, build, given)
+        policy: EpisodePolicy = load_policy(path, build, arguments)
         return policy
 
     def get_extra_state(self) -> Any:
@@ -539,7 +562,7 @@ class EpisodePolicy(nn.Module):
 
     def settings(self) -> dict[str, Any]:
         """The arguments of the policy, which are the same on all ranks: a name in place of an environment or a network."""
-        return {name: value[1] if isinstance(value, list) else value for name, value in self._arguments.items()}
+        return {name: as_name(value) for name, value in self._arguments.items()}
 
     def collected_statistics(self) -> Tensor | None:
         """Count, mean and summed squared deviations of this rank's new observations. None: nothing is normalised."""
@@ -557,8 +580,10 @@ class EpisodePolicy(nn.Module):
     # Parts
 
     def _fingerprint(self) -> Float64[Tensor, " W"]:
-        """The sum of each weight tensor. Any optimizer step changes it."""
-        return torch.stack([parameter.detach().sum(dtype=torch.float64) for parameter in self.parameters()])
+        """The sum of each weight tensor of actor and critic, not of what a subclass adds. Any optimizer step changes it."""
+        critic = () if self.critic is None else self.critic.parameters()
+        weights = chain(self.actor.parameters(), critic)
+        return torch.stack([weight.detach().sum(dtype=torch.float64) for weight in weights])
 
     @property
     def device(self) -> torch.device:

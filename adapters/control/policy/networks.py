@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -44,12 +44,9 @@ def mlp_torso(num_inputs: int, hidden: Sequence[int] = (64, 64), activation: Act
     """
     require_integers("mlp_torso", 1, num_inputs=num_inputs)
     require_widths("mlp_torso", hidden)
-    require_instances("mlp_torso", str, f"one of {list(ACTIVATIONS)}", activation=activation)
-    if not hidden or activation not in ACTIVATIONS:
-        raise ConfigError(
-            f"mlp_torso: hidden needs at least one width, and activation must be one of {list(ACTIVATIONS)}; got {hidden}, "
-            f"{activation!r}."
-        )
+    require_instances("mlp_torso", Activation, activation=activation)
+    if not hidden:
+        raise ConfigError(f"mlp_torso: hidden needs at least one width; got {hidden}.")
     layers: list[nn.Module] = []
     for num_outputs in hidden:
         layers += [linear(num_inputs, num_outputs, math.sqrt(2.0)), ACTIVATIONS[activation]()]
@@ -76,7 +73,7 @@ class CNNTorso(nn.Module):
         require_instances("CNNTorso", Sequence, "(height, width, channels)", shape=shape)
         if len(shape) != 3:
             raise ConfigError(f"CNNTorso: shape must be (height, width, channels); got {describe(shape)}.")
-        self.is_channels_first = _are_first(shape)
+        self.is_channels_first = all(isinstance(side, int) for side in shape) and shape[0] < min(shape[1:])
         height, width, channels = (*shape[1:], shape[0]) if self.is_channels_first else shape
         require_integers("CNNTorso", 1, height=height, width=width, channels=channels, num_features=num_features)
         if min(height, width) < 36:
@@ -97,11 +94,6 @@ class CNNTorso(nn.Module):
         """Map images to features."""
         scaled = images.float() if images.is_floating_point() else images.float() / 255.0
         return self.features(self.convolutions(scaled if self.is_channels_first else scaled.permute(0, 3, 1, 2)))
-
-
-def _are_first(shape: Sequence[Any]) -> bool:
-    """Whether the channels are the first axis of an image."""
-    return all(isinstance(side, int) for side in shape) and shape[0] < min(shape[1:])
 
 
 class MixedTorso(nn.Module):

@@ -9,6 +9,7 @@ from gymnasium import spaces
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
+from adapters.control.environments.pool_base import finite_rows
 from grpo.arguments import describe
 from grpo.errors import ConfigError, ContractError
 
@@ -46,7 +47,7 @@ class ObservationEncoder:
         """The space itself, or the parts of a nested space, in the order of the flat observation."""
         has_axes = isinstance(space, spaces.Box) and len(space.shape) == 3
         self.is_image = has_axes and (keeps_images or is_large(space))
-        self._encode = self._keep if self.is_image else _encoder(space)
+        self._encode: Any = np.array if self.is_image else _encoder(space)
         self.shape: tuple[int, ...] = space.shape if self.is_image else (spaces.flatdim(space),)  # type: ignore[assignment]
         self.dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype if self.is_image else torch.float32
 
@@ -80,9 +81,6 @@ class ObservationEncoder:
     def has_images(self) -> bool:
         """Whether a part of a nested observation is an image."""
         return any(is_large(part) for part in self.parts)
-
-    def _keep(self, observations: Any) -> Any:
-        return np.array(observations)
 
 
 def _parts(space: spaces.Space) -> list[spaces.Space]:
@@ -173,9 +171,9 @@ def _as_arrays(space: spaces.Space, observation: Any) -> tuple[Any, list[bool]]:
     values = values[None] if single else values
     if values.shape[1:] != shape or not np.can_cast(values.dtype, space.dtype or values.dtype, "same_kind"):
         raise ValueError(f"{values.dtype} {list(values.shape)} is no batch of {space}")
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
+    if not finite_rows(values, len(values)).all():
         raise ContractError(
-            f"EpisodePolicy.predict: an observation must be finite; got {describe(observation)} with NaN."
+            f"EpisodePolicy.predict: an observation must be finite, also as float32; got {describe(observation)}."
         )
     return values, [single]
 

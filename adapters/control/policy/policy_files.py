@@ -1,5 +1,6 @@
 """Files of one policy each: its weights and statistics as safetensors, and how it was built as JSON. They contain no pickle."""
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,12 +17,30 @@ KEY = "adapters.control.EpisodePolicy"
 """Name of the JSON in the file's metadata."""
 
 NO_DATA = "no data"
-"""Marks an argument that a file cannot hold, such as a function or a network. The name of its type stands beside it."""
+"""The key of an argument that a file cannot hold, such as a function or a network. The name of its type is the value."""
 
 
 def as_plain(value: Any) -> Any:
     """An argument as a file holds it."""
-    return value if isinstance(value, str | bool | int | float | None) else [NO_DATA, type(value).__name__]
+    return copy.deepcopy(value) if _is_plain(value) else {NO_DATA: type(value).__name__}
+
+
+def as_name(value: Any) -> Any:
+    """What `as_plain` returned, with the name of the type alone where there is no data."""
+    return value[NO_DATA] if _is_no_data(value) else value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON gives the value back as it is."""
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
+    return isinstance(value, str | bool | int | float | None)
+
+
+def _is_no_data(value: Any) -> bool:
+    return isinstance(value, dict) and [*value] == [NO_DATA]
 
 
 def as_bytes(content: Mapping[str, Any]) -> Tensor:
@@ -102,15 +121,13 @@ def load_policy(path: str | Path, build: Callable[..., Any], given: Mapping[str,
         saved_make = {}
     arguments = {name: value for name, value in given.items() if value is not None}
     for name, value in {**saved, **saved_make}.items():
-        imports = (
-            name == "environment" and isinstance(value, str) and ":" in value
-        )  # "module:Name-v0" would run the module
-        if imports or (isinstance(value, list) and value[:1] == [NO_DATA]):
+        # "module:Name-v0" would run the module
+        imports = name == "environment" and isinstance(value, str) and ":" in value
+        if imports or _is_no_data(value):
             if given.get(name) is None:
-                what = value if imports else value[-1]
                 raise ConfigError(
-                    f"The policy in {path} was built with {name}={what}, which a file cannot hold. Pass {name}=... to "
-                    "EpisodePolicy.load."
+                    f"The policy in {path} was built with {name}={as_name(value)}, which a file cannot hold. Pass {name}=... "
+                    "to EpisodePolicy.load."
                 )
         else:
             arguments.setdefault(name, value)

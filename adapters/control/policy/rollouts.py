@@ -1,5 +1,6 @@
 """Concurrent episodes: one batched decision per time step for all active members."""
 
+import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ def roll_out(
     seed: int,
     max_steps: int,
     repeat: int = 1,
+    deterministic: bool = False,
     num_steps: int | None = None,
     open_episodes: Sequence[OpenEpisode | None] = (),
 ) -> Record:
@@ -93,6 +95,7 @@ def roll_out(
         seed: Seed of the noise.
         max_steps: Maximum number of steps of an episode, in addition to the environment's own limit.
         repeat: Number of steps for which each action is repeated, unless the episode ends before.
+        deterministic: Whether to take the most likely action at each step, instead of a random one.
         num_steps: Number of steps after which an episode is cut, at its next decision. Needs a member per row. None: none is.
         open_episodes: With `num_steps`, the episodes that go on, by row and member, [N]. None starts one.
 
@@ -112,7 +115,10 @@ def roll_out(
                 observations, allowed = _with(observations, begun), _with(allowed, allow(begun, beginning[1]))
             assert observations is not None  # an unfinished episode is running or has just started
             parameters = decide(observations)
-            actions = distribution.sample(parameters, running.noise.of_step(running.members), allowed)
+            if deterministic:
+                actions = distribution.mode(parameters, allowed)
+            else:
+                actions = distribution.sample(parameters, running.noise.of_step(running.members), allowed)
             left = max_steps - running.taken
             step, counts = _steps(pool, running.members, parameters, distribution.to_env(actions), left, repeat)
         except WorkerLost as lost:
@@ -168,6 +174,7 @@ def take_steps(
     Returns:
         The sums of rewards, with observations and ends after each member's last step; and its number of steps.
     """
+    kept = actions if repeat == 1 else copy.deepcopy(actions)  # an environment may write into the action that it gets
     step, counts = pool.step(members, actions), np.ones(len(members), dtype=np.int64)
     if repeat == 1:
         return step, counts
@@ -182,8 +189,8 @@ def take_steps(
         rows = np.flatnonzero(~(whole.terminated | whole.truncated) & (counts < left))
         if not len(rows):
             break
-        held = [actions[row] for row in rows] if isinstance(actions, list) else actions[rows]
-        step = pool.step(members[rows], held)
+        held = [kept[row] for row in rows] if isinstance(kept, list) else kept[rows]
+        step = pool.step(members[rows], copy.deepcopy(held))
         put_rows(whole.observations, rows, step.observations)
         whole.rewards[rows] += step.rewards
         whole.terminated[rows], whole.truncated[rows] = step.terminated, step.truncated
@@ -344,6 +351,7 @@ class _Running:
         finished[[run for run, *_ in self.ends.values()]] = True
         kept = np.flatnonzero(finished[runs])
         rows = row_of_run[runs[kept]]
+        # a stable sort keeps the steps of an episode in order
         order = torch.from_numpy(kept[np.argsort(rows, kind="stable")])
         allowed = [step[5] for step in self.steps]
         parameters = torch.cat([step[2] for step in self.steps])[order]

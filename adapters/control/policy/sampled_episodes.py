@@ -8,14 +8,23 @@ import torch
 from torch import Tensor
 
 from adapters.control.environments.episodes import Episode
-from grpo.errors import warn_user
+from grpo.arguments import describe
+from grpo.errors import ContractError, warn_user
 
+from .action_distribution import ActionDistribution
+from .observations import ObservationEncoder
 from .open_episodes import OpenEpisode
 from .rollouts import MAX_STEPS, Record
 
 
 def all_steps(episodes: Sequence[Episode]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Observations, actions and masks of all steps of all episodes, in order."""
+    given: Any = episodes
+    if not isinstance(given, Sequence) or not given or not all(isinstance(each, Episode) for each in given):
+        raise ContractError(
+            f"EpisodePolicy: actions must be a list of Episode objects; got {describe(given)}. Pass what sample_actions "
+            "returned, or make demonstrations of recordings with demonstrations(observations, actions)."
+        )
     allowed = [episode.allowed for episode in episodes]
     return (
         torch.cat([episode.observations for episode in episodes]),
@@ -46,6 +55,39 @@ def as_episodes(record: Record, log_probs: Tensor) -> list[Episode]:
             *columns, record.terminated, record.going_on, record.final_observations, strict=True
         )
     ]
+
+
+def recorded_episode(
+    encoder: ObservationEncoder, distribution: ActionDistribution, observations: Any, actions: Any, mask: Any
+) -> Episode:
+    """An episode that somebody else played. `mask` maps encoded observations to the mask of the allowed actions, or is None."""
+    required = (
+        f"EpisodePolicy.demonstrations: an episode must have L observations, or L + 1, of {encoder.space} for its L actions; "
+        f"got {describe(observations)} and {describe(actions)}. Pass a batch of observations and one of actions per episode."
+    )
+    try:
+        encoded, taken = encoder(_as_array(observations)), distribution.from_env(_as_array(actions))
+    except ContractError:
+        raise
+    except ValueError as error:  # numpy's, of values that are no batch
+        raise ContractError(required) from error
+    num_steps = len(taken)
+    if num_steps == 0 or len(encoded) - num_steps not in (0, 1) or encoded.shape[1:] != encoder.shape:
+        raise ContractError(required)
+    return Episode(
+        observations=encoded[:num_steps],
+        actions=taken,
+        rewards=torch.zeros(num_steps, dtype=torch.float64),  # nothing reads them
+        terminated=False,
+        truncated=True,
+        final_observation=encoded[-1],
+        log_probs=torch.full((num_steps,), torch.nan),
+        allowed=None if mask is None else mask(encoded[:num_steps]),
+    )
+
+
+def _as_array(batch: Any) -> Any:
+    return batch.cpu().numpy() if isinstance(batch, Tensor) else batch
 
 
 def _content(episode: Episode) -> bytes:
@@ -93,6 +135,21 @@ class EpisodeWarnings:
 
     def __init__(self, *, has_limit: bool) -> None:
         self._has_said_cut, self._has_warned_of_strangers, self._has_looked_for_twins = has_limit, False, False
+        self._generators: tuple[Tensor, Tensor] | None = None
+        self._has_warned_of_seeds = False
+
+    def look_at_generator(self, before: Tensor, after: Tensor) -> None:
+        """Warn once if two collections leave torch's global generator equal that did not find it equal."""
+        if self._generators is not None and not self._has_warned_of_seeds:
+            earlier, left = self._generators
+            if torch.equal(after, left) and not torch.equal(before, earlier):
+                self._has_warned_of_seeds = True
+                warn_user(
+                    "EpisodePolicy: the environment seeds torch's global generator, which the policy draws from, so every "
+                    "iteration explores with the same random numbers. Let it use self.np_random, or a torch.Generator of its "
+                    "own, in place of torch.manual_seed."
+                )
+        self._generators = before, after
 
     def look_at(self, record: Record, episodes: Sequence[Episode], group_size: int) -> None:
         """Look at an iteration's episodes."""

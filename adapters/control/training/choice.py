@@ -1,7 +1,7 @@
 """The preset of an environment: measured, or chosen by what a few hundred random actions show."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,10 +9,17 @@ from typing import Any
 import gymnasium
 from gymnasium import spaces
 
-from adapters.control.environments.pool_base import environment_name, layers_in_words, require_environment
-from adapters.control.environments.pools import environment_factory
+from adapters.control.environments.pool_base import (
+    close,
+    environment_name,
+    layers_in_words,
+    require_environment,
+    time_limit,
+)
+from adapters.control.environments.pools import describe_factory, environment_factory, explained
 from adapters.control.policy.rollouts import MAX_STEPS
-from grpo.arguments import describe, require_instances, require_integers
+from grpo import preserved_random_state
+from grpo.arguments import require_instances, require_integers, with_checked_arguments
 from grpo.errors import ConfigError
 
 from .fitted_value import MAX_TABLE
@@ -48,12 +55,16 @@ SPARSE = 0.02
 MANY_ACTIONS = 3
 """Numbers of an action from which on updates are smaller."""
 
+FEW_DECISIONS = 64
+"""A member takes one episode at most in an iteration. If iterations would then have fewer decisions, there are more members."""
+
 FARTHER = 1.5
 """Actions are repeated if observations then have ranges that are larger by this factor."""
 
 LOGGER = logging.getLogger("grpo")
 
 
+@with_checked_arguments
 def preset_for(
     environment: str | gymnasium.Env | Callable[[], gymnasium.Env],
     *,
@@ -63,10 +74,10 @@ def preset_for(
 ) -> ControlPreset:
     """The preset of an environment.
 
-    Environments in `PRESETS` and `FITTED_PRESETS` have measured settings. For any other, settings to start tuning from are
-    chosen by what the environment is and by what up to 2,000 random actions show. `why` has the choices and their reasons, and
-    the log (level INFO), too. The steps of these actions count: the preset has as many fewer. Global random generators do not
-    change.
+    Environments in `PRESETS` and `FITTED_PRESETS` have measured settings, as they are registered. For any other, settings to
+    start tuning from are chosen by what the environment is and by what up to 2,000 random actions show. `why` has the choices
+    and their reasons, and the log (level INFO), too. The steps of these actions count: the preset has as many fewer. Global
+    random generators do not change.
 
     Args:
         environment: An id, a function that creates an environment, or an environment that `gymnasium.make` can make again,
@@ -82,37 +93,49 @@ def preset_for(
         ContractError: The environment raised, or what it returned does not fit its spaces.
     """
     require_integers("preset_for", 1, optional=True, total_steps=total_steps, max_episode_steps=max_episode_steps)
-    require_instances("preset_for", str | None, "'group', 'fitted' or None", credit=credit)
-    if credit not in (None, "group", "fitted"):
-        raise ConfigError(f"preset_for: credit must be 'group', 'fitted' or None; got {describe(credit)}.")
-    name, function, is_registered = _identified(environment)
-    presets = {"group": PRESETS, "fitted": FITTED_PRESETS, None: FITTED_PRESETS | PRESETS}[credit]
-    if is_registered and name in presets:
-        preset = presets[name]
-        if total_steps is not None:
-            preset = replace(preset, total_steps=total_steps, evaluate_every=max(1, total_steps // 20))
-    else:
-        preset = _chosen(name, function or name, credit, total_steps, max_episode_steps)
+    if credit is not None:
+        require_instances("preset_for", Credit, credit=credit)
+    with preserved_random_state():  # an environment may draw from them, also when it is created
+        presets = {"group": PRESETS, "fitted": FITTED_PRESETS, None: FITTED_PRESETS | PRESETS}[credit]
+        name, function, is_measured = _identified(environment, presets)
+        if is_measured:
+            preset, spec = presets[name], gymnasium.registry.get(name)
+            limit = None if spec is None else spec.max_episode_steps
+            if total_steps is not None:
+                preset = replace(preset, total_steps=total_steps, evaluate_every=max(1, total_steps // 20))
+        else:
+            preset, limit = _chosen(name, function or name, credit, total_steps, max_episode_steps)
     if function is not None:
         preset = replace(preset, environment=function)
     if max_episode_steps is not None:
         preset = replace(preset, max_episode_steps=max_episode_steps)
     if total_steps is not None:
-        _say_few_iterations(preset)
+        _say_few_iterations(preset, limit)
     return preset
 
 
-def _identified(environment: Any) -> tuple[str, Callable[[], gymnasium.Env] | None, bool]:
-    """The name of an environment, the function that creates it unless its name is an id, and whether it is the registered one,
-    with the same keywords and wrappers."""
+def _identified(
+    environment: Any, presets: Mapping[str, ControlPreset]
+) -> tuple[str, Callable[[], gymnasium.Env] | None, bool]:
+    """The name of an environment, the function that creates it unless its name is an id, and whether it has one of the presets:
+    with the same keywords, wrappers and time limit."""
     if isinstance(environment, str):
-        return environment, None, True
+        return environment, None, environment in presets
     function = _made_again(environment) if isinstance(environment, gymnasium.Env) else environment_factory(environment)
-    env = function()
-    require_environment(env)
-    name, layers = environment_name(env), layers_in_words(env)
-    env.close()
-    return name, function, name in gymnasium.registry and layers == layers_in_words(gymnasium.make(name))
+    with explained(describe_factory(function)):
+        env = function()
+        require_environment(env)
+    name = environment_name(env)
+    is_measured = name in presets and _in_words(env) == _in_words(
+        (presets[name].environment or partial(gymnasium.make, name))()
+    )
+    close(env)
+    return name, function, is_measured
+
+
+def _in_words(env: gymnasium.Env) -> tuple[list[str], int | None]:
+    """An environment with its keywords and wrappers, and its time limit."""
+    return layers_in_words(env), time_limit(env)
 
 
 def _made_again(env: gymnasium.Env) -> Callable[[], gymnasium.Env]:
@@ -123,17 +146,18 @@ def _made_again(env: gymnasium.Env) -> Callable[[], gymnasium.Env]:
     function = partial(gymnasium.make, env.spec)
     try:
         again = function()
-    except (ValueError, TypeError, gymnasium.error.Error) as error:
+    except Exception as error:  # recovery: what an environment's own code raises gets a name
         raise ConfigError(f"preset_for: {env} cannot be made again. {remedy} (Gymnasium: {error})") from error
-    if layers_in_words(again) != layers_in_words(env):
+    if _in_words(again) != _in_words(env):
         raise ConfigError(f"preset_for: made again, {env} is {again}. {remedy}")
+    close(again)
     return function
 
 
 def _chosen(
     name: str, environment: Any, credit: Credit | None, total_steps: int | None, max_episode_steps: int | None
-) -> ControlPreset:
-    """Settings by what the environment is, and by what random actions show."""
+) -> tuple[ControlPreset, int | None]:
+    """Settings by what the environment is, and by what random actions show; and the time limit."""
     num_steps = PROBE_STEPS if total_steps is None else max(1, min(PROBE_STEPS, total_steps // 20))
     found = probe(environment, num_steps=num_steps, max_episode_steps=max_episode_steps)
     if credit == "fitted" and found.encoder.has_images:
@@ -154,12 +178,17 @@ def _chosen(
     LOGGER.info("preset_for: there are no measured settings of this environment. Chosen by %s", why)
     steps_left = max(1, total_steps - found.num_steps)
     evaluate_every = max(1, steps_left // 20)
-    return replace(preset, env_id=name, threshold=None, total_steps=steps_left, evaluate_every=evaluate_every, why=why)
+    preset = replace(
+        preset, env_id=name, threshold=None, total_steps=steps_left, evaluate_every=evaluate_every, why=why
+    )
+    return preset, found.limit
 
 
 def _with_group_mean(found: Findings) -> tuple[ControlPreset, list[str]]:
     """Settings with the group's mean, and their reasons."""
     preset = MUJOCO if isinstance(found.action_space, spaces.Box) else PRESETS["Acrobot-v1"]
+    if found.encoder.has_images:  # their networks scale pixels
+        preset = replace(preset, normalize_observations=False)
     # one group is enough if episodes may be longer: more steps per start, and more updates
     if found.limit is None or found.limit > LONG_EPISODE:
         preset = replace(preset, num_groups=1)
@@ -174,6 +203,8 @@ def _with_fitted_values(found: Findings) -> tuple[ControlPreset, list[str]]:
     is_table = isinstance(found.encoder.space, spaces.Discrete) and size <= MAX_TABLE
     has_many = has_box and not is_table and spaces.flatdim(found.action_space) >= MANY_ACTIONS
     preset = FITTED_TABLE if is_table else FITTED_ROBOT if has_many else FITTED_BOX if has_box else FITTED
+    if is_table and has_box:
+        preset = replace(preset, num_epochs=FITTED_BOX.num_epochs, num_steps=FITTED_BOX.num_steps)
     values = "a table" if is_table else "Fourier features"
     reasons = [f"a fitted value function, {values} ({_observations(found)})", _epochs(preset, found)]
     if is_table and found.rare_rewards < SPARSE and found.common_reward == 0:
@@ -189,6 +220,11 @@ def _with_fitted_values(found: Findings) -> tuple[ControlPreset, list[str]]:
             f"each action repeated {REPEAT} times (no episode terminated, all rewards are equal, and repeated actions reach "
             f"{found.reach:.1f} times as far)"
         )
+    longest = None if found.longest is None else -(-found.longest // preset.repeat)
+    if longest is not None and preset.num_groups * longest < FEW_DECISIONS:
+        while preset.num_groups * longest < FEW_DECISIONS:
+            preset = replace(preset, num_groups=2 * preset.num_groups, num_steps=(preset.num_steps or 0) // 2)
+        reasons.append(f"{preset.num_groups} members (an episode had at most {longest} decisions)")
     gamma, reason = _gamma(found)
     return replace(preset, gamma=gamma), [*reasons, f"gamma {gamma:g} ({reason})"]
 
@@ -215,16 +251,18 @@ def _gamma(found: Findings) -> tuple[float, str]:
     return 0.99, "the default"
 
 
-def _say_few_iterations(preset: ControlPreset) -> None:
-    """Say it if the steps of a run may be few iterations."""
-    spec = gymnasium.registry.get(preset.env_id)
-    longest = preset.num_steps or preset.max_episode_steps or (spec and spec.max_episode_steps) or MAX_STEPS
-    iterations = preset.total_steps // (preset.num_groups * preset.group_size * longest)
+def _say_few_iterations(preset: ControlPreset, limit: int | None) -> None:
+    """Say it if the steps of a run may be few iterations. `limit` is the environment's time limit."""
+    limits = [each for each in (preset.num_steps, preset.max_episode_steps, limit) if each is not None]
+    iterations = preset.total_steps // (preset.num_groups * preset.group_size * min(limits, default=MAX_STEPS))
     if iterations < FEW_ITERATIONS:
         LOGGER.warning(
-            "preset_for: %s steps of %s may be only %d iteration(s), and a policy improves once in an iteration. Use "
-            "more steps, a smaller num_steps or max_episode_steps, or credit='fitted', which has short iterations.",
+            "preset_for: %s steps of %s may be only %d iteration(s), and a policy improves once in an iteration. Use more "
+            "steps, %s.",
             f"{preset.total_steps:,}",
             preset.env_id,
             max(1, iterations),
+            "a smaller max_episode_steps, or (but for images) credit='fitted', which has short iterations"
+            if preset.num_steps is None
+            else "or a smaller num_steps: dataclasses.replace(preset, num_steps=...)",
         )

@@ -27,9 +27,7 @@ class EnvironmentReward(nn.Module):
 
     def __init__(self, per: Literal["step", "episode"] = "step", discount: float = 1.0) -> None:
         super().__init__()
-        require_instances("EnvironmentReward", str, "'step' or 'episode'", per=per)
-        if per not in ("step", "episode"):
-            raise ConfigError(f"EnvironmentReward: per must be 'step' or 'episode'; got {describe(per)}.")
+        require_instances("EnvironmentReward", Literal["step", "episode"], per=per)
         require_numbers("EnvironmentReward", discount=discount)
         if not 0.0 <= discount <= 1.0 or (per == "step" and discount != 1.0):
             raise ConfigError(

@@ -1,18 +1,15 @@
 """Evaluation of a policy without noise, on episode starts that training does not use."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from adapters.control.environments.episodes import EpisodeStart
-from adapters.control.policy.distributions import ActionDistribution
 from adapters.control.policy.episode_policy import EpisodePolicy
 from adapters.control.policy.rollouts import Record
 from grpo import preserved_random_state
-from grpo.arguments import require_instances, require_integers
+from grpo.arguments import require_instances, require_integers, with_checked_arguments
 
 EVALUATION_SEED = 2**31
 """First seed of resets for evaluation. Training seeds are spread over all 32-bit numbers."""
@@ -42,6 +39,7 @@ class Evaluation:
         return f"return {self.mean_return:.1f} +- {spread:.1f} in {len(self.returns)} episodes of {length:.0f} steps"
 
 
+@with_checked_arguments
 def evaluate_policy(
     policy: EpisodePolicy,
     *,
@@ -80,28 +78,7 @@ def act_out(
     training = {module: module.training for module in policy.modules()}
     policy.eval()
     try:
-        distribution = _MostLikely(policy.distribution) if deterministic else policy.distribution
-        return policy.roll_out(starts, seed=seed, max_steps=max_steps, distribution=distribution)
+        return policy.roll_out(starts, seed=seed, max_steps=max_steps, deterministic=deterministic)
     finally:
         for module, mode in training.items():  # module by module, because a user may keep one in evaluation mode
             module.training = mode
-
-
-class _MostLikely:
-    """An action distribution whose samples are always the most likely action."""
-
-    num_noise = 0
-
-    def __init__(self, distribution: ActionDistribution) -> None:
-        self._distribution = distribution
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._distribution, name)
-
-    def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
-        """No noise, [num_steps, 0]."""
-        return np.empty((num_steps, 0), dtype=np.float32)
-
-    def sample(self, parameters: Tensor, noise: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Return the mode."""
-        return self._distribution.mode(parameters, allowed)

@@ -14,7 +14,6 @@ from adapters.control.environments.masks import KEY, sample_mask
 from adapters.control.environments.pools import EnvironmentPool, make_pool
 from adapters.control.policy.observations import ObservationEncoder
 from adapters.control.policy.rollouts import MAX_STEPS, take_steps
-from grpo import preserved_random_state
 
 REPEAT = 4
 """Number of steps for which a probe repeats actions where single ones have found nothing."""
@@ -30,6 +29,8 @@ class RandomSteps:
     """The reward of each action."""
     num_terminated: int
     """Number of episodes that the environment has terminated."""
+    longest: int | None
+    """Number of steps of the longest episode. None: no episode has ended."""
     has_masks: bool
     """Whether the environment gives masks of allowed actions."""
     ranges: Float64[np.ndarray, " K"]
@@ -73,6 +74,11 @@ class Findings:
         return self.single.has_masks
 
     @property
+    def longest(self) -> int | None:
+        """Number of steps of the longest episode with single actions. None: no episode has ended."""
+        return self.single.longest
+
+    @property
     def reach(self) -> float:
         """How far repeated actions reach: the ranges of an observation's numbers, relative to those with single actions, in the
         median. 1 if actions were not repeated."""
@@ -88,7 +94,7 @@ class Findings:
 
 
 def probe(environment: str | Callable[[], gymnasium.Env], *, num_steps: int, max_episode_steps: int | None) -> Findings:
-    """Take random actions in an environment. Equal environments have equal findings, and global generators are restored.
+    """Take random actions in an environment. Equal environments have equal findings.
 
     Args:
         environment: An id, or a function that creates an environment.
@@ -99,21 +105,18 @@ def probe(environment: str | Callable[[], gymnasium.Env], *, num_steps: int, max
         ConfigError: The environment cannot be created, or its observations have no fixed size.
         ContractError: The environment raised, or what it returned does not fit its spaces.
     """
-    with preserved_random_state():
-        pool = make_pool(environment, 1, vectorization="sync", infos=True)
-        try:
-            encoder = ObservationEncoder(pool.observation_space)
-            limits = [limit for limit in (max_episode_steps, pool.max_episode_steps) if limit is not None]
-            limit, repeated = min(limits, default=None), None
-            single = _random_steps(pool, encoder, num_steps, limit or MAX_STEPS, repeat=1)
-            has_found_nothing = single.num_terminated == 0 and bool(np.ptp(single.rewards) == 0)
-            if has_found_nothing and not single.has_masks:  # masks and repeated actions contradict each other
-                repeated = _random_steps(pool, encoder, num_steps, limit or MAX_STEPS, repeat=REPEAT)
-            return Findings(
-                encoder=encoder, action_space=pool.action_space, limit=limit, single=single, repeated=repeated
-            )
-        finally:
-            pool.close()
+    pool = make_pool(environment, 1, vectorization="sync", infos=True)
+    try:
+        encoder = ObservationEncoder(pool.observation_space)
+        limits = [limit for limit in (max_episode_steps, pool.max_episode_steps) if limit is not None]
+        limit, repeated = min(limits, default=None), None
+        single = _random_steps(pool, encoder, num_steps, limit or MAX_STEPS, repeat=1)
+        has_found_nothing = single.num_terminated == 0 and bool(np.ptp(single.rewards) == 0)
+        if has_found_nothing and not single.has_masks:  # masks and repeated actions contradict each other
+            repeated = _random_steps(pool, encoder, num_steps, limit or MAX_STEPS, repeat=REPEAT)
+        return Findings(encoder=encoder, action_space=pool.action_space, limit=limit, single=single, repeated=repeated)
+    finally:
+        pool.close()
 
 
 def _random_steps(
@@ -122,6 +125,7 @@ def _random_steps(
     """Play episodes of random actions until `num_steps` environment steps were taken."""
     member = np.array([0])
     taken = num_episodes = num_terminated = 0
+    lengths, has_ended = [], False
     rewards: list[float] = []
     has_masks = False
     low = torch.full(encoder.shape, torch.inf)
@@ -130,6 +134,7 @@ def _random_steps(
     while taken < num_steps:
         observations, infos = pool.reset([0], [EpisodeStart(seed=num_episodes)])
         num_episodes, left, is_over = num_episodes + 1, min(limit, num_steps - taken), False
+        begun = taken
         while left > 0 and not is_over:
             observed = encoder(observations)[0].float()
             low, high = torch.minimum(low, observed), torch.maximum(high, observed)
@@ -142,10 +147,13 @@ def _random_steps(
             num_terminated += bool(step.terminated[0])
             left, taken = left - int(counts[0]), taken + int(counts[0])
             is_over = bool(step.terminated[0] or step.truncated[0])
+        lengths.append(taken - begun)
+        has_ended |= is_over or taken - begun == limit
     return RandomSteps(
         num_steps=taken,
         rewards=np.array(rewards),
         num_terminated=num_terminated,
+        longest=max(lengths) if has_ended else None,
         has_masks=has_masks,
         ranges=(high - low).flatten().double().numpy(),
     )

@@ -90,7 +90,8 @@ def train_control(
 
     Raises:
         ConfigError: `total_steps` or `evaluate_every` is below 1, the trainer has made `total_steps` steps already, or `folder`
-            holds a run of another environment, with other starts or another policy.
+            holds a run of another environment, with other starts or another policy. Of an environment without keywords, the
+            attributes that are numbers are compared.
         TrainingInterrupted: As in `GRPOTrainer.train`.
     """
     require_integers("train_control", 1, total_steps=total_steps, evaluate_every=evaluate_every)
@@ -142,6 +143,7 @@ def _require_same_run(folder: Path, trainer: GRPOTrainer, starts: Any) -> None:
     }
     now = json.loads(json.dumps(settings, default=as_plain))
     del now["num_members"]  # like vectorization, it changes no episode
+    numbers = pool.numbers if isinstance(pool, SerialPool) else {}  # of an environment without keywords
     if path.is_file() and any(folder.glob("iteration-*")):
         before = json.loads(path.read_text(encoding="utf-8"))
         names = [
@@ -150,6 +152,12 @@ def _require_same_run(folder: Path, trainer: GRPOTrainer, starts: Any) -> None:
         changed = [
             f"{name} was {before.get(name)} and is {now[name]}" for name in names if before.get(name) != now[name]
         ]
+        were = before.get("numbers", {})
+        changed += [
+            f"{name} was {were[name]:g} and is {numbers[name]:g}"
+            for name in numbers.keys() & were.keys()
+            if numbers[name] != were[name]
+        ]
         if changed:
             raise ConfigError(
                 f"train_control: {folder} holds another run: {'; '.join(changed)}. Use another folder, or delete this one. To "
@@ -157,7 +165,7 @@ def _require_same_run(folder: Path, trainer: GRPOTrainer, starts: Any) -> None:
             )
     elif trainer.engine.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_text(path, json.dumps(now))
+        replace_text(path, json.dumps(now | {"numbers": numbers}))
 
 
 class CurveRecorder:
@@ -204,11 +212,10 @@ class StopAt:
     def __init__(self, value: float, recorder: CurveRecorder) -> None:
         self._value, self._recorder = value, recorder
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the last evaluation has reached the return."""
-        return self._recorder.curve.ends_at(self._value)
+    def on_start(self, trainer: RunningTrainer) -> Decision:
+        """Stop if the last evaluation has reached the return already."""
+        return "stop" if self._recorder.curve.ends_at(self._value) else None
 
-    def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
+    def on_evaluation(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
         """Stop after an evaluation that has reached the return."""
-        return "stop" if "eval/return" in metrics and self.has_ended else None
+        return "stop" if metrics["eval/return"] >= self._value else None

@@ -1,5 +1,6 @@
 """Videos of a policy. Requires a renderer: `pip install ".[robots]"`; without a screen also MUJOCO_GL=egl."""
 
+import copy
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adapters.control.environments.masks import KEY, MasksInInfo
-from adapters.control.environments.pool_base import time_limit
+from adapters.control.environments.pool_base import require_environment, time_limit
+from adapters.control.environments.pools import describe_factory
 from adapters.control.policy.episode_policy import EpisodePolicy
 from grpo.arguments import require_integers
-from grpo.errors import ConfigError
+from grpo.errors import ConfigError, GRPOError
 
 Frame = NDArray[np.uint8]
 """An RGB image, [height, width, 3]."""
@@ -26,7 +28,8 @@ def record_video(policy: EpisodePolicy, environment: Any, folder: str | Path, *,
 
     Args:
         policy: The policy. It acts through `predict`.
-        environment: Id or spec from which a new environment is created.
+        environment: Id or spec from which a new environment is created, or a function that creates one with
+            `render_mode="rgb_array"`.
         folder: Folder of the video. It is created.
         seed: Seed of the reset.
         make: Keywords of `gymnasium.make`.
@@ -53,7 +56,8 @@ def record_frames(
 
     Args:
         policy: The policy. It acts through `predict`.
-        environment: Id or spec from which a new environment is created.
+        environment: Id or spec from which a new environment is created, or a function that creates one with
+            `render_mode="rgb_array"`.
         seed: Seed of the first reset. Each further episode adds 1.
         every: Steps between frames.
         num_frames: Number of frames.
@@ -86,7 +90,8 @@ def _frames(policy: EpisodePolicy, env: gym.Env, seed: int, every: int | None) -
         if step % policy.repeat == 0:
             masks = info[KEY] if policy.action_mask == "info" else None
             action, _ = policy.predict(observation, deterministic=True, action_masks=masks)
-        observation, _, terminated, truncated, info = env.step(action)
+        # a copy, because an environment may write into the action that it gets
+        observation, _, terminated, truncated, info = env.step(copy.deepcopy(action))
         if terminated or truncated:
             return
 
@@ -97,9 +102,17 @@ def _renderable(environment: Any, make: dict[str, Any]) -> gym.Env:
         os.environ.setdefault("MUJOCO_GL", "egl")  # read when mujoco is first imported; renders without a window
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     try:
-        env = gym.make(environment, render_mode="rgb_array", **make)
+        env = environment(**make) if callable(environment) else gym.make(environment, render_mode="rgb_array", **make)
+        require_environment(env)
+        if callable(environment) and env.render_mode != "rgb_array":
+            raise ConfigError(
+                f'A film needs an environment with render_mode="rgb_array"; {describe_factory(environment)} created one with '
+                f"{env.render_mode!r}. Let it pass this keyword to gymnasium.make."
+            )
         env.reset(seed=0)
         env.render()
+    except GRPOError:
+        raise
     except Exception as error:  # exceptions differ between drivers; the cause is chained
         raise ConfigError(
             f"{environment} cannot be rendered here: {error}. Without a screen, MuJoCo needs EGL: install the system's Mesa "

@@ -91,13 +91,26 @@ class ControlTokens:
 
     def parts(self, text: str) -> list[str]:
         """What the template wrote, cut where no token may reach across."""
-        return [part for part in text.replace("\\ufdd0", CUT).split(CUT) if part]  # some templates write JSON in ASCII
+        text = whole_characters(text).replace("\\ufdd0", CUT)  # some templates write JSON in ASCII
+        return [part for part in text.split(CUT) if part]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of what the template wrote. No token is added at the beginning or the end."""
         return [
             token for part in self.parts(text) for token in self._tokenizer(part, add_special_tokens=False)["input_ids"]
         ]
+
+
+def whole_characters(text: str) -> str:
+    """The text with U+FFFD in place of half characters, which no tokenizer reads.
+
+    A character beyond U+FFFF has two halves (surrogates) in the escapes of JSON, and a text that was cut between them has one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _pattern(marks: set[str]) -> re.Pattern[str]:

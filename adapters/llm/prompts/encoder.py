@@ -19,17 +19,15 @@ from .chat_messages import (
     with_contents_as_text,
     without_none,
 )
-from .control_tokens import CUT, ControlTokens
+from .control_tokens import CUT, ControlTokens, whole_characters
 from .pictures import COLUMNS, PICTURE_PARTS, kinds_of_parts, pictures_of_row, with_pictures
-from .processor import Processor
+from .processor import Processor, drop_oldest
 from .said_once import SaidOnce
 from .states import Message, Prompt, PromptState, is_token_ids, prompt_of
 from .template_checks import TemplateChecks, names_of
 from .token_checks import TokenChecks
 
 _JSON_CHAT = re.compile(r'\s*\[\s*\{\s*"(?:role|content)"\s*:')
-KEPT_BYTES = 2**30
-"""Memory for the fields of prompts with pictures between calls. An iteration encodes each prompt several times."""
 
 
 class PromptEncoder:
@@ -86,14 +84,13 @@ class PromptEncoder:
 
     def _encoded(self, state: PromptState, position: int) -> Ids:
         row = state if isinstance(state, Mapping) else {}
-        found = self._encode(prompt_of(state, self.column), row, position)
+        prompt = prompt_of(state, self.column)
+        if isinstance(prompt, PicturePrompt):  # encoded before
+            return prompt
+        found = self._encode(prompt, row, position)
         if isinstance(found, PicturePrompt):
             self._kept[id(state)] = state, found
-            held = sum(prompt.num_bytes for _, prompt in self._kept.values())
-            for key in list(self._kept)[:-1]:
-                if held <= KEPT_BYTES:
-                    break
-                held -= self._kept.pop(key)[1].num_bytes
+            drop_oldest(self._kept, {key: kept.num_bytes for key, (_, kept) in self._kept.items()})
         return found
 
     def _encode(self, prompt: Prompt, row: Mapping[str, Any], position: int) -> Ids:
@@ -103,11 +100,12 @@ class PromptEncoder:
             # a text that begins as the template begins was rendered by the user, and has its special tokens
             begins = tuple(filter(None, (getattr(self._tokenizer, "bos_token", None), self._template.begin_of_chats())))
             own = {"add_special_tokens": False} if begins and prompt.startswith(begins) else {}
+            readable = whole_characters(prompt)
             if pictures:
                 assert self._processor is not None
-                token_ids = self._processor([prompt], pictures, f"The prompt of state {position}", **own)
+                token_ids = self._processor([readable], pictures, f"The prompt of state {position}", **own)
             else:
-                token_ids = list(self._tokenizer(prompt, **own)["input_ids"])
+                token_ids = list(self._tokenizer(readable, **own)["input_ids"])
             self._tokens.check_characters(prompt, token_ids, position)
             bos = getattr(self._tokenizer, "bos_token", None)
             if bos and not own and bos in prompt and token_ids[:1] == [self._tokenizer.bos_token_id]:

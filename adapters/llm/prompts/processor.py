@@ -1,16 +1,23 @@
 """The processor of an image-text model: which token ids and fields a text with pictures has."""
 
 import copy
-from collections.abc import Sequence
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adapters.llm.picture_prompts import TYPES, PicturePrompt, stacked
+from adapters.llm.picture_prompts import TYPES, Ids, PicturePrompt, stacked
 from grpo.arguments import describe
 from grpo.errors import ContractError
 
+from .pictures import Picture
+
+KEPT_BYTES = 2**30
+"""Memory for the fields of prompts, and of single pictures, between calls. An iteration needs each several times."""
 OF_TOKENS = ("input_ids", "attention_mask", "labels")
 """What a processor returns about tokens. One prompt has no padding, and no answer."""
 
@@ -47,6 +54,22 @@ def picture_token_ids(processor: Any, config: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """What a processor returns for one picture."""
+
+    token_ids: list[int]
+    """The tokens that stand for the picture in what the model reads."""
+    fields: dict[str, Tensor]
+    """The fields of the picture."""
+    types: dict[str, dict[int, int]]
+    """For each field with types of tokens: the types that are not 0, by token id."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(values.nbytes for values in self.fields.values())
+
+
 class Processor:
     """Calls a processor of transformers for one prompt at a time.
 
@@ -61,6 +84,90 @@ class Processor:
         """What stands for a picture in a text, before the processor replaces it by the picture's tokens."""
         self.token_ids = tuple(token_ids)
         """Tokens that stand for pictures in what the model reads."""
+        self._read: dict[str, _Read] = {}
+        """Single pictures by their digests, the oldest first."""
+
+    def encoded(self, parts: Sequence[str], pictures: Sequence[Picture], whose: str) -> list[int]:
+        """Token ids of a text that may be a part of a conversation. Each picture is processed by itself, so that its tokens do
+        not depend on the pictures that come before and after it.
+
+        Args:
+            parts: The text, cut where no token may reach across.
+            pictures: The pictures, in the order of their marks.
+            whose: What errors call the text.
+        """
+        behind_marks = re.compile(f"(?<={re.escape(self.mark)})")
+        pieces = [piece for part in parts for piece in behind_marks.split(part) if piece]
+        return list(self(pieces, [picture.image for picture in pictures], whose, add_special_tokens=False))
+
+    def prompt(self, token_ids: Sequence[int], pictures: Sequence[Picture], later: Ids = ()) -> PicturePrompt:
+        """The prompt of token ids that `encoded` has returned, and tokens between them. Its fields are computed when they are
+        needed.
+
+        Args:
+            token_ids: Token ids of the prompt.
+            pictures: The pictures of the prompt, and of `later`, in order.
+            later: Token ids of what follows the prompt, if there are pictures in it.
+        """
+        different = {picture.digest: picture for picture in pictures}
+
+        def fields() -> dict[str, Tensor]:
+            read = {digest: self._read_alone(picture) for digest, picture in different.items()}
+            each = [read[picture.digest] for picture in pictures]
+            joined = {name: stacked([one.fields[name] for one in each]) for name in each[0].fields}
+            for name in each[0].types:
+                types = {token: kind for one in each for token, kind in one.types[name].items()}
+                joined[name] = torch.tensor([[types.get(token, 0) for token in (*token_ids, *later)]])
+            return joined
+
+        # what follows is a part of the identity, because its pictures may be at other places
+        identity = f"{[picture.digest for picture in pictures]} {list(later)}"
+        digest = hashlib.sha256(identity.encode()).hexdigest()
+        return PicturePrompt(
+            token_ids,
+            fields,
+            digest=digest,
+            is_whole=len(later) > 0,
+            marked=lambda: (self._with_marks(token_ids, pictures), [picture.image for picture in pictures]),
+        )
+
+    def _with_marks(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
+        """The token ids of `prompt` with one mark in place of the tokens of each picture."""
+        mark, found, left = self._tokens([self.mark], {"add_special_tokens": False}), [], list(token_ids)
+        for picture in pictures:
+            own = self._read_alone(picture).token_ids
+            places = (place for place in range(len(left)) if left[place : place + len(own)] == own)
+            place = next(places, None)
+            if place is None:
+                raise ContractError(
+                    f"The tokens of a picture must stand together in its prompt, for an engine that processes pictures itself; "
+                    f"those of {type(self._processor).__name__} join the text around them. Use sampler='decoding'."
+                )
+            found += [*left[:place], *mark]
+            left = left[place + len(own) :]
+        return [*found, *left]
+
+    def _tokens(self, parts: Sequence[str], options: Mapping[str, Any]) -> list[int]:
+        """Token ids of a text with marks, as the tokenizer alone reads it."""
+        tokenizer = self._processor.tokenizer
+        return [token for part in parts for token in tokenizer(part, **options)["input_ids"]]
+
+    def _read_alone(self, picture: Picture) -> _Read:
+        """What the processor returns for one picture."""
+        found = self._read.get(picture.digest)
+        if found is None:
+            ids, fields = self._of_part(self.mark, [picture.image], "A picture", {"add_special_tokens": False})
+            found = self._read[picture.digest] = _Read(
+                token_ids=ids,
+                fields={name: values for name, values in fields.items() if not name.endswith(TYPES)},
+                types={
+                    name: {token: kind for token, kind in zip(ids, values[0].tolist(), strict=True) if kind}
+                    for name, values in fields.items()
+                    if name.endswith(TYPES)
+                },
+            )
+            drop_oldest(self._read, {digest: one.num_bytes for digest, one in self._read.items()})
+        return found
 
     def __call__(self, parts: Sequence[str], pictures: Sequence[Any], whose: str, **options: Any) -> PicturePrompt:
         """The prompt of a text with pictures.
@@ -95,7 +202,7 @@ class Processor:
         whole = {
             name: torch.cat(parts, 1) if name.endswith(TYPES) else stacked(parts) for name, parts in fields.items()
         }
-        return PicturePrompt(token_ids, whole)
+        return PicturePrompt(token_ids, whole, marked=lambda: (self._tokens(parts, options), list(pictures)))
 
     def _of_part(
         self, text: str, pictures: Sequence[Any], whose: str, options: dict[str, Any]
@@ -119,3 +226,13 @@ class Processor:
                 "architecture."
             )
         return token_ids, fields
+
+
+def drop_oldest(kept: dict[Any, Any], sizes: Mapping[Any, int]) -> None:
+    """Remove the oldest entries until the rest have `KEPT_BYTES` at most. The last one stays."""
+    held = sum(sizes.values())
+    for key in list(kept)[:-1]:
+        if held <= KEPT_BYTES:
+            break
+        held -= sizes[key]
+        del kept[key]

@@ -7,6 +7,7 @@ from typing import Any
 from grpo.arguments import describe
 from grpo.errors import ContractError
 
+from .control_tokens import whole_characters
 from .said_once import SaidOnce
 
 
@@ -54,14 +55,19 @@ class TokenChecks:
 
     def check_characters(self, text: str, token_ids: Sequence[int], position: int) -> None:
         """Say once which characters the tokenizer does not know. It drops them, or writes its unknown token."""
-        new = {
-            c for c in set(text) - self._known_characters if not c.isspace() and unicodedata.category(c)[0] not in "CM"
-        }
+        found = set(text)
+        halves = sorted(c for c in found if unicodedata.category(c) == "Cs")
+        if halves and "\ufffd" in whole_characters(text):
+            self._say(
+                f"the prompt of state {position} has half a character, {halves[0]!r}, and the model reads U+FFFD in its place. "
+                "The text was cut inside a character. Cut it before or after."
+            )
+        new = {c for c in found - self._known_characters if not c.isspace() and unicodedata.category(c)[0] not in "CM"}
         self._known_characters |= new
         unknown_ids = _unknown_ids(self._tokenizer)
         for character in sorted(new) if hasattr(self._tokenizer, "backend_tokenizer") or unknown_ids else ():
-            found = set(self._tokenizer(character, add_special_tokens=False)["input_ids"])
-            if not found or (found & unknown_ids and not unknown_ids.isdisjoint(token_ids)):
+            tokens = set(self._tokenizer(character, add_special_tokens=False)["input_ids"])
+            if not tokens or (tokens & unknown_ids and not unknown_ids.isdisjoint(token_ids)):
                 self._say(
                     f"the tokenizer has no token for {character!r} in the prompt of state {position}, so the model does not "
                     "read it. Use the model's tokenizer, or replace the character."

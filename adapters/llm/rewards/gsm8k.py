@@ -1,6 +1,7 @@
 """GSM8K, grade school mathematics problems: rows, prompts and the extraction of answers.
 
-Source: Cobbe et al. 2021, arXiv:2110.14168, whose solutions end in a line `#### n`.
+Source:
+    Cobbe et al. 2021, arXiv:2110.14168, whose solutions end in a line `#### n`.
 """
 
 import json

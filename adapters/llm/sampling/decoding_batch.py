@@ -185,8 +185,8 @@ class GrowingLayer(DynamicLayer):
 
     def keep(self, rows: Tensor, width: int) -> None:
         """Keep only these rows, and their last `width` positions."""
-        all_positions = self._view(self.get_seq_length())
-        self._keys, self._values = (_moved(part[:, :, -width:].index_select(0, rows), width) for part in all_positions)
+        unused = self.get_seq_length() - width
+        self._keys, self._values = (part[:, :, unused:].index_select(0, rows) for part in (self._keys, self._values))
         self._view(width)
 
 

@@ -133,6 +133,14 @@ class GivesRows(Protocol):
 
 
 @runtime_checkable
+class ExcludesTokens(Protocol):
+    """A sampler with an output head of its own. It gets the tokens that stand for pictures, so that it does not draw them."""
+
+    excluded_token_ids: Ints
+    """Tokens that no completion may have."""
+
+
+@runtime_checkable
 class SamplesBeside(Protocol):
     """A sampler that can sample in a second thread while the model is updated, such as a server."""
 

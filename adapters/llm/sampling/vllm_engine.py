@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from adapters.llm.model.merged_weights import merged_weights
-from adapters.llm.picture_prompts import Ids, require_no_pictures
+from adapters.llm.picture_prompts import Ids, PicturePrompt
 from grpo import preserved_random_state
 from grpo.arguments import install_command
 from grpo.errors import ConfigError
 
 from .samplers import Ints, LimitsRows, RowLimit, SampledTokens, SamplerError
 from .sampling_config import SamplingConfig
-from .vllm_requests import Answer, require_room, row_settings, sampled_tokens
+from .vllm_requests import Answer, require_equal_prompts, require_room, row_settings, sampled_tokens
 
 IN_OTHER_PROCESSES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
@@ -43,6 +43,8 @@ class VLLMSampler(LimitsRows):
     """
 
     limits_rows = True
+    excluded_token_ids: Ints = ()
+    """Tokens that no completion may have."""
 
     def __init__(self, model: str | Path, **engine_options: Any) -> None:
         spread = {name: engine_options[name] for name in IN_OTHER_PROCESSES if engine_options.get(name, 1) != 1}
@@ -81,18 +83,20 @@ class VLLMSampler(LimitsRows):
 
         Raises:
             ConfigError: VLLM does not support a setting, or a prompt is too long.
-            SamplerError: VLLM did not complete a request.
+            SamplerError: VLLM did not complete a request, or reads other tokens in place of a picture.
         """
-        require_no_pictures(prompts, "vLLM, as it is called here,", "Use sampler='decoding'.")
-        settings = row_settings(config, end_token_ids, limits, len(seeds))
+        settings = row_settings(config, end_token_ids, limits, len(seeds), self.excluded_token_ids)
         require_room(prompts, settings, self._max_length)
+        requests = [_request(prompt) for prompt in prompts]
         with preserved_random_state():  # vLLM uses the global generators although every row has a seed
             outputs = self.engine.generate(
-                [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(num_per_prompt)],
+                [dict(request) for request in requests for _ in range(num_per_prompt)],
                 [self._params(seed=seed, **own) for seed, own in zip(seeds, settings, strict=True)],
                 use_tqdm=False,
             )
-        return sampled_tokens([_answer(request.outputs[0]) for request in outputs], config)
+        answers = [_answer(request) for request in outputs]
+        require_equal_prompts([prompt for prompt in prompts for _ in range(num_per_prompt)], answers)
+        return sampled_tokens(answers, config)
 
     def sync(self, model: Any) -> None:
         """Copy the weights of the trained model to the engine, with its adapters merged.
@@ -109,12 +113,22 @@ class VLLMSampler(LimitsRows):
             )
 
 
-def _answer(output: Any) -> Answer:
+def _request(prompt: Ids) -> dict[str, Any]:
+    """A prompt as vLLM reads it. VLLM replaces the mark of each picture by the picture's tokens."""
+    if not isinstance(prompt, PicturePrompt):
+        return {"prompt_token_ids": list(prompt)}
+    token_ids, pictures = prompt.marked
+    return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": pictures}}
+
+
+def _answer(request: Any) -> Answer:
+    output = request.outputs[0]
     return Answer(
         token_ids=output.token_ids,
         log_probs=[chosen[token].logprob for chosen, token in zip(output.logprobs, output.token_ids, strict=True)],
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
+        prompt_token_ids=request.prompt_token_ids,
     )
 
 

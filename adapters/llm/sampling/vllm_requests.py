@@ -5,10 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapters.llm.completions import FinishReason
+from adapters.llm.picture_prompts import Ids, PicturePrompt
 from grpo.errors import ConfigError
 
 from .samplers import RowLimit, SampledTokens, SamplerError
 from .sampling_config import SamplingConfig
+
+LOWEST_BIAS = -100.0
+"""The lowest bias of a logit that vLLM accepts. The probability of the token is then that of its logit, times 4e-44."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,8 @@ class Answer:
     """vLLM's finish reason: "stop", "length", or another value after a failure."""
     stop_reason: int | str | None
     """The token or the string that ended the completion. None if neither did."""
+    prompt_token_ids: Sequence[int] | None = None
+    """The prompt as vLLM read it. None: not reported."""
 
 
 def request_settings(config: SamplingConfig, end_token_ids: Sequence[int]) -> dict[str, Any]:
@@ -58,11 +64,24 @@ def request_settings(config: SamplingConfig, end_token_ids: Sequence[int]) -> di
 
 
 def row_settings(
-    config: SamplingConfig, end_token_ids: Sequence[int], limits: Sequence[RowLimit] | None, count: int
+    config: SamplingConfig,
+    end_token_ids: Sequence[int],
+    limits: Sequence[RowLimit] | None,
+    count: int,
+    excluded: Sequence[int] = (),
 ) -> list[dict[str, Any]]:
-    """`request_settings` of each of N rows, with its own limits, and whether vLLM has to search for stop strings."""
+    """`request_settings` of each of N rows, with its own limits, and whether vLLM has to search for stop strings.
+
+    Args:
+        config: Sampling settings.
+        end_token_ids: Tokens that end a completion.
+        limits: Where each row ends. None: at the limits of the settings.
+        count: N.
+        excluded: Tokens that no completion may have.
+    """
+    bias = {"logit_bias": dict.fromkeys(excluded, LOWEST_BIAS)} if excluded else {}
     own = {
-        limit: request_settings(limit.applied_to(config), end_token_ids) | {"detokenize": bool(limit.stop)}
+        limit: request_settings(limit.applied_to(config), end_token_ids) | {"detokenize": bool(limit.stop)} | bias
         for limit in dict.fromkeys(limits or [RowLimit.of(config)])
     }
     return [own[limit] for limit in limits or [RowLimit.of(config)] * count]
@@ -79,6 +98,27 @@ def require_room(prompts: Sequence[Sequence[int]], settings: Sequence[dict[str, 
                 f"vLLM was started for sequences of at most {max_length} tokens (max_model_len); prompt {index} has "
                 f"{len(prompt)}, and SamplingConfig.max_new_tokens={longest}. Raise max_model_len, shorten the "
                 "prompt, or lower max_new_tokens."
+            )
+
+
+def require_equal_prompts(prompts: Sequence[Ids], answers: Sequence[Answer]) -> None:
+    """Check that vLLM put as many tokens in place of each picture as the policy did, because scores are those of the policy's
+    prompt.
+
+    Args:
+        prompts: The prompt of each row.
+        answers: The answer for each row.
+
+    Raises:
+        SamplerError: VLLM read another prompt, or does not say what it read.
+    """
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        if isinstance(prompt, PicturePrompt) and list(answer.prompt_token_ids or ()) != list(prompt):
+            read = "none" if answer.prompt_token_ids is None else f"{len(answer.prompt_token_ids)}"
+            raise SamplerError(
+                f"vLLM must read a prompt with pictures as the policy's processor does; of row {row}, the policy has "
+                f"{len(prompt)} tokens, and vLLM reports {read}, or others. Give vLLM the same sizes of pictures "
+                "(mm_processor_kwargs), and start it with the folder of this processor."
             )
 
 

@@ -13,14 +13,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from adapters.llm.model.merged_weights import is_divided, merged_weights
-from adapters.llm.picture_prompts import Ids, require_no_pictures
+from adapters.llm.picture_prompts import Ids, PicturePrompt
+from adapters.llm.prompts.pictures import Picture
 from grpo.arguments import describe
 from grpo.engine import Engine, OneProcess
 from grpo.errors import ConfigError, warn_user
 
 from .samplers import GivesRows, Ints, LimitsRows, OnRow, RowLimit, SampledTokens, SamplerError
 from .sampling_config import SamplingConfig
-from .vllm_requests import Answer, require_room, row_settings, sampled_tokens
+from .vllm_requests import Answer, require_equal_prompts, require_room, row_settings, sampled_tokens
 from .vllm_worker import FIRST_VERSION, ServerLostError, ServerTimeoutError, VLLMWorker
 
 MAX_LOSSES = 3
@@ -75,6 +76,8 @@ class VLLMServerSampler(LimitsRows, GivesRows):
 
     limits_rows = True
     gives_rows = True
+    excluded_token_ids: Ints = ()
+    """Tokens that no completion may have."""
     samples_beside = True
     """The server has its own weights, and each request its own seed."""
     reads_by_unit = True
@@ -141,10 +144,10 @@ class VLLMServerSampler(LimitsRows, GivesRows):
             ConfigError: VLLM does not support a setting, a prompt is too long, or a server was started with other options.
             SamplerError: No server answers, one rejects a request, or one has weights of another client.
         """
-        require_no_pictures(prompts, "vLLM, as it is called here,", "Use sampler='decoding'.")
-        settings = row_settings(config, end_token_ids, limits, len(seeds))
+        settings = row_settings(config, end_token_ids, limits, len(seeds), self.excluded_token_ids)
+        asked = [_asked(prompt) for prompt in prompts]
         bodies = [
-            {"token_ids": list(prompts[row // num_per_prompt]), "sampling_params": settings[row] | {"seed": seed}}
+            asked[row // num_per_prompt] | {"sampling_params": settings[row] | {"seed": seed}}
             for row, seed in enumerate(seeds)
         ]
         answers: dict[int, Answer] = {}
@@ -152,6 +155,7 @@ class VLLMServerSampler(LimitsRows, GivesRows):
         giving = threading.Lock()
 
         def take(row: int, answer: Answer) -> None:
+            require_equal_prompts([prompts[row // num_per_prompt]], [answer])
             with giving:
                 answers[row] = answer
                 if on_row is not None:
@@ -342,6 +346,15 @@ class VLLMServerSampler(LimitsRows, GivesRows):
 
     def _label_while_loading(self, rank: int) -> str:
         return f"{self._version} is loaded by rank {rank}"
+
+
+def _asked(prompt: Ids) -> dict[str, Any]:
+    """The prompt of a request. The server replaces the mark of each picture by the picture's tokens, and reports them."""
+    if not isinstance(prompt, PicturePrompt):
+        return {"token_ids": list(prompt)}
+    token_ids, pictures = prompt.marked
+    parts = [{"type": "image_url", "url": Picture.of(picture).link} for picture in pictures]
+    return {"token_ids": token_ids, "content_parts": parts, "return_token_ids": True}
 
 
 def _copies(model: Any) -> dict[str, Tensor]:

@@ -131,10 +131,11 @@ class VLLMWorker:
             SamplerError: The server rejects the request.
         """
         try:
-            (choice,) = self.post("/inference/v1/generate", body, num_retries=0)["choices"]
+            response = self.post("/inference/v1/generate", body, num_retries=0)
         except ServerTimeoutError:
             self.version()  # raises if the server has not only been slow
             raise
+        (choice,) = response["choices"]
         found = {span["version"] for span in choice["weight_versions"] or [{"version": None}]}
         if version is not None and found != {version}:
             raise ServerLostError(
@@ -146,6 +147,7 @@ class VLLMWorker:
             log_probs=[step["logprob"] for step in choice["logprobs"]["content"]],
             finish_reason=choice["finish_reason"],
             stop_reason=choice["stop_reason"],
+            prompt_token_ids=response.get("prompt_token_ids"),
         )
 
     def get(self, path: str, *, timeout: float | None = None, num_retries: int = NUM_RETRIES) -> Any:

@@ -12,6 +12,8 @@ from adapters.tools.errors import FolderFullError, RootFullError
 
 ENTRY_BYTES = 4096
 """The least that a file, a folder or a link counts: a block of the disk. So their number has a limit too."""
+Watch = Callable[[bool], None]
+"""Is called with False while a call runs, and with True when it has returned. It may raise a `ToolError`."""
 _SHARE = 10
 """A folder is measured again when this many times the last measurement's duration have passed."""
 
@@ -35,14 +37,17 @@ class FolderLimits:
         self._given = bytes_in(root) if self._is_limited else 0
         self._in_root = _Measured(root, self._given + self._max_root)
 
-    def of(self, folder: str | None) -> Callable[[], None]:
+    def of(self, folder: str | None) -> Watch:
         """A function that checks the limits for one call in this folder (None: in the tools' folder itself), from now on.
 
-        It raises a FolderFullError if the call has made its folder larger than the limit, and a RootFullError if the tools'
-        folder is too large, and this call is not to blame. The latter may be raised here already.
+        Its argument says whether the call has returned. The call's folder is then measured anew, however long that takes; the
+        tools' folder itself is not, because it may hold much that no call has written.
+
+        The function raises a FolderFullError if the call has made its folder larger than the limit, and a RootFullError if the
+        tools' folder is too large, and this call is not to blame. The latter may be raised here already.
         """
         if not self._is_limited:
-            return lambda: None
+            return lambda _: None
         self._check_root()
         # a call in a full folder may run, for example to remove files
         if folder is None:
@@ -52,8 +57,9 @@ class FolderLimits:
             most = max(self._max_folder, bytes_in(self._root / folder))
             size = _Measured(self._root / folder, most)
 
-        def check() -> None:
-            if size() > most:
+        def check(has_returned: bool) -> None:
+            is_last = has_returned and folder is not None
+            if (bytes_in(self._root / str(folder), most) if is_last else size()) > most:
                 raise FolderFullError(
                     f"the files in its folder take more than {self._max_folder} bytes, so the call was ended. Its files stay; "
                     "remove some, or write less."

@@ -31,8 +31,8 @@ _CALL: ContextVar["RemoteCall | None"] = ContextVar("remote call", default=None)
 class RemoteTools:
     """Awaits remote tools: at most `max_concurrency` at once, with outputs of at most `max_bytes` as JSON."""
 
-    def __init__(self, max_bytes: int, max_concurrency: int) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int, max_concurrency: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._max_bytes, self._clock = max_bytes, clock
         self._turns = threading.Semaphore(max_concurrency)
         self._lock = threading.Lock()
         self._loops: list[RemoteLoop] = []
@@ -47,7 +47,7 @@ class RemoteTools:
         with turn.of(self._turns):
             with self._lock:
                 if not self._loops or self._loops[-1].is_stuck():
-                    self._loops.append(RemoteLoop())
+                    self._loops.append(RemoteLoop(self._clock))
                 call = RemoteCall(self._loops[-1], tool, arguments, timeout)
             call.run(turn)
         if isinstance(call.error, ToolError) and type(call.error).__module__ == ToolError.__module__:
@@ -69,7 +69,8 @@ class RemoteTools:
 class RemoteLoop:
     """An event loop on a thread. It measures which call holds it, and for how long."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
         self.loop = asyncio.new_event_loop()
         # measured here, because samples of the current task charged the wrong call for short blocks
         self._schedule = self.loop.call_soon
@@ -82,20 +83,20 @@ class RemoteLoop:
         self.thread = threading.Thread(target=self._serve, name="remote tools", daemon=True)
         self.thread.start()
 
-    def held_by_others(self, call: "RemoteCall") -> float:
-        """Seconds for which all calls but `call` have held the loop."""
-        with self._lock:
-            held = self._held - call.held
+    def time_of(self, call: "RemoteCall") -> float:
+        """The clock in seconds, less all the time for which other calls than `call` have held the loop."""
+        with self._lock:  # one reading, or what happens between two would be charged
+            now, by_others = self.clock(), self._held - call.held
             if self._since is not None and self._holder is not call:
-                held += time.perf_counter() - self._since
-            return held
+                by_others += now - self._since
+            return now - by_others
 
     def is_stuck(self) -> bool:
         """Whether a call still holds the loop long after its own timeout."""
         with self._lock:
             if self._holder is None or self._since is None:
                 return False
-            return time.perf_counter() - self._since > self._holder.timeout + _STUCK_SECONDS
+            return self.clock() - self._since > self._holder.timeout + _STUCK_SECONDS
 
     def close(self) -> None:
         """Cancel all tasks and stop the loop."""
@@ -123,14 +124,13 @@ class RemoteLoop:
         return self._schedule(self._measured, context.get(_CALL), step, arguments, context=context)
 
     def _measured(self, call: "RemoteCall | None", step: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-        begun = time.perf_counter()
         with self._lock:
-            self._holder, self._since = call, begun
+            self._holder, self._since = call, (begun := self.clock())
         try:
             step(*arguments)
         finally:
             with self._lock:
-                seconds = time.perf_counter() - begun
+                seconds = self.clock() - begun
                 self._held += seconds
                 if call is not None:
                     call.held += seconds
@@ -146,15 +146,14 @@ class RemoteCall:
         self.error: BaseException | None = asyncio.CancelledError("before it began")
         self._loop, self._tool, self._arguments = loop, tool, arguments
         self._ended = threading.Event()
-        self._begun = time.perf_counter()
-        self._held_before = loop.held_by_others(self)
+        self._begun = loop.time_of(self)
         self._total: float | None = None
 
     def seconds(self) -> float:
         """Seconds from the start to the end, or to now, without the time for which other calls held the loop."""
         if self._total is not None:
             return self._total
-        return time.perf_counter() - self._begun - (self._loop.held_by_others(self) - self._held_before)
+        return self._loop.time_of(self) - self._begun
 
     def run(self, turn: Turn) -> None:
         """Run the call within its time. A tool that ignores its cancellation is abandoned."""

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ from .batches import Turn
 from .commands import Command
 from .confinement import KINDS, readable_paths
 from .confinement.process import PR_SET_DUMPABLE, prctl
+from .folder_limits import Watch
 from .fork_server import BOOT, INSIDE, KILL, ORDER, QUIT, REAP, SPAWN
 from .worker import OK, REPORTED, RETIRE, TOKEN_BYTES, PartOfFrameError, receive, send
 
-Watch = Callable[[], None]
 ERRORS: dict[str, type[errors.ToolError]] = {name: getattr(errors, name) for name in REPORTED}
 
 _OF_EARLIER_CALLS = (PartOfFrameError, ValueError, RecursionError, ConnectionResetError, BrokenPipeError)
@@ -135,7 +136,7 @@ class WorkerPool:
             worker.end()
         else:
             self._idle.append(worker)
-        watch()
+        watch(True)
         if flags & OK:
             return value, size
         raise ERRORS[value[0]](str(value[1]))
@@ -196,7 +197,7 @@ class WorkerProcess:
         token = os.urandom(TOKEN_BYTES)
         self.socket.settimeout(timeout)
         send(self.socket, token + request)
-        frame = receive(self.socket, self._max_bytes, deadline, watch)
+        frame = receive(self.socket, self._max_bytes, deadline, partial(watch, False))
         if frame[:TOKEN_BYTES] != token or len(frame) == TOKEN_BYTES:
             raise ValueError("it sent data that does not answer this call")
         flags, content = frame[TOKEN_BYTES], frame[TOKEN_BYTES + 1 :]
@@ -279,10 +280,8 @@ class ForkServerProcess:
 
     def end(self, slot: int, *, has_ended: bool) -> int | None:
         """See `WorkerProcess.end`."""
-        with (
-            contextlib.suppress(EOFError, OSError, ValueError),
-            self._orders,
-        ):  # if the fork server is gone, so are its workers
+        # if the fork server is gone, so are its workers
+        with contextlib.suppress(EOFError, OSError, ValueError), self._orders:
             self._socket.settimeout(None)
             self._socket.sendall(ORDER.pack(REAP if has_ended else KILL, slot))
             status: int | None = json.loads(receive(self._socket))

@@ -4,13 +4,16 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from random import Random
-from statistics import fmean, stdev
+from statistics import fmean
 
 from grpo.arguments import require_integers
 from grpo.errors import ConfigError
 
 VISIBLE = 0.05
 """A difference that an estimate should show: five points of accuracy."""
+
+FEWEST = 5
+"""Requests that must change for a clear difference. Five of five change in one direction by chance in one case of 16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +30,29 @@ class HeldOut:
     after: float
     """Mean score after training."""
     error: float
-    """Standard error of `after - before`, from the differences request by request."""
+    """Standard error of `after - before`, from the differences request by request. Never 0, because few requests may all stay
+    as they were by chance."""
     num_requests: int
     """Number of requests."""
 
     @classmethod
     def of(cls, before: Sequence[float], after: Sequence[float]) -> "HeldOut":
-        """The estimate from the scores of at least two requests, before and after training, in the same order."""
+        """The estimate from scores from 0 to 1 before and after training, in the same order.
+
+        With N differences d, the error is that of N + 2 requests:
+
+            error^2 = ((sum d^2 + 1) / (N + 2) - (sum d / (N + 2))^2) / (N + 2)
+
+        For scores of 0 and 1 this adds half a request to each combination of a score before and a score after.
+
+        Source:
+            Agresti & Min 2005, Simple Improved Confidence Intervals for Comparing Matched Proportions, Statistics in Medicine
+            24, 729-740.
+        """
         differences = [float(new) - float(old) for old, new in zip(before, after, strict=True)]
-        error = stdev(differences) / math.sqrt(len(differences))
+        count = len(differences) + 2
+        mean_square = (sum(each * each for each in differences) + 1) / count
+        error = math.sqrt((mean_square - (sum(differences) / count) ** 2) / count)
         return cls(before=fmean(before), after=fmean(after), error=error, num_requests=len(differences))
 
     @property
@@ -45,16 +62,13 @@ class HeldOut:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the gain, or the loss, is at least two standard errors and five requests.
-
-        Five of five requests change in one direction by chance in one case of 16, and the standard error of few is unsafe.
-        """
-        return abs(self.gain) >= max(2 * self.error, 5 / self.num_requests)
+        """Whether the gain, or the loss, is at least two standard errors and five requests."""
+        return abs(self.gain) >= max(2 * self.error, FEWEST / self.num_requests)
 
     @property
     def requests_needed(self) -> int:
-        """Number of requests at which a difference of 0.05 is two standard errors: num_requests (2 error / 0.05)^2."""
-        return math.ceil(self.num_requests * (2 * self.error / VISIBLE) ** 2)
+        """Number of requests at which a difference of 0.05 is clear: num_requests (2 error / 0.05)^2, and at least 5 / 0.05."""
+        return max(math.ceil(self.num_requests * (2 * self.error / VISIBLE) ** 2), round(FEWEST / VISIBLE))
 
     def __str__(self) -> str:
         """One line, with the number of requests that are needed if the estimate cannot tell."""

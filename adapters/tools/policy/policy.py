@@ -183,7 +183,8 @@ class ToolSelectionPolicy(nn.Module):
         standard errors), and otherwise the m with the lowest loss there. m = 0 is a candidate. A warning says so if the policy
         stays as it is, or if the estimate of its accuracy falls.
 
-        Tasks without a tool are left out, and so are choices that a right call does not name.
+        Tasks without a tool are left out, and so are choices that a right call does not name. Training chooses among the tools
+        that tasks ask for. It does not learn to avoid the others, but prefers its own, so a warning names the others.
 
         Args:
             tasks: Tasks whose tools the catalogue has, at least two different texts. A few per tool: with one per tool, no
@@ -205,11 +206,14 @@ class ToolSelectionPolicy(nn.Module):
         owner = "ToolSelectionPolicy.fit"
         require_integers(owner, 1, num_epochs=num_epochs, batch_size=batch_size, num_folds=num_folds)
         require_numbers(owner, learning_rate=learning_rate)
+        if learning_rate <= 0:
+            raise ConfigError(f"{owner}: learning_rate must be above 0; got {learning_rate:g}.")
         tasks = require_each(f"{owner}: tasks", ToolTask, tasks)
         with_tool = [task for task in tasks if task.tool is not None]
         if not with_tool:
             raise ConfigError("ToolSelectionPolicy.fit needs tasks with a right tool; got none.")
         self._warn_of_threshold("fit")
+        self._warn_of_equal_tools("fit")
         descent = Descent(num_epochs=num_epochs, learning_rate=learning_rate, batch_size=batch_size, seed=seed)
         return fit(self, with_tool, descent, num_folds)
 
@@ -219,6 +223,7 @@ class ToolSelectionPolicy(nn.Module):
         train: Callable[[Sequence[Any]], Any],
         reward_model: Any,
         *,
+        held_out: Sequence[Any] | None = None,
         num_folds: int = 5,
         num_calls: int = 32,
         seed: int = 0,
@@ -231,11 +236,14 @@ class ToolSelectionPolicy(nn.Module):
         its weights become start + m (trained - start). m = 0 is a candidate. A warning says so if the policy stays as it is, or
         if the estimate of its mean reward falls.
 
+        With `held_out`, there is one training, and these requests choose m. It costs a sixth, and does not learn from them.
+
         Args:
             requests: Texts, tasks or other states, with at least two different texts. A few per tool.
             train: Trains this policy on some of the requests: `requests -> anything`. It makes a new trainer each time.
             reward_model: The trainer's: a `RewardModel`, or a plain `(requests, calls) -> rewards`, with rewards from 0 to 1.
-            num_folds: Number of folds, from 2 on. More: better estimates, and one more training each.
+            held_out: Requests to measure with, none of which is in `requests`. None: the folds.
+            num_folds: Number of folds without `held_out`, from 2 on. More: better estimates, and one more training each.
             num_calls: Calls of each held-out request that are rewarded, for each of 12 shares. More: better estimates.
             seed: Seed of the folds, and of the calls that are rewarded.
 
@@ -243,25 +251,43 @@ class ToolSelectionPolicy(nn.Module):
             m, and the estimated mean reward on held-out requests before and after. `print` shows them.
 
         Raises:
-            ConfigError: There are fewer than two different requests, a number is out of range, or a reward is not from 0 to 1.
+            ConfigError: There are fewer than two different requests, a request is in `held_out` and in `requests`, a number is
+                out of range, `train` is no function, or a reward is not from 0 to 1.
         """
         owner = "ToolSelectionPolicy.fit_to_rewards"
         require_rows(f"{owner}: requests", requests)
+        if held_out is not None:
+            require_rows(f"{owner}: held_out", held_out)
+        functions: Any = Callable
+        require_instances(owner, functions, "a function that trains the policy on requests", train=train)
         require_integers(owner, 1, num_calls=num_calls)
         self._warn_of_threshold("fit_to_rewards")
-        return fit_to_rewards(self, requests, train, reward_model, num_folds=num_folds, num_calls=num_calls, seed=seed)
+        self._warn_of_equal_tools("fit_to_rewards")
+        how: dict[str, Any] = {"held_out": held_out, "num_folds": num_folds, "num_calls": num_calls, "seed": seed}
+        return fit_to_rewards(self, requests, train, reward_model, **how)
 
-    def loss(self, tasks: Sequence[ToolTask]) -> Float[Tensor, ""]:
-        """Mean over tasks with a tool of -log(sum over the right calls of pi(call | request)), in nats."""
+    def loss(self, tasks: Sequence[ToolTask], *, among: Collection[str] | None = None) -> Float[Tensor, ""]:
+        """Mean over tasks with a tool of -log(sum over the right calls of pi(call | request)), in nats.
+
+        Args:
+            tasks: Tasks with a tool.
+            among: The tools that pi chooses from. None: all.
+        """
+        return -self.right_log_probs(tasks, among=among).mean()
+
+    def right_log_probs(
+        self, tasks: Sequence[ToolTask], *, among: Collection[str] | None = None
+    ) -> Float[Tensor, " N"]:
+        """log(sum over the right calls of pi(call | request)) of each task. The arguments are those of `loss`."""
         answers = [(row, call) for row, task in enumerate(tasks) for call in task.right_calls if call is not None]
         rows = torch.tensor([row for row, _ in answers], device=self.menu.values.device)
         steps = self.menu.steps_of([call for _, call in answers], partial=True)
-        log_probs = self.distribution(tasks).score(rows, steps).log_probs.sum(1)
+        log_probs = self.distribution(tasks, among).score(rows, steps).log_probs.sum(1)
         # logsumexp over the right calls of each task
         lowest = log_probs.new_full((len(tasks),), -torch.inf)
         largest = lowest.scatter_reduce(0, rows, log_probs.detach(), "amax")
         sums = torch.zeros_like(largest).index_add(0, rows, (log_probs - largest[rows]).exp())
-        return -(largest + sums.log()).mean()
+        return largest + sums.log()
 
     def add_tools(self, *tools: Tool) -> None:
         """Add tools to the catalogue. The weights do not change. Call `calibrate` if the policy prefers the trained tools.
@@ -329,6 +355,17 @@ class ToolSelectionPolicy(nn.Module):
                 "calibrate_threshold again afterwards, or set threshold = 0 first."
             )
 
+    def _warn_of_equal_tools(self, what: str) -> None:
+        """Warn of tools with equal vectors, because more requests would not help to choose the right one."""
+        same: dict[tuple[float, ...], list[str]] = {}
+        for name, vector in zip(self.catalogue, self.menu.tool_vectors.tolist(), strict=True):
+            same.setdefault(tuple(vector), []).append(name)
+        if equal := [names for names in same.values() if len(names) > 1]:
+            warn_user(
+                f"ToolSelectionPolicy.{what}: {' and '.join(equal[0])} have equal vectors, so only the values in a request "
+                "can tell them apart. Describe how they differ, in words that the encoder does not take for the same."
+            )
+
     def save(self, folder: str | Path) -> None:
         """Save the policy to one file in the folder: weights, sizes, calibration, and names of the tools.
 
@@ -366,10 +403,13 @@ class ToolSelectionPolicy(nn.Module):
         self.threshold = state["threshold"]
         self.menu.set_offsets(state["offsets"])
 
-    def distribution(self, states: Any) -> CallDistribution:
-        """pi(call | state) for each state."""
+    def distribution(self, states: Any, among: Collection[str] | None = None) -> CallDistribution:
+        """pi(call | state) for each state, with a choice among these tools, or among all."""
         tools, values = self._logits(states)
         tools = tools + self.menu.offsets
+        if among is not None:
+            is_left_out = torch.tensor([name not in among for name in self.catalogue], device=tools.device)
+            tools = tools.masked_fill(is_left_out, torch.finfo(tools.dtype).min)
         if self.available is not None and len(states):
             named = [self.available(state) for state in states]
             if any(isinstance(of, str) for of in named):

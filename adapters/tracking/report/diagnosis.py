@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from jaxtyping import Float64
 
-from grpo.evaluation.advice import PATIENCE, TINY, advice_on
+from grpo.evaluation.advice import PATIENCE, advice_on
 
 from .run_data import RunData, phase_times
 from .series import Change, change_of, longest_streak, share_of
+from .signals import is_distilled, signals_of
 from .words import counted, number, percent
 
 Kind: TypeAlias = Literal["good", "note", "problem"]
@@ -73,14 +75,6 @@ def reward_change(run: RunData) -> Change | None:
     return change_of(run.of("rewards/mean"))
 
 
-def is_distilled(run: RunData) -> bool:
-    """Whether no row ever had an advantage, and a KL pulled the policy to another policy: it learned from a teacher alone."""
-    advantages = np.abs(run.of("train/advantages_mean")) + run.of("train/advantages_std")
-    is_pulled = (run.of("train/kl_coef") > 0) & (run.of("train/kl_mean") > TINY)
-    measured = advantages[np.isfinite(advantages)]
-    return bool(len(measured) and not measured.any() and is_pulled.any())
-
-
 def teacher_trend(run: RunData) -> Finding | None:
     change = change_of(run.of("train/kl_mean"))
     if not is_distilled(run) or change is None or change.window == 1:
@@ -98,9 +92,40 @@ def teacher_trend(run: RunData) -> Finding | None:
     )
 
 
+def demonstration_trend(run: RunData) -> Finding | None:
+    return _trend_of_loss(
+        run.of("train/demonstration_loss"),
+        falls="The policy came closer to its demonstrations",
+        stays="The loss of demonstrations did not fall clearly",
+        advice="Train longer or use a larger learning rate. Beside rewards, raise objective.demonstration_coef.",
+    )
+
+
+def observation_trend(run: RunData) -> Finding | None:
+    return _trend_of_loss(
+        run.of("train/observation_loss"),
+        falls="The policy foresees its environment better",
+        stays="The loss of observations did not fall clearly",
+        advice="Random answers cannot be foreseen. A larger objective.observation_coef learns more from answers.",
+    )
+
+
+def _trend_of_loss(values: Float64[np.ndarray, " I"], *, falls: str, stays: str, advice: str) -> Finding | None:
+    change = change_of(values)
+    if change is None or change.window == 1:
+        return None
+    numbers = (
+        f"The loss went from {number(change.first)} to {number(change.last)} (means of {change.window} iterations)."
+    )
+    if change.is_clear and change.difference < 0:
+        return Finding(kind="good", title=falls, text=numbers)
+    return Finding(kind="note", title=stays, text=f"{numbers} {advice}")
+
+
 def reward_trend(run: RunData) -> Finding | None:
     change = reward_change(run)
-    if change is None or change.window == 1 or is_distilled(run):
+    is_signal = any(signal.metric == "rewards/mean" for signal in signals_of(run))
+    if change is None or change.window == 1 or not is_signal:
         return None
     numbers = f"from {number(change.first)} to {number(change.last)} (means of {change.window} iterations)"
     if not change.is_clear:
@@ -261,6 +286,8 @@ def stopped_early(run: RunData) -> Finding | None:
 RULES: tuple[Callable[[RunData], Finding | None], ...] = (
     reward_trend,
     teacher_trend,
+    demonstration_trend,
+    observation_trend,
     fell_again,
     evaluation_lags,
     failing_rewards,

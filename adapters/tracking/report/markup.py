@@ -25,7 +25,7 @@ def element(tag: str, /, *children: str, **attributes: Any) -> Html:
     return Html(f"<{tag}{written}>" if tag in _VOID else f"<{tag}{written}>{inner}</{tag}>")
 
 
-_VOID = {"meta", "br", "link"}
+_VOID = {"meta", "br", "link", "img"}
 """Elements without an end tag."""
 
 

@@ -13,11 +13,12 @@ from grpo.evaluation import ComparisonReport
 from grpo.sinks import replace_text
 
 from .comparison import comparison_section
-from .diagnosis import diagnose, reward_change
+from .diagnosis import diagnose
 from .markup import Html, element, joined
 from .panels import always_zero, grid, reward_charts, time_table, training_charts
 from .run_data import RunData, read_run
-from .series import share_of
+from .series import Change, change_of, share_of
+from .signals import signals_of
 from .style import STYLE
 from .tables import sample_tables, settings_section
 from .words import counted, duration, number
@@ -132,32 +133,37 @@ def _section(title: str, content: list[Html]) -> Html:
 
 
 def title_of(run: RunData) -> str:
-    """Who was trained, and from what to what the mean reward went."""
-    who, change = str(run.settings.get("policy") or run.name), reward_change(run)
+    """Who was trained, and from what to what the mean reward went, or the metric of what else it learned from."""
+    who, (name, change) = str(run.settings.get("policy") or run.name), _main_change(run)
     if change is None:
         return f"{who}: {counted(int(run.iterations[-1]), 'iteration')}"
     verb = ("rose" if change.difference > 0 else "fell") if change.is_clear else "went"
-    return f"{who}: the mean reward {verb} from {number(change.first)} to {number(change.last)}"
+    return f"{who}: the {name} {verb} from {number(change.first)} to {number(change.last)}"
 
 
 def head_line(run: RunData) -> str:
     """On what the policy was trained, how long, and what the title's numbers are."""
-    reward = str(run.settings.get("reward_model") or "").removesuffix(".compute_rewards")
-    on = f" on the reward {reward}" if reward else ""
+    on = " and ".join(signal.source for signal in signals_of(run) if signal.source)
     seconds = share_of(run.of("time/iteration")) * float(run.iterations[-1])
     time = f", in about {duration(seconds)}" if np.isfinite(seconds) else ""
-    change = reward_change(run)
-    means = f" The rewards above are means of the first and the last {change.window} iterations." if change else ""
+    _, change = _main_change(run)
+    means = f" The numbers above are means of the first and the last {change.window} iterations." if change else ""
     means = means if change and change.window > 1 else ""
-    return f"Trained{on} for {counted(int(run.iterations[-1]), 'iteration')}{time}.{means}"
+    return f"Trained{on and f' on {on}'} for {counted(int(run.iterations[-1]), 'iteration')}{time}.{means}"
+
+
+def _main_change(run: RunData) -> tuple[str, Change | None]:
+    """The name and the change of the metric of the first signal."""
+    signal = next(iter(signals_of(run)), None)
+    return ("", None) if signal is None else (signal.name, change_of(run.of(signal.metric)))
 
 
 def _tiles(run: RunData) -> Html:
     """A few large numbers."""
     tiles: list[tuple[str, str]] = []
-    change = reward_change(run)
+    name, change = _main_change(run)
     if change is not None:
-        tiles.append((f"{number(change.first)} → {number(change.last)}", "reward in training"))
+        tiles.append((f"{number(change.first)} → {number(change.last)}", f"{name} in training"))
     evaluation = run.of(run.evaluation or "")
     evaluation = evaluation[np.isfinite(evaluation)]
     if len(evaluation):

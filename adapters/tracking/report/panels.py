@@ -1,6 +1,7 @@
 """Which charts and tables a run has. A metric that was never measured has none, and a metric that was always 0 a sentence."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +17,9 @@ from .words import duration, percent
 
 MAX_PARTS = 6
 """Number of parts of the reward in a chart."""
+
+PASS = "eval/pass_at_"
+"""How the names of pass@k begin, in the metrics of an evaluation."""
 
 NEAR_ZERO = 0.05
 """Part of the largest value below which the smallest one counts as 0."""
@@ -48,6 +52,18 @@ SINGLE: dict[str, tuple[str, str, str, str]] = {
         "nats per step",
         "How random the policy is. Near 0 it always takes the same action.",
     ),
+    "train/demonstration_loss": (
+        "Loss of demonstrations",
+        "loss",
+        "loss",
+        "Cross-entropy of the actions to imitate, times its coefficient. Near 0 the policy is sure to take them.",
+    ),
+    "train/observation_loss": (
+        "Loss of observations",
+        "loss",
+        "loss",
+        "Cross-entropy of what the environment answered, times its coefficient. Near 0 the policy foresees every answer.",
+    ),
     "group_stats/zero_variance_fraction": (
         "Dead groups",
         "dead groups",
@@ -72,10 +88,10 @@ SINGLE: dict[str, tuple[str, str, str, str]] = {
 
 
 def reward_charts(run: RunData) -> list[Html]:
-    """Rewards, evaluations and the parts of the reward. None without matplotlib."""
+    """Rewards, evaluations, the parts of the reward, and pass@k. None without matplotlib."""
     if not is_installed():
         return []
-    found = [chart for chart in (_rewards(run), _evaluation(run), _parts(run)) if chart is not None]
+    found = [chart for chart in (_rewards(run), _evaluation(run), _parts(run), _passes(run)) if chart is not None]
     values = [line.y[np.isfinite(line.y)] for chart in found for line in chart.lines]
     if values and 0 <= min(one.min() for one in values) <= NEAR_ZERO * max(one.max() for one in values):
         found = [replace(chart, from_zero=True) for chart in found]  # neighbours can be compared
@@ -83,7 +99,7 @@ def reward_charts(run: RunData) -> list[Html]:
 
 
 def training_charts(run: RunData) -> list[Html]:
-    """KL, entropy, clip fraction, dead groups and other signs of how training goes. None without matplotlib."""
+    """KL, entropy, clip fraction, losses, dead groups and other signs of how training goes. None without matplotlib."""
     if not is_installed():
         return []
     charts = {name: _single(run, name) for name in SINGLE}
@@ -187,6 +203,26 @@ def _parts(run: RunData) -> Chart | None:
     left_out = f" {len(names) - MAX_PARTS} further parts are not drawn." if len(names) > MAX_PARTS else ""
     note = f"Mean of each named part of the reward, before weighting, over the rows that it applies to.{left_out}"
     return Chart(title="Parts of the reward", note=note, y_label="reward", x=run.iterations, lines=lines)
+
+
+def _passes(run: RunData) -> Chart | None:
+    """The metrics `eval/pass_at_K` of an evaluation of the user's."""
+    counts = sorted(
+        int(name.removeprefix(PASS))
+        for name in run.metrics
+        if re.fullmatch(rf"{PASS}[0-9]{{1,9}}", name) and run.has(name)
+    )
+    if not counts:
+        return None
+    lines = [
+        Line(label=f"k = {count}", y=run.of(f"{PASS}{count}"), colour=f"part{place}", has_dots=True)
+        for place, count in enumerate(counts[:MAX_PARTS])
+    ]
+    note = (
+        "Probability that at least one of k attempts at a state passes. Where it stays while the mean reward rises, the policy "
+        "does more often what it could do before."
+    )
+    return Chart(title="pass@k in evaluations", note=note, y_label="pass@k", x=run.iterations, lines=lines)
 
 
 def _clip_fraction(run: RunData) -> Chart | None:

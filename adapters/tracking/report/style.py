@@ -61,6 +61,7 @@ td { overflow-wrap: anywhere; unicode-bidi: isolate; }
 th { color: var(--soft); font-weight: 600; font-size: 13px; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.text { min-width: 130px; }
+td img { display: block; max-width: 320px; margin-top: 5px; }
 table.answers { table-layout: fixed; }
 table.answers th { width: 29%; }
 table.answers th:last-child { width: 13%; }

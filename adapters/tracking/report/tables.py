@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from adapters.tracking.values import PICTURE
 from grpo import GRPOConfig
 from grpo.arguments import flattened
 from grpo.sinks import as_text
@@ -49,12 +50,26 @@ def _open_tables(tables: Sequence[SampleTable]) -> list[bool]:
 
 
 def _samples(table: SampleTable) -> Html:
-    names = dict.fromkeys(name for row in table.rows for name in row)
+    names = dict.fromkeys(name for row in table.rows for name in row if name != "pictures")
     measured = [name for name in names if any(row.get(name) is not None for row in table.rows)]
     columns = [*FIRST_COLUMNS, *(name for name in measured if name not in FIRST_COLUMNS)]
     classes = ["text" if name in ("state", "action") else "number" for name in columns]
-    rows = [row_of([_cell(row.get(name)) for name in columns], classes=classes) for row in table.rows]
+    rows = [
+        row_of([_with_pictures(row), *(_cell(row.get(name)) for name in columns[1:])], classes=classes)
+        for row in table.rows
+    ]
     return table_of(columns, rows, classes)
+
+
+def _with_pictures(row: Mapping[str, Any]) -> Html:
+    """The state, and small copies of the pictures of the row."""
+    links = row.get("pictures")
+    shown = (
+        [link for link in links if isinstance(link, str) and link.startswith(PICTURE)]
+        if isinstance(links, list)
+        else []
+    )
+    return joined(_cell(row.get("state")), *(element("img", src=link, alt="picture") for link in shown))
 
 
 def _cell(value: Any) -> str:

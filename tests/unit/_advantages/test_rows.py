@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from grpo import ConfigError, RewardError, group_relative_advantages
-from grpo._advantages.rows import MAX_BETA_WEIGHT
+from grpo._advantages.groups import Groups, batch_std, has_advantage, live_rows, mean_and_std, run_bounds
+from grpo._advantages.reward_moments import RewardMoments
+from grpo._advantages.rows import MAX_BETA_WEIGHT, decoupled_advantages
 from tests.support.objective_inputs import double
 
 OWN_BASELINES = ["group_mean", "group_median", "leave_one_out", "length_weighted", "max_at_k"]
@@ -25,12 +27,7 @@ def ids(*values: int) -> Tensor:
 
 
 def what_a_baseline_needs(baseline: str, num_rows: int) -> dict:
-    if baseline == "max_at_k":
-        return {"k": 2}
-    return {"lengths": torch.arange(num_rows) % 5 + 1} if baseline == "length_weighted" else {}
-
-
-# length_weighted
+    return {"max_at_k": {"k": 2}, "length_weighted": {"lengths": torch.arange(num_rows) % 5 + 1}}.get(baseline, {})
 
 
 def test_rows_without_steps_weigh_0_and_a_group_of_them_uses_the_plain_mean():
@@ -41,16 +38,10 @@ def test_rows_without_steps_weigh_0_and_a_group_of_them_uses_the_plain_mean():
     assert advantages.tolist() == [-3, 0, -1, 1]
 
 
-def test_a_baseline_without_what_it_needs_is_an_error(subtests):
-    for baseline, needs in [("length_weighted", "lengths"), ("max_at_k", "k")]:
-        with (
-            subtests.test(baseline=baseline, needs=needs),
-            pytest.raises(ConfigError, match=rf"baseline='{baseline}' needs {needs}; got None"),
-        ):
-            group_relative_advantages(double([1, 2]), ids(0, 0), baseline=baseline)
-
-
-# max_at_k
+@pytest.mark.parametrize(("baseline", "needs"), [("length_weighted", "lengths"), ("max_at_k", "k")])
+def test_a_baseline_without_what_it_needs_is_an_error(baseline, needs):
+    with pytest.raises(ConfigError, match=rf"baseline='{baseline}' needs {needs}; got None"):
+        group_relative_advantages(double([1, 2]), ids(0, 0), baseline=baseline)
 
 
 def max_at_k_by_subsets(rewards: list[float], k: int) -> list[float]:
@@ -64,39 +55,30 @@ def max_at_k_by_subsets(rewards: list[float], k: int) -> list[float]:
     ]
 
 
-def test_max_at_k_advantages_equal_an_enumeration_of_all_subsets(subtests):
-    for k in [2, 3, 5, 7, 12]:
-        with subtests.test(k=k):
-            random = np.random.default_rng(k)
-            sizes = [2, 3, 7, 8]  # a group smaller than k is taken with k = n
-            group_ids = np.concatenate([[group] * size for group, size in enumerate(sizes)])
-            for rewards in (
-                random.normal(size=20),
-                random.integers(0, 3, size=20).astype(float),
-                random.integers(0, 2, 20) * 1.0,
-            ):
-                order = random.permutation(20)
-                advantages = group_relative_advantages(
-                    torch.from_numpy(rewards[order]), torch.from_numpy(group_ids[order]), baseline="max_at_k", k=k
-                ).numpy()
-                expected = np.empty(20)
-                for group in range(len(sizes)):
-                    rows = np.flatnonzero(group_ids[order] == group)
-                    expected[rows] = max_at_k_by_subsets(rewards[order][rows].tolist(), k)
-                np.testing.assert_allclose(advantages, expected, rtol=1e-12, atol=1e-14)
+@pytest.mark.parametrize("k", [2, 3, 5, 7, 12])
+def test_max_at_k_advantages_equal_an_enumeration_of_all_subsets(k):
+    random = np.random.default_rng(k)
+    group_ids = np.repeat(range(4), [2, 3, 7, 8])  # a group smaller than k is taken with k = n
+    for rewards in (random.normal(size=20), random.integers(0, 3, 20) * 1.0, random.integers(0, 2, 20) * 1.0):
+        order = random.permutation(20)
+        rewards, ids_in_order = rewards[order], group_ids[order]
+        advantages = group_relative_advantages(
+            torch.from_numpy(rewards), torch.from_numpy(ids_in_order), baseline="max_at_k", k=k
+        )
+        expected = np.empty(20)
+        for group in range(4):
+            rows = ids_in_order == group
+            expected[rows] = max_at_k_by_subsets(rewards[rows].tolist(), k)
+        np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-12, atol=1e-14)
 
 
-def test_max_at_k_of_a_large_group_is_finite(subtests):
-    for k in [2, 512, 1000]:
-        with subtests.test(k=k):
-            # one right answer among 1,024: it is in k/n of all subsets and adds 1 in each: n * k/n = k
-            rewards = torch.zeros(1024)
-            rewards[17] = 1.0
-            advantages = group_relative_advantages(
-                rewards, torch.zeros(1024, dtype=torch.int64), baseline="max_at_k", k=k
-            )
-            assert advantages[17].item() == pytest.approx(k, rel=1e-6)
-            assert (advantages != 0).sum() == 1
+@pytest.mark.parametrize("k", [2, 512, 1000])
+def test_max_at_k_of_a_large_group_is_finite(k):
+    # one right answer among 1,024: it is in k/n of all subsets and adds 1 in each: n * k/n = k
+    rewards = torch.zeros(1024)
+    rewards[17] = 1.0
+    advantages = group_relative_advantages(rewards, torch.zeros(1024, dtype=torch.int64), baseline="max_at_k", k=k)
+    assert (advantages[17].item(), (advantages != 0).sum()) == (pytest.approx(k, rel=1e-6), 1)
 
 
 def enumerated(num_actions: int, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -108,89 +90,68 @@ def enumerated(num_actions: int, num_rows: int) -> tuple[Tensor, Tensor]:
 def expected_estimate(log_probs: Tensor, samples: Tensor, advantages: Tensor, theta: Tensor) -> Tensor:
     """E over all samples of mean_i A_i grad log pi(a_i)."""
     of_rows = log_probs[samples]
-    probability = of_rows.detach().sum(1).exp()
-    estimate = (probability * (advantages.view_as(samples) * of_rows).mean(1)).sum()
+    estimate = (of_rows.detach().sum(1).exp() * (advantages.view_as(samples) * of_rows).mean(1)).sum()
     return torch.autograd.grad(estimate, theta, retain_graph=True)[0]
 
 
-def test_max_at_k_is_an_unbiased_gradient_of_the_expected_best_of_k(subtests):
+@pytest.mark.parametrize(
+    ("reward_of_action", "k"), list(itertools.product([[0.0, 1.0, 3.0], [2.0, 0.5, 0.5], [0.0, 1.0, 0.0]], [2, 3]))
+)
+def test_max_at_k_is_an_unbiased_gradient_of_the_expected_best_of_k(reward_of_action, k):
     """All 3^4 groups of four rows of a policy over three actions."""
-    for reward_of_action, k in itertools.product([[0.0, 1.0, 3.0], [2.0, 0.5, 0.5], [0.0, 1.0, 0.0]], [2, 3]):
-        with subtests.test(reward_of_action=reward_of_action, k=k):
-            theta = double([0.3, -0.8, 0.5]).requires_grad_()
-            log_probs, rewards = theta.log_softmax(0), double(reward_of_action)
-            samples, group_ids = enumerated(3, 4)
-            advantages = group_relative_advantages(rewards[samples].flatten(), group_ids, baseline="max_at_k", k=k)
-            attempts = torch.tensor(list(itertools.product(range(3), repeat=k)))
-            best = (log_probs[attempts].sum(1).exp() * rewards[attempts].amax(1)).sum()  # E[max of k], exactly
-            (expected,) = torch.autograd.grad(best, theta, retain_graph=True)
-            found = expected_estimate(log_probs, samples, advantages, theta)
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
-            assert expected.abs().max() > 0.05
+    theta = double([0.3, -0.8, 0.5]).requires_grad_()
+    log_probs, rewards = theta.log_softmax(0), double(reward_of_action)
+    samples, group_ids = enumerated(3, 4)
+    advantages = group_relative_advantages(rewards[samples].flatten(), group_ids, baseline="max_at_k", k=k)
+    attempts = torch.tensor(list(itertools.product(range(3), repeat=k)))
+    best = (log_probs[attempts].sum(1).exp() * rewards[attempts].amax(1)).sum()  # E[max of k], exactly
+    (expected,) = torch.autograd.grad(best, theta, retain_graph=True)
+    found = expected_estimate(log_probs, samples, advantages, theta)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+    assert expected.abs().max() > 0.05
 
 
-# whiten
-
-
-def test_whitened_advantages_equal_hand_worked_values():
+def test_whitened_advantages_equal_hand_worked_values_and_dead_groups_count_in_the_batch_statistics():
     # centred on medians 0 and 3:  0 0 3 | -2 2: mean .6; deviations -.6 -.6 2.4 -2.6 1.4, squares sum to 15.2, over 4: 3.8
     rewards, group_ids = double([0, 0, 3, 1, 5]), ids(0, 0, 0, 1, 1)
     advantages = group_relative_advantages(rewards, group_ids, baseline="group_median", scale="whiten")
     assert advantages.tolist() == pytest.approx([d / math.sqrt(3.8) for d in (-0.6, -0.6, 2.4, -2.6, 1.4)], rel=1e-14)
-
-
-def test_a_dead_group_counts_in_the_batch_statistics_and_gets_exactly_0():
     # centred on means: 0 0 | -1 1; squares 2 over 4 - 1: 2/3
     advantages = group_relative_advantages(double([5, 5, 0, 2]), ids(0, 0, 1, 1), scale="whiten")
     assert advantages.tolist() == pytest.approx([0, 0, -math.sqrt(1.5), math.sqrt(1.5)], rel=1e-14)
     assert advantages[:2].tolist() == [0, 0]
 
 
-def test_whiten_adds_eps_to_the_standard_deviation():
-    # deviations -1, 1: std with n - 1 sqrt 2
-    advantages = group_relative_advantages(double([0, 2]), ids(0, 0), scale="whiten", std_eps=0.5)
-    assert advantages.tolist() == pytest.approx([-1 / (math.sqrt(2) + 0.5), 1 / (math.sqrt(2) + 0.5)])
-
-
-# mean (MaxRL)
+def test_eps_is_added_to_the_standard_deviation_or_the_mean_that_divides():
+    # deviations -1, 1: std with n - 1 sqrt 2;  (1 - .5)/(.5 + .5)
+    whitened = group_relative_advantages(double([0, 2]), ids(0, 0), scale="whiten", std_eps=0.5)
+    assert whitened.tolist() == pytest.approx([-1 / (math.sqrt(2) + 0.5), 1 / (math.sqrt(2) + 0.5)])
+    by_mean = group_relative_advantages(double([1, 0]), ids(0, 0), scale="mean", std_eps=0.5)
+    assert by_mean.tolist() == pytest.approx([0.5, -0.5])
 
 
 def test_advantages_divided_by_the_mean_equal_hand_worked_values():
     # means 1/2, 1/4, 0 (all wrong), 1 (all right), -2
-    advantages = group_relative_advantages(
-        double([1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, -1, -3]),
-        ids(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 4, 4),
-        scale="mean",
-    )
+    rewards = double([1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, -1, -3])
+    advantages = group_relative_advantages(rewards, ids(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 4, 4), scale="mean")
     assert advantages.tolist() == pytest.approx([1, -1, -1, 1, 3, -1, -1, -1, 0, 0, 0, 0, 0, 0])
 
 
-def test_eps_is_added_to_the_mean_that_divides():
-    # (1 - .5)/(.5 + .5)
-    advantages = group_relative_advantages(double([1, 0]), ids(0, 0), scale="mean", std_eps=0.5)
-    assert advantages.tolist() == pytest.approx([0.5, -0.5])
-
-
-def test_division_by_the_mean_climbs_the_truncated_log_likelihood(subtests):
+@pytest.mark.parametrize("num_rows", [2, 3, 5])
+def test_division_by_the_mean_climbs_the_truncated_log_likelihood(num_rows):
     """A right and two wrong actions, p the probability of the right one, all 3^n groups.
 
     With n rows the expected estimate is the gradient of -sum over k < n of (1 - p)^k / k, which is log p cut off after n - 1
     terms (arXiv:2602.02710): d/dp = 1 + (1 - p) + ... + (1 - p)^(n - 2).
     """
-    for num_rows in [2, 3, 5]:
-        with subtests.test(num_rows=num_rows):
-            theta = double([-0.5, 0.4, 0.1]).requires_grad_()
-            log_probs = theta.log_softmax(0)
-            samples, group_ids = enumerated(3, num_rows)
-            advantages = group_relative_advantages(double([1, 0, 0])[samples].flatten(), group_ids, scale="mean")
-            p = log_probs[0].exp()
-            truncated = -sum((1 - p) ** k / k for k in range(1, num_rows))
-            (expected,) = torch.autograd.grad(truncated, theta, retain_graph=True)
-            found = expected_estimate(log_probs, samples, advantages, theta)
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
-
-
-# beta (BNPO)
+    theta = double([-0.5, 0.4, 0.1]).requires_grad_()
+    log_probs = theta.log_softmax(0)
+    samples, group_ids = enumerated(3, num_rows)
+    advantages = group_relative_advantages(double([1, 0, 0])[samples].flatten(), group_ids, scale="mean")
+    p = log_probs[0].exp()
+    (expected,) = torch.autograd.grad(-sum((1 - p) ** k / k for k in range(1, num_rows)), theta, retain_graph=True)
+    found = expected_estimate(log_probs, samples, advantages, theta)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
 
 
 def weights_by_scipy(means: np.ndarray, ddof: int) -> np.ndarray:
@@ -202,120 +163,94 @@ def weights_by_scipy(means: np.ndarray, ddof: int) -> np.ndarray:
         return np.minimum(1 / scipy.stats.beta.pdf(means, alpha, beta), MAX_BETA_WEIGHT)
 
 
-def test_beta_weighted_advantages_equal_scipys_fit(subtests):
-    batches = [
+@pytest.mark.parametrize("std_ddof", [0, 1])
+@pytest.mark.parametrize(
+    "groups",
+    [
         [[1, 0, 0, 1], [1, 0, 0, 0], [1, 1, 1, 0]],
         [[1, 0, 0, 1], [0, 0], [1, 1, 1], [1, 0, 0]],  # two dead groups, which count in the fit
         [[0.2, 0.4, 0.9], [0.0, 0.05], [0.7, 0.8, 0.6, 0.5], [1.0, 0.0]],
-    ]
-    for std_ddof, groups in itertools.product([0, 1], batches):
-        with subtests.test(groups=groups, std_ddof=std_ddof):
-            rewards = double([r for group in groups for r in group])
-            group_ids = ids(*(g for g, group in enumerate(groups) for _ in group))
-            advantages = group_relative_advantages(rewards, group_ids, scale="beta", std_ddof=std_ddof)
-            means = np.array([np.mean(group) for group in groups])
-            weights = weights_by_scipy(means, std_ddof)
-            expected = [w * (r - m) for group, m, w in zip(groups, means, weights, strict=True) for r in group]
-            assert advantages.tolist() == pytest.approx(expected, rel=1e-10, abs=1e-12)
+    ],
+)
+def test_beta_weighted_advantages_equal_scipys_fit(groups, std_ddof):
+    rewards, group_ids = double(list(itertools.chain(*groups))), np.repeat(range(len(groups)), list(map(len, groups)))
+    advantages = group_relative_advantages(rewards, torch.from_numpy(group_ids), scale="beta", std_ddof=std_ddof)
+    means = np.array([np.mean(group) for group in groups])
+    weights = weights_by_scipy(means, std_ddof)
+    expected = [w * (r - m) for group, m, w in zip(groups, means, weights, strict=True) for r in group]
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
-def test_rewards_that_rounding_moved_out_of_0_to_1_are_accepted_under_beta(subtests):
-    for low, high, is_accepted in [(-1e-6, 1 + 1e-6, True), (-1.1e-6, 1, False), (0, 1 + 1.1e-6, False)]:
-        with subtests.test(low=low, high=high):
-            rewards = double([low, 0.5, high, 0.5, high, high])
-            if not is_accepted:
-                with pytest.raises(RewardError, match=r"rewards in \[0, 1\]"):
-                    group_relative_advantages(rewards, ids(0, 0, 1, 1, 2, 2), scale="beta")
-                continue
-            found = group_relative_advantages(rewards, ids(0, 0, 1, 1, 2, 2), scale="beta")
-            exact = group_relative_advantages(double([0, 0.5, 1, 0.5, 1, 1]), ids(0, 0, 1, 1, 2, 2), scale="beta")
-            torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)
+@pytest.mark.parametrize(("low", "high"), [(-1.1e-6, 1), (0, 1 + 1.1e-6)])
+def test_rewards_that_rounding_moved_out_of_0_to_1_and_no_others_are_accepted_under_beta(low, high):
+    def advantages(low, high):
+        return group_relative_advantages(double([low, 0.5, high, 0.5, high, high]), ids(0, 0, 1, 1, 2, 2), scale="beta")
+
+    torch.testing.assert_close(advantages(-1e-6, 1 + 1e-6), advantages(0, 1), rtol=1e-5, atol=0)
+    with pytest.raises(RewardError, match=r"rewards in \[0, 1\]"):
+        advantages(low, high)
 
 
-def test_a_single_group_is_not_weighted_by_a_beta():
-    advantages = group_relative_advantages(double([1, 0, 0, 1]), ids(3, 3, 3, 3), scale="beta")
-    assert advantages.tolist() == [0.5, -0.5, -0.5, 0.5]
+@pytest.mark.parametrize(
+    ("rewards", "group_ids", "expected"),
+    [
+        ([1, 0, 0, 1], [3, 3, 3, 3], [0.5, -0.5, -0.5, 0.5]),  # a single group
+        ([1, 0, 0.75, 0.25], [0, 0, 1, 1], [0.5, -0.5, 0.25, -0.25]),  # equal means
+        # means .01, .99, variance with n - 1 .4802 > m (1 - m) = .25: alpha = beta = 1, a flat density
+        ([0, 0.02, 0.98, 1], [0, 0, 1, 1], [-0.01, 0.01, -0.01, 0.01]),
+    ],
+)
+def test_group_means_that_no_beta_fits_are_not_weighted(rewards, group_ids, expected):
+    advantages = group_relative_advantages(double(rewards), ids(*group_ids), scale="beta")
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_group_means_with_more_variance_than_any_beta_are_not_weighted():
-    # means .01, .99, variance with n - 1 .4802 > m (1 - m) = .25: alpha = beta = 1, a flat density
-    advantages = group_relative_advantages(double([0, 0.02, 0.98, 1]), ids(0, 0, 1, 1), scale="beta")
-    assert advantages.tolist() == pytest.approx([-0.01, 0.01, -0.01, 0.01], rel=1e-12)
-
-
-def test_groups_of_equal_means_are_not_weighted():
-    advantages = group_relative_advantages(double([1, 0, 0.75, 0.25]), ids(0, 0, 1, 1), scale="beta")
-    assert advantages.tolist() == [0.5, -0.5, 0.25, -0.25]
-
-
-def test_a_batch_of_dead_groups_is_zero_under_beta(subtests):
-    for rewards in [[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 1, 1], [0.3, 0.3, 0.9, 0.9]]:
-        with subtests.test(rewards=rewards):
-            advantages = group_relative_advantages(
-                torch.tensor(rewards, dtype=torch.float32), ids(0, 0, 1, 1), scale="beta"
-            )
-            assert advantages.tolist() == [0, 0, 0, 0]
+@pytest.mark.parametrize("rewards", [[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 1, 1], [0.3, 0.3, 0.9, 0.9]])
+def test_a_batch_of_dead_groups_is_zero_under_beta(rewards):
+    advantages = group_relative_advantages(torch.tensor(rewards, dtype=torch.float32), ids(0, 0, 1, 1), scale="beta")
+    assert advantages.tolist() == [0, 0, 0, 0]
 
 
 def test_the_weight_of_a_group_far_from_the_others_is_bounded():
     # thirty groups of mean 1/2 and one of mean .001: so thin a density that its inverse would pass a million
-    groups = [[0.0, 1.0]] * 30 + [[0.0, 0.002]]
-    means = np.array([np.mean(group) for group in groups])
-    assert weights_by_scipy(means, 1)[-1] == MAX_BETA_WEIGHT
-    advantages = group_relative_advantages(
-        double([r for group in groups for r in group]), torch.arange(31).repeat_interleave(2), scale="beta"
-    )
+    rewards = double([[0.0, 1.0]] * 30 + [[0.0, 0.002]])
+    assert weights_by_scipy(rewards.mean(1).numpy(), 1)[-1] == MAX_BETA_WEIGHT
+    advantages = group_relative_advantages(rewards.flatten(), torch.arange(31).repeat_interleave(2), scale="beta")
     assert advantages[-2:].tolist() == pytest.approx([-0.001 * MAX_BETA_WEIGHT, 0.001 * MAX_BETA_WEIGHT])
 
 
-# Groups without differences
+@pytest.mark.parametrize(("scale", "baseline", "reward"), list(itertools.product(SCALES, OWN_BASELINES, [0.3, 0.9])))
+def test_dead_groups_of_any_size_get_exactly_0(scale, baseline, reward):
+    """float32 rewards: dead groups of 1 to 1,024 rows, the last of which differs by rounding, and one live group."""
+    sizes = torch.tensor([1, 2, 3, 7, 64, 1000, 1024, 3, 4])
+    rewards = torch.cat([torch.full((int(sizes.sum()) - 4,), reward), torch.tensor([0.1, 0.8, 0.4, 0.0])])
+    rewards[-6] = rewards[-6].nextafter(torch.tensor(1.0))
+    group_ids, order = torch.arange(9).repeat_interleave(sizes), torch.randperm(len(rewards))
+    needs = what_a_baseline_needs(baseline, len(rewards))
+    advantages = group_relative_advantages(rewards[order], group_ids[order], baseline=baseline, scale=scale, **needs)
+    is_alive = group_ids[order] == 8
+    assert (advantages[~is_alive] == 0).all()
+    assert (advantages[is_alive] != 0).any()
+    assert advantages.isfinite().all()
+    for size in (1, 2, 1024):  # a dead group that is the whole batch
+        dead, needs = torch.full((size,), 0.9), what_a_baseline_needs(baseline, size)
+        alone = group_relative_advantages(
+            dead, torch.zeros(size, dtype=torch.int64), baseline=baseline, scale=scale, **needs
+        )
+        assert (alone == 0).all()
 
 
-def test_dead_groups_of_any_size_get_exactly_0(subtests):
-    """float32 rewards: dead groups of 1 to 1,024 rows, a group that differs by rounding, and one live group."""
-    for scale, baseline, reward in itertools.product(SCALES, OWN_BASELINES, [0.3, 0.9]):
-        with subtests.test(scale=scale, baseline=baseline, reward=reward):
-            sizes = [1, 2, 3, 7, 64, 1000, 1024]
-            almost = torch.tensor([reward, reward, reward])
-            almost[1] = almost[1].nextafter(torch.tensor(1.0))
-            alive = torch.tensor([0.1, 0.8, 0.4, 0.0])
-            rewards = torch.cat([*(torch.full((size,), reward) for size in sizes), almost, alive])
-            sizes = [*sizes, 3, 4]
-            group_ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-            order = torch.randperm(len(rewards))
-            needs = what_a_baseline_needs(baseline, len(rewards))
-            advantages = group_relative_advantages(
-                rewards[order], group_ids[order], baseline=baseline, scale=scale, **needs
-            )
-            is_alive = group_ids[order] == len(sizes) - 1
-            assert (advantages[~is_alive] == 0).all()
-            assert (advantages[is_alive] != 0).any()
-            assert advantages.isfinite().all()
-
-
-def test_a_batch_of_one_dead_group_is_exactly_zero(subtests):
-    for scale, baseline in itertools.product(SCALES, OWN_BASELINES):
-        with subtests.test(scale=scale, baseline=baseline):
-            for size in (1, 2, 1024):
-                rewards, group_ids = torch.full((size,), 0.9), torch.zeros(size, dtype=torch.int64)
-                needs = what_a_baseline_needs(baseline, size)
-                advantages = group_relative_advantages(rewards, group_ids, baseline=baseline, scale=scale, **needs)
-                assert (advantages == 0).all()
-
-
-def test_equal_rewards_have_no_spread_under_any_baseline(subtests):
+@pytest.mark.parametrize(
+    ("baseline", "scale", "size", "reward"),
+    list(itertools.product(["none", "global_mean"], ["group", "batch", "whiten"], [2, 7, 1024], [0.3, 0.9])),
+)
+def test_equal_rewards_have_no_spread_under_any_baseline(baseline, scale, size, reward):
     """Also where one of them differs in its last digit."""
-    for baseline, scale, size, reward in itertools.product(
-        ["none", "global_mean"], ["group", "batch", "whiten"], [2, 7, 1024], [0.3, 0.9]
-    ):
-        with subtests.test(baseline=baseline, scale=scale, size=size, reward=reward):
-            rewards, group_ids = torch.full((size,), reward), torch.arange(size) % 2
-            for last in (rewards[-1], rewards[-1].nextafter(torch.tensor(1.0))):
-                rewards[-1] = last
-                advantages = group_relative_advantages(
-                    rewards, group_ids, baseline=baseline, scale=scale, running_mean=0.25
-                )
-                assert (advantages == 0).all()
+    rewards, group_ids = torch.full((size,), reward), torch.arange(size) % 2
+    for last in (rewards[-1], rewards[-1].nextafter(torch.tensor(1.0))):
+        rewards[-1] = last
+        advantages = group_relative_advantages(rewards, group_ids, baseline=baseline, scale=scale, running_mean=0.25)
+        assert (advantages == 0).all()
 
 
 def test_under_an_absolute_baseline_a_dead_group_keeps_its_advantage():
@@ -325,4 +260,166 @@ def test_under_an_absolute_baseline_a_dead_group_keeps_its_advantage():
     assert by_mean.tolist() == [0.5, 0.5, -0.5, 1.5]
 
 
-# Ragged groups
+@pytest.mark.parametrize(("std_eps", "std_ddof"), list(itertools.product([0.0, 0.1], [0, 1])))
+def test_decoupled_advantages_equal_numpys(std_eps, std_ddof):
+    random, group_ids = np.random.default_rng(2), np.array([3, 0, 3, 1, 1, 0, 3, 1])
+    parts = {"a": random.normal(size=8), "b": 100 * random.normal(size=8), "c": random.uniform(size=8)}
+    weights = {"a": 0.5, "c": 3.0}  # b weighs 1
+    total = np.zeros(8)
+    for name, rewards in parts.items():
+        for group in (0, 1, 3):
+            rows = group_ids == group
+            deviations = rewards[rows] - rewards[rows].mean()
+            total[rows] += weights.get(name, 1.0) * deviations / (rewards[rows].std(ddof=std_ddof) + std_eps)
+    expected = (total - total.mean()) / (total.std(ddof=std_ddof) + std_eps)
+    tensors = {name: torch.from_numpy(rewards) for name, rewards in parts.items()}
+    settings = {"std_ddof": std_ddof, "std_eps": std_eps}
+    advantages = decoupled_advantages(tensors, weights, torch.from_numpy(group_ids), **settings)
+    np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-12)
+
+
+def test_a_group_is_dead_only_if_every_reward_is_constant_in_it():
+    # group 0: differs in b only; group 1: in neither; group 2: alone
+    parts = {"a": torch.tensor([0.3, 0.3, 0.3, 0.3, 5.0]), "b": torch.tensor([0.0, 1.0, 0.9, 0.9, 2.0])}
+    advantages = decoupled_advantages(parts, {}, ids(0, 0, 1, 1, 2))
+    assert advantages[2:].tolist() == [0, 0, 0]
+    # -h, h, 0, 0, 0: squares 2 h^2 = 1 over 4: std 1/2
+    assert advantages[:2].tolist() == pytest.approx([-math.sqrt(2), math.sqrt(2)], rel=1e-6)
+    assert advantages.dtype == torch.float32
+
+
+def test_a_group_dead_in_every_reward_gets_exactly_0_despite_rounding():
+    # live groups add up to 0 only up to rounding, which whitening would hand to the dead ones
+    group_ids = torch.arange(40).repeat_interleave(8)
+    is_dead = group_ids % 4 == 0
+    parts = {name: torch.where(is_dead, 0.3, torch.rand(320)) for name in ("a", "b", "c")}
+    advantages = decoupled_advantages(parts, {"a": 0.3, "b": 1.7}, group_ids)
+    assert (advantages[is_dead] == 0).all()
+    assert advantages.std().item() == pytest.approx(1, rel=1e-5)
+
+
+def test_rewards_that_cancel_give_advantages_of_exactly_0():
+    # a and b are opposites: the sum is 0 up to rounding, which must not be amplified
+    a = torch.tensor([0.1, 0.7, 0.4, 0.9, 0.3, 0.2])
+    assert decoupled_advantages({"a": a, "b": 1 - a}, {}, ids(0, 0, 0, 1, 1, 1)).tolist() == [0] * 6
+
+
+def test_decoupled_advantages_leave_out_rewards_that_are_nan():
+    # a of rows 0 and 1 alone: (1, 3) - 2 over sqrt(2) = -+ 1/sqrt(2).   b: (0, 0, 0, 4) - 1 over 2 = (-1/2, -1/2, -1/2, 3/2)
+    # c applies to none.   S = (-.707 - .5, .707 - .5, -.5, 1.5), mean 0, std S with ddof 1
+    nan = math.nan
+    parts = {"a": double([1, 3, nan, nan]), "b": double([0, 0, 0, 4]), "c": double([nan] * 4)}
+    total = np.array([-(0.5**0.5) - 0.5, 0.5**0.5 - 0.5, -0.5, 1.5])
+    expected = total / math.sqrt((total**2).sum() / 3)
+    torch.testing.assert_close(decoupled_advantages(parts, {}, ids(0, 0, 0, 0)), torch.from_numpy(expected))
+
+
+# Groups of rows and their statistics, and which rows there is something to learn from
+
+
+INTERLEAVED = ids(4, -1, 4, 7, -1, 4)
+"""In group order: rows 1 4 | 0 2 5 | 3."""
+
+
+def test_rows_go_to_group_order_and_back_and_equal_ids_are_one_group():
+    groups, values = Groups.of(INTERLEAVED), np.array([10, 11, 12, 13, 14, 15])
+    assert groups.to_group_order(values).tolist() == [11, 14, 10, 12, 15, 13]
+    assert groups.to_row_order(groups.to_group_order(values)).tolist() == values.tolist()
+    assert groups.repeat(np.array([1, 2, 3])).tolist() == [1, 1, 2, 2, 2, 3]
+    groups, values = Groups.of(ids(-5, 2, 2, 9)), np.array([10, 11, 12, 13])
+    assert groups.to_group_order(values).tolist() == groups.to_row_order(values).tolist() == values.tolist()
+    assert groups.counts.tolist() == [1, 2, 1]
+    # ascending but for the last
+    assert Groups.of(ids(1, 1, 2, 1)).counts.tolist() == [3, 1]
+
+
+def test_group_statistics_equal_hand_worked_values():
+    # group order 1 5 | 2 4 9 | 3: means 3, 5; medians 3, 4; squares 4 + 4 = 8 and 9 + 1 + 16 = 26
+    groups = Groups.of(INTERLEAVED)
+    values, tolerance = groups.rewards(double([2, 1, 4, 3, 5, 9]))
+    assert (groups.means(values).tolist(), groups.medians(values).tolist()) == ([3, 5, 3], [3, 4, 3])
+    assert groups.stds(values, 1, tolerance).tolist() == pytest.approx([math.sqrt(8), math.sqrt(13), math.inf])
+    assert groups.stds(values, 0, tolerance).tolist() == pytest.approx([2, math.sqrt(26 / 3), math.inf])
+    assert groups.are_constant(values, tolerance).tolist() == [False, False, True]
+
+
+def test_run_bounds_are_the_first_and_last_places_of_equal_values():
+    assert run_bounds(np.array([4, 4, 7, 4])).tolist() == [0, 2, 3, 4]
+    assert run_bounds(np.array([4])).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("values", "ddof", "expected"),
+    [([3, 1, 2], 1, (2, 1)), ([3, 1], 0, (2, 1)), ([5], 1, (5, 0)), ([1e200, 3e200], 0, (2e200, 1e200))],
+)
+def test_mean_and_std_equal_hand_worked_values(values, ddof, expected):
+    assert mean_and_std(np.array(values, dtype=float), ddof) == pytest.approx(expected, rel=1e-15, abs=0)
+
+
+def test_a_standard_deviation_over_equal_values_is_infinite():
+    assert batch_std(np.array([1.0, 1.0]), 1, 0.0) == math.inf
+    assert batch_std(np.array([1.0, 1.5]), 1, 0.5) == math.inf
+    # deviations -1/4, 1/4: squares 1/8 over 1
+    assert batch_std(np.array([1.0, 1.5]), 1, 0.4) == pytest.approx(math.sqrt(1 / 8), rel=1e-15)
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_a_standard_deviation_of_huge_values_does_not_overflow(ddof):
+    # 1e200 squared is more than float64 holds
+    assert batch_std(np.array([1e200, 3e200]), ddof, 0.0) == pytest.approx(1e200 * math.sqrt(2 / (2 - ddof)))
+    stds = Groups.of(ids(0, 0)).stds(np.array([1e200, 3e200]), ddof, 0.0)
+    assert stds.tolist() == pytest.approx([1e200 * math.sqrt(2 / (2 - ddof))])
+
+
+@pytest.mark.parametrize("sizes", [(1e200, 1e-9), (1e-300, 1e300), (1.0, 0.0)])
+def test_groups_of_very_different_sizes_keep_their_own_standard_deviations(sizes):
+    values = np.array([0.0, 2 * sizes[0], 0.0, 2 * sizes[1]])
+    expected = [size or math.inf for size in sizes]
+    assert Groups.of(ids(0, 0, 1, 1)).stds(values, 0, 0.0).tolist() == pytest.approx(expected, rel=1e-15, abs=0)
+
+
+def test_rows_are_live_where_rewards_of_their_group_differ_beyond_rounding_at_any_step():
+    # group 1: .3 and its neighbour, a rounding error; group 0: 1, 2; group 5: alone
+    rewards = torch.tensor([0.3, 1.0, 0.3, 2.0, 7.0, 1.0])
+    rewards[2] = rewards[2].nextafter(torch.tensor(1.0))
+    assert live_rows(rewards, ids(1, 0, 1, 0, 5, 0)).tolist() == [False, True, False, True, False, True]
+    rewards = double([[1, 0], [1, 2], [1, 0], [3, 3]])
+    assert live_rows(rewards, ids(0, 1, 0, 1)).tolist() == [False, True, False, True]
+
+
+def test_a_row_has_an_advantage_where_any_step_has_one_and_makes_its_group_live():
+    assert has_advantage(double([0, -2, 0.5])).tolist() == [False, True, True]
+    assert has_advantage(double([[0, 0], [0, -1], [2, 0]])).tolist() == [False, True, True]
+    assert has_advantage(torch.zeros(2, 0)).tolist() == [False, False]
+    groups = Groups.of(INTERLEAVED)
+    assert groups.num_live_rows(double([0, 0, 1, 0, 0, 0])) == 3
+    assert groups.num_live_rows(double([[0, 0], [0, 0], [0, 0], [0, 1], [1, 0], [0, 0]])) == 3
+    assert groups.num_live_rows(torch.zeros(6)) == 0
+
+
+def moments_of(*batches: torch.Tensor) -> RewardMoments:
+    moments = RewardMoments()
+    for rewards in batches:
+        moments.add(rewards)
+    return moments
+
+
+def test_without_any_reward_the_mean_is_none_and_the_std_is_0():
+    assert moments_of().mean is None
+    assert moments_of(torch.zeros(0)).mean is None
+    assert moments_of().std == 0
+
+
+@pytest.mark.parametrize("sizes", [[30], [1, 29], [10, 1, 19], [15, 15]])
+def test_batches_of_any_size_give_the_moments_of_all_rewards(sizes):
+    rewards = 100 + torch.randn(30, dtype=torch.float64)
+    moments = moments_of(*rewards.split(sizes))
+    assert moments.mean == pytest.approx(rewards.mean().item(), rel=1e-14)
+    assert moments.std == pytest.approx(rewards.std(correction=0).item(), rel=1e-11)
+
+
+@pytest.mark.parametrize("value", [0.3, 0.9, -0.7])
+def test_equal_rewards_have_no_standard_deviation(value):
+    same = torch.full((7,), value)
+    near = same.nextafter(torch.tensor(1.0))
+    assert moments_of(same, same[:3], near).std == 0

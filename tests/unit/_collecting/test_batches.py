@@ -2,14 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
 
-from grpo import ContractError, ExperienceBatch
+from grpo import ActionScores, ContractError, ExperienceBatch
 from grpo._collecting.batches import gather_rewards, join_batches, select_batch
+from grpo._collecting.out_of_memory import PassSizes
+from grpo._collecting.scoring import ReferenceScorer, Scorer, batch_fields, score_in_parts
 from grpo._ranks.processes import SeveralProcesses
+from tests.support.policies import GroupScoring, RowScoring, TablePolicy
 
 
 def batch_of(rewards: list[float], group_ids: list[int], width: int = 2, **others: Any) -> ExperienceBatch:
@@ -18,38 +24,27 @@ def batch_of(rewards: list[float], group_ids: list[int], width: int = 2, **other
     return dataclasses.replace(made, **others)
 
 
-def test_equal_group_ids_of_two_batches_stay_separate_groups() -> None:
+def test_joined_batches_are_padded_and_their_groups_stay_separate():
     joined = join_batches([batch_of([1.0, 2.0, 3.0], [-4, -4, 9]), batch_of([4.0, 5.0], [-4, 9])])
-    assert joined.group_ids.tolist() == [0, 0, 1, 2, 3]
-    assert joined.rewards.tolist() == [1, 2, 3, 4, 5]
+    assert (joined.group_ids.tolist(), joined.rewards.tolist()) == ([0, 0, 1, 2, 3], [1, 2, 3, 4, 5])
     assert joined.states == [0, 1, 2, 0, 1]
-
-
-def test_a_narrower_batch_is_padded_and_masked() -> None:
     joined = join_batches([batch_of([1.0], [0], width=1), batch_of([2.0], [0], width=3)])
     assert joined.mask.tolist() == [[True, False, False], [True, True, True]]
 
 
-def test_missing_final_values_become_0_when_batches_are_joined() -> None:
-    joined = join_batches([batch_of([1.0], [0], final_values=torch.tensor([5.0])), batch_of([2.0], [0])])
+def test_what_one_batch_lacks_becomes_0_or_nan_or_is_missing_after_joining() -> None:
+    zeros = torch.zeros(1, 2)
+    fields = {"final_values": torch.tensor([5.0]), "behaviour_log_probs": zeros, "old_log_probs": zeros}
+    joined = join_batches([batch_of([1.0], [0], **fields), batch_of([2.0], [0])])
     assert joined.final_values.tolist() == [5, 0]
-
-
-def test_missing_behaviour_log_probs_become_nan_when_batches_are_joined() -> None:
-    joined = join_batches([batch_of([1.0], [0], behaviour_log_probs=torch.zeros(1, 2)), batch_of([2.0], [0])])
     assert joined.behaviour_log_probs.isnan().tolist() == [[False, False], [True, True]]
-
-
-def test_a_field_that_one_batch_lacks_is_none_after_joining() -> None:
-    joined = join_batches([batch_of([1.0], [0], old_log_probs=torch.zeros(1, 2)), batch_of([2.0], [0])])
     assert joined.old_log_probs is None
 
 
 def test_selected_rows_keep_all_their_fields() -> None:
     batch = batch_of([1.0, 2.0, 3.0], [0, 0, 1], values=torch.arange(6.0).view(3, 2))
     part = select_batch(batch, torch.tensor([2, 0]))
-    assert (part.states, part.actions) == ([2, 0], ["x", "x"])
-    assert part.rewards.tolist() == [3, 1]
+    assert (part.states, part.actions, part.rewards.tolist()) == ([2, 0], ["x", "x"], [3, 1])
     assert part.values.tolist() == [[4, 5], [0, 1]]
 
 
@@ -71,11 +66,9 @@ def changed(**fields: Any) -> Callable[[ExperienceBatch], ExperienceBatch]:
 
 
 def test_ranks_with_different_fields_are_refused() -> None:
-    engine = TwoRanks(changed(values=torch.ones(1, 2)))
-    with pytest.raises(
-        ContractError, match=r"Every rank's batch must hold the same fields; they hold \[\[\], \['values'\]\]"
-    ):
-        gather_rewards(batch_of([1.0], [0]), engine)
+    message = r"Every rank's batch must hold the same fields; they hold \[\[\], \['values'\]\]"
+    with pytest.raises(ContractError, match=message):
+        gather_rewards(batch_of([1.0], [0]), TwoRanks(changed(values=torch.ones(1, 2))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -92,10 +85,8 @@ def test_rows_of_all_ranks_are_joined_in_rank_order_and_their_groups_stay_separa
     """Rank 0 has three rows of two steps, and rank 1, which calls, two rows of one step. All ranks have a group 0."""
     other = batch_of([3.0, 4.0, 5.0], [0, 0, 7])
     gathered, own = gather_rewards(batch_of([1.0, 2.0], [0, 0], width=1), TwoRanks(lambda own: other, rank=1))
-    assert gathered.rewards.tolist() == [3, 4, 5, 1, 2]
-    assert gathered.group_ids.tolist() == [0, 0, 1, 2, 2]
-    assert gathered.mask.tolist() == [[True, True]] * 3 + [[True, False]] * 2
-    assert own == slice(3, 5)
+    assert (gathered.rewards.tolist(), gathered.group_ids.tolist()) == ([3, 4, 5, 1, 2], [0, 0, 1, 2, 2])
+    assert (gathered.mask.tolist(), own) == ([[True, True]] * 3 + [[True, False]] * 2, slice(3, 5))
 
 
 def test_the_batch_of_all_ranks_has_no_rows_of_one_rank_only() -> None:
@@ -112,13 +103,109 @@ def test_the_batch_of_all_ranks_has_no_rows_of_one_rank_only() -> None:
 
 def test_rank_metrics_are_summed_except_averaged_means_and_local_seconds() -> None:
     own_metrics = {"rows/dropped": 2.0, "rewards/mean_drawn": 1.0, "time/sample": 3.0}
-    other_metrics = {"rows/dropped": 5.0, "rewards/mean_drawn": 4.0, "time/sample": 9.0}
-    engine = TwoRanks(changed(metrics=other_metrics))
+    engine = TwoRanks(changed(metrics={"rows/dropped": 5.0, "rewards/mean_drawn": 4.0, "time/sample": 9.0}))
     gathered, _ = gather_rewards(batch_of([1.0], [0], metrics=own_metrics), engine)
     assert gathered.metrics == {"rows/dropped": 7.0, "rewards/mean_drawn": 2.5, "time/sample": 3.0}
 
 
-def test_state_keys_that_are_not_integers_per_step_are_refused(subtests: pytest.Subtests) -> None:
-    for keys in [[0, 1], [[0.5, 1.0]], [[[0]]]]:
-        with subtests.test(keys=keys), pytest.raises(ContractError, match=r"state_keys must be integers \[N, T\]"):
-            ExperienceBatch.from_rows([0], ["x"], [1.0], [0], mask=torch.ones(1, 2, dtype=torch.bool), state_keys=keys)
+@pytest.mark.parametrize("keys", [[0, 1], [[0.5, 1.0]], [[[0]]]])
+def test_state_keys_that_are_not_integers_per_step_are_refused(keys):
+    with pytest.raises(ContractError, match=r"state_keys must be integers \[N, T\]"):
+        ExperienceBatch.from_rows([0], ["x"], [1.0], [0], mask=torch.ones(1, 2, dtype=torch.bool), state_keys=keys)
+
+
+# Scoring any policy: which method is called, how scores of several forwards are joined, and which scores are kept
+
+
+def rows_of(widths: list[int]) -> Callable[[Any, Any, Tensor], ActionScores]:
+    """State n has `widths[n]` steps, of log-probs -n, -n - 0.1 and so on; a forward is as wide as its longest row."""
+
+    def score(states: Any, actions: Any, group_ids: Tensor) -> ActionScores:
+        places = torch.arange(max(widths[state] for state in states))
+        return ActionScores(
+            log_probs=-torch.tensor(states).unsqueeze(1) - 0.1 * places,
+            mask=places < torch.tensor([widths[state] for state in states]).unsqueeze(1),
+        )
+
+    return score
+
+
+@pytest.mark.parametrize(("kind", "asked"), [(GroupScoring, "score_groups"), (RowScoring, "score_actions")])
+def test_a_policy_that_scores_groups_is_scored_in_groups_and_otherwise_by_rows(kind, asked):
+    policy = kind()
+    method = Mock(wraps=getattr(policy, asked))
+    setattr(policy, asked, method)
+    scorer = Scorer(policy)
+    scorer([0, 0, 1], [(1, 0), (0,), (2, 0)], torch.tensor([0, 0, 1]))
+    assert method.call_count == 1
+    assert scorer.one_step_device is None
+
+
+def test_a_plain_policy_that_gives_one_log_prob_per_row_decides_once_per_row() -> None:
+    policy = TablePolicy()
+    scorer = Scorer(policy)
+    assert scorer.one_step_device is None
+    scores = scorer(["a", "b"], [0, 1], torch.tensor([0, 1]))
+    assert (scores.mask.tolist(), scorer.one_step_device) == ([[True], [True]], policy.logits.device)
+
+
+def test_scores_of_parts_are_joined_in_the_order_of_the_rows() -> None:
+    """Rows 3 and 1 in one forward of two columns, rows 2 and 0 in another of three."""
+    parts: list[Any] = [torch.tensor([3, 1]), torch.tensor([2, 0])]
+    score = rows_of([1, 2, 3, 1])
+    scores = score_in_parts(score, [0, 1, 2, 3], ["x"] * 4, torch.arange(4), lambda _: parts, PassSizes("scoring"))
+    assert scores.mask.tolist() == [[True, False, False], [True, True, False], [True, True, True], [True, False, False]]
+    assert scores.log_probs[scores.mask].tolist() == pytest.approx([0, -1, -1.1, -2, -2.1, -2.2, -3])
+    assert scores.values is None
+
+
+def test_final_values_survive_scoring_in_parts() -> None:
+    def score(states: Any, actions: Any, group_ids: Tensor) -> ActionScores:
+        final = torch.tensor([5.0]) if states[0] == "truncated" else None
+        zeros = torch.zeros(len(states), 1)
+        return ActionScores(log_probs=zeros, mask=zeros == 0, values=zeros, final_values=final)
+
+    states, sizes = ["truncated", "terminated"], PassSizes("scoring")
+    scores = score_in_parts(score, states, [0, 0], torch.tensor([0, 1]), lambda _: [slice(0, 1), slice(1, 2)], sizes)
+    assert scores.final_values.tolist() == [5, 0]
+
+
+class TwoSteps(TablePolicy):
+    """Its reference scores two steps of every row."""
+
+    def reference_log_probabilities(self, states: Any, actions: Any) -> Tensor:
+        return torch.tensor([[-1.0, -2.0]])
+
+
+def test_reference_log_probs_are_padded_to_the_width_of_the_batch_and_never_cut() -> None:
+    def scored(mask: list[bool]) -> list[list[float]]:
+        batch = ExperienceBatch.from_rows(["a"], [0], [0.0], [0], mask=[mask])
+        return ReferenceScorer(TwoSteps(), None, nullcontext)(
+            batch, lambda _: [slice(0, 1)], PassSizes("scoring")
+        ).tolist()
+
+    assert scored([True, True, False]) == [[-1.0, -2.0, 0.0]]
+    with pytest.raises(ContractError, match=r"TwoSteps.reference_log_prob.* at most \[1, 1\]; got \[1, 2\] bool"):
+        scored([True])
+    with pytest.raises(ContractError, match=r"must score every step that the policy decided, .*; got \[1, 2\] bool"):
+        scored([True, True, True])
+
+
+@pytest.mark.parametrize(
+    ("needs", "expected"),
+    [
+        ((), {"old_log_probs"}),
+        (("entropy", "old_log_probs"), {"old_log_probs", "entropy"}),
+        (("values", "state_keys"), {"old_log_probs", "values", "final_values"}),
+    ],
+)
+def test_training_keeps_copies_of_the_scores_that_it_needs(needs, expected):
+    weights = torch.ones(2, 1, requires_grad=True)
+    view = weights.view(2, 1)
+    scores = {"log_probs": view, "entropy": view, "values": view, "final_values": view[:, 0]}
+    fields = batch_fields(ActionScores(mask=torch.ones(2, 1, dtype=torch.bool), **scores), needs)
+    with torch.no_grad():
+        weights.zero_()
+    assert set(fields) == expected
+    assert all(values.flatten().tolist() == [1, 1] and not values.requires_grad for values in fields.values())
+    assert batch_fields(None, needs) == {}

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,42 +34,30 @@ def batch() -> ExperienceBatch:
 
 def worked(sizes: PassSizes, memory: SmallMemory, num_rows: int, **options: Any) -> list[int]:
     """Pass over rows, in forward passes of half as many rows after each halving. Return the sizes of the last attempt."""
-    found: list[int] = []
-    for attempt in sizes.attempts(**options):
-        with attempt:
-            found = []
-            for part in sizes.passes(parts_in_order(num_rows, None, sizes.num_halvings)):
-                memory.use(part.stop - part.start)
-                found.append(part.stop - part.start)
-    return found
+
+    def work() -> list[int]:
+        found = []
+        for part in sizes.passes(parts_in_order(num_rows, None, sizes.num_halvings)):
+            memory.use(part.stop - part.start)
+            found.append(part.stop - part.start)
+        return found
+
+    return sizes.repeat(work, **options)
 
 
-# Sizes
+@pytest.mark.parametrize(
+    ("size", "times", "expected"),
+    [(8, 0, 8), (8, 1, 4), (8, 3, 1), (8, 9, 1), (5, 1, 3), (5, 2, 2), (5, 3, 1), (1, 1, 1)],
+)
+def test_half_is_rounded_up(size, times, expected):
+    assert half(size, times) == expected
 
 
-def test_half_is_rounded_up(subtests: pytest.Subtests) -> None:
-    for size, times, expected in [
-        (8, 0, 8),
-        (8, 1, 4),
-        (8, 3, 1),
-        (8, 9, 1),
-        (5, 1, 3),
-        (5, 2, 2),
-        (5, 3, 1),
-        (1, 1, 1),
-    ]:
-        with subtests.test(size=size, times=times):
-            assert half(size, times) == expected
-
-
-def test_parts_in_order_have_half_the_rows() -> None:
+def test_parts_in_order_and_parts_of_a_plan_have_half_the_rows():
     assert parts_in_order(7, None, 1) == [slice(0, 4), slice(4, 7)]
     assert parts_in_order(7, 4, 1) == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 7)]
     assert parts_in_order(3, 2, 9) == [slice(0, 1), slice(1, 2), slice(2, 3)]
     assert parts_in_order(0, None, 2) == []
-
-
-def test_each_part_of_a_plan_is_cut_in_half() -> None:
     plan: list[Any] = [torch.tensor([6, 0, 3]), torch.tensor([1]), torch.tensor([5, 4])]
     assert [part.tolist() for part in cut_parts(plan, 0)] == [[6, 0, 3], [1], [5, 4]]  # type: ignore[union-attr]
     assert [part.tolist() for part in cut_parts(plan, 1)] == [[6, 0], [3], [1], [5], [4]]  # type: ignore[union-attr]
@@ -76,25 +65,24 @@ def test_each_part_of_a_plan_is_cut_in_half() -> None:
     assert cut_parts([slice(2, 5)], 1) == [slice(2, 4), slice(4, 5)]
 
 
-# Attempts
-
-
-def test_work_is_repeated_with_half_the_rows_until_it_fits_and_stays_there() -> None:
-    sizes, memory = PassSizes("work"), SmallMemory(fits=2)
-    assert worked(sizes, memory, 7) == [2, 2, 2, 1]
-    assert memory.sizes == [7, 4, 2, 2, 2, 1]
+def test_work_is_repeated_with_half_the_rows_until_it_fits_and_stays_there(caplog: pytest.LogCaptureFixture) -> None:
+    """Each new size is logged once."""
+    sizes, memory = PassSizes("an update"), SmallMemory(fits=2)
+    with caplog.at_level(logging.WARNING, logger="grpo"):
+        assert (worked(sizes, memory, 7), memory.sizes) == ([2, 2, 2, 1], [7, 4, 2, 2, 2, 1])
+        assert (sizes.num_halvings, sizes.num_repeated) == (2, 2)
+        assert worked(sizes, memory, 8) == [2, 2, 2, 2]
     assert (sizes.num_halvings, sizes.num_repeated) == (2, 2)
-    assert worked(sizes, memory, 8) == [2, 2, 2, 2]
-    assert (sizes.num_halvings, sizes.num_repeated) == (2, 2)
+    message = "An update ran out of memory with up to {} rows per forward pass. It is repeated, and from now on has at most {}."
+    assert caplog.messages == [message.format(7, 4), message.format(4, 2)]
 
 
-def test_all_passes_are_repeated_whichever_failed(subtests: pytest.Subtests) -> None:
-    for failing in range(1, 5):
-        with subtests.test(failing=failing):
-            sizes, memory = PassSizes("work"), SmallMemory(fails_at=[failing])
-            sizes.num_halvings = 1
-            assert worked(sizes, memory, 8) == ([4, 4] if failing > 2 else [2] * 4)
-            assert len(memory.sizes) == (2 if failing > 2 else failing + 4)
+@pytest.mark.parametrize("failing", range(1, 5))
+def test_all_passes_are_repeated_whichever_failed(failing):
+    sizes, memory = PassSizes("work"), SmallMemory(fails_at=[failing])
+    sizes.num_halvings = 1
+    assert worked(sizes, memory, 8) == ([4, 4] if failing > 2 else [2] * 4)
+    assert len(memory.sizes) == (2 if failing > 2 else failing + 4)
 
 
 def test_what_an_attempt_left_behind_is_put_back_before_each_repetition() -> None:
@@ -103,17 +91,17 @@ def test_what_an_attempt_left_behind_is_put_back_before_each_repetition() -> Non
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    drawn: Tensor | None = None
-    for attempt in sizes.attempts(put_back=left.clear):
+
+    def work() -> Tensor:
         assert left == []
-        with attempt:
-            for part in sizes.passes(parts_in_order(8, None, sizes.num_halvings)):
-                left.append("pass")
-                drawn = torch.rand(2) if part.start == 0 else drawn
-                memory.use(part.stop - part.start)
+        drawn = torch.rand(2)
+        for part in sizes.passes(parts_in_order(8, None, sizes.num_halvings)):
+            left.append("pass")
+            memory.use(part.stop - part.start)
+        return drawn
+
+    assert torch.equal(sizes.repeat(work, left.clear), expected)
     assert left == ["pass"] * 4
-    assert drawn is not None
-    assert torch.equal(drawn, expected)
 
 
 def test_a_single_row_that_does_not_fit_is_an_error_that_says_what_to_do() -> None:
@@ -126,68 +114,50 @@ def test_a_single_row_that_does_not_fit_is_an_error_that_says_what_to_do() -> No
     assert "Make the rows shorter" in note
 
 
-def interrupted(sizes: PassSizes, error: BaseException, after: int, num_rows: tuple[int, ...] = (3, 1)) -> None:
-    """Raise an error after a number of forward passes: with 0 before the first, with the last after all of them."""
-    for attempt in sizes.attempts():
-        with attempt:
-            if after == 0:
-                raise error
-            for number, _ in enumerate(sizes.passes([slice(0, rows) for rows in num_rows]), start=1):
+def interrupted(sizes: PassSizes, error: BaseException, after: int) -> None:
+    """Raise an error after a number of two forward passes, of 3 rows and of 1: with 0 before them, with 3 after them."""
+
+    def work() -> None:
+        if after > 0:
+            for number, _ in enumerate(sizes.passes([slice(0, 3), slice(0, 1)]), start=1):
                 if number == after:
                     raise error
-            raise error
+        raise error
+
+    sizes.repeat(work)
 
 
-def test_a_single_row_is_an_error_at_once_even_if_other_parts_are_larger() -> None:
-    sizes = PassSizes("work")
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        interrupted(sizes, torch.OutOfMemoryError(), after=2)
-    assert len(caught.value.__notes__) == 1
+@pytest.mark.parametrize(
+    ("error", "after", "num_notes"),
+    [
+        (torch.OutOfMemoryError, 0, 0),  # before the passes
+        (torch.OutOfMemoryError, 3, 0),  # after them
+        (torch.OutOfMemoryError, 2, 1),  # in a pass of a single row, though another part is larger
+        (MemoryError, 1, 0),
+        (KeyboardInterrupt, 1, 0),
+        (partial(RuntimeError, "CUDA out of memory, in words alone"), 1, 0),
+    ],
+)
+def test_only_an_error_of_memory_in_a_pass_of_several_rows_is_repeated(error, after, num_notes):
+    sizes, error = PassSizes("work"), error()
+    with pytest.raises(type(error)) as caught:
+        interrupted(sizes, error, after)
+    assert len(getattr(caught.value, "__notes__", [])) == num_notes
     assert (sizes.num_halvings, sizes.num_repeated) == (0, 0)
-
-
-def test_an_error_outside_the_passes_is_not_repeated(subtests: pytest.Subtests) -> None:
-    for after in (0, 3):
-        with subtests.test(after=after):
-            sizes = PassSizes("work")
-            with pytest.raises(torch.OutOfMemoryError) as caught:
-                interrupted(sizes, torch.OutOfMemoryError(), after)
-            assert not hasattr(caught.value, "__notes__")
-            assert (sizes.num_halvings, sizes.num_repeated) == (0, 0)
 
 
 def test_an_error_before_the_passes_of_a_second_attempt_is_not_repeated() -> None:
     sizes, memory = PassSizes("work"), SmallMemory(fails_at=[1, 2])
 
-    def run() -> None:
-        for attempt in sizes.attempts():
-            with attempt:
-                if sizes.num_halvings == 1:
-                    memory.use(0)  # while the second attempt is planned
-                for part in sizes.passes([slice(0, 4)]):
-                    memory.use(part.stop)
+    def work() -> None:
+        if sizes.num_halvings == 1:
+            memory.use(0)  # while the second attempt is planned
+        for part in sizes.passes([slice(0, 4)]):
+            memory.use(part.stop)
 
     with pytest.raises(torch.OutOfMemoryError, match="at use 2, of 0 rows"):
-        run()
+        sizes.repeat(work)
     assert (sizes.num_halvings, sizes.num_repeated) == (1, 1)
-
-
-def test_errors_of_other_types_pass_at_once(subtests: pytest.Subtests) -> None:
-    for error in (RuntimeError("CUDA out of memory, in words alone"), MemoryError(), KeyboardInterrupt()):
-        with subtests.test(error=type(error).__name__):
-            sizes = PassSizes("work")
-            with pytest.raises(type(error)):
-                interrupted(sizes, error, after=1)
-            assert (sizes.num_halvings, sizes.num_repeated) == (0, 0)
-
-
-def test_each_new_size_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    sizes, memory = PassSizes("an update"), SmallMemory(fits=2)
-    with caplog.at_level(logging.WARNING, logger="grpo"):
-        worked(sizes, memory, 7)
-        worked(sizes, memory, 7)
-    message = "An update ran out of memory with up to {} rows per forward pass. It is repeated, and from now on has at most {}."
-    assert [record.message for record in caplog.records] == [message.format(7, 4), message.format(4, 2)]
 
 
 def test_unused_memory_of_cuda_is_released_before_a_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,8 +170,7 @@ def test_unused_memory_of_cuda_is_released_before_a_repetition(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", restored.append)
     memory = SmallMemory(fits=2)
     worked(PassSizes("work"), memory, 8)
-    assert released == [1, 2]
-    assert restored == [generators, generators]
+    assert (released, restored) == ([1, 2], [generators, generators])
 
 
 class OtherRank(SeveralProcesses):
@@ -210,8 +179,7 @@ class OtherRank(SeveralProcesses):
     num_ranks = 2
 
     def __init__(self, *fails_in: int) -> None:
-        self.fails_in = fails_in
-        self.num_meetings = 0
+        self.fails_in, self.num_meetings = fails_in, 0
 
     def gather_objects(self, value: Any) -> list[Any]:
         self.num_meetings += 1
@@ -229,26 +197,19 @@ def test_a_rank_repeats_what_another_rank_could_not_do(caplog: pytest.LogCapture
     assert caplog.records == []
 
 
-def test_two_ranks_that_fail_in_one_attempt_halve_once() -> None:
-    sizes, memory = PassSizes("work", OtherRank(1)), SmallMemory(fits=4)
-    assert worked(sizes, memory, 8, together=True) == [4, 4]
-    assert (sizes.num_halvings, sizes.num_repeated) == (1, 1)
-
-
-def test_a_rank_without_rows_waits_for_the_other() -> None:
-    sizes, memory = PassSizes("work", OtherRank(1)), SmallMemory(fits=0)
-    assert worked(sizes, memory, 0, together=True) == []
-    assert (sizes.num_halvings, sizes.num_repeated, memory.sizes) == (1, 0, [])
-
-
-def test_work_of_a_rank_by_itself_is_repeated_without_the_other_ranks() -> None:
-    engine, memory = OtherRank(1, 2, 3), SmallMemory(fits=4)
-    sizes = PassSizes("scoring", engine)
-    assert worked(sizes, memory, 8) == [4, 4]
-    assert (sizes.num_halvings, sizes.num_repeated, engine.num_meetings) == (1, 1, 0)
-
-
-# Scoring
+@pytest.mark.parametrize(
+    ("fails_in", "fits", "num_rows", "together", "expected", "counts"),
+    [
+        ([1], 4, 8, True, [4, 4], (1, 1, 2)),  # two ranks that fail in one attempt halve once
+        ([1], 0, 0, True, [], (1, 0, 2)),  # a rank without rows waits for the other one
+        ([1, 2, 3], 4, 8, False, [4, 4], (1, 1, 0)),  # work of a rank by itself
+    ],
+)
+def test_ranks_that_work_together_halve_together(fails_in, fits, num_rows, together, expected, counts):
+    engine = OtherRank(*fails_in)
+    sizes = PassSizes("work", engine)
+    assert worked(sizes, SmallMemory(fits=fits), num_rows, together=together) == expected
+    assert (sizes.num_halvings, sizes.num_repeated, engine.num_meetings) == counts
 
 
 class OwnReference(RowScoring):
@@ -263,16 +224,13 @@ class OwnReference(RowScoring):
         return torch.where(scores.mask, scores.log_probs, 0.0)
 
 
+def zeros(states: Any, actions: Any) -> list[float]:
+    return [0.0] * len(actions)
+
+
 def completed(policy: Any, reference: Any = None, **settings: Any) -> tuple[ExperienceBatch, ExperienceCollector]:
-    collector = ExperienceCollector(
-        policy=policy,
-        reward_model=lambda states, actions: [0.0] * len(actions),
-        group_size=2,
-        reference_policy=reference,
-        use_reference=True,
-        needs=("entropy",),
-        **settings,
-    )
+    settings |= {"group_size": 2, "reference_policy": reference, "use_reference": True, "needs": ("entropy",)}
+    collector = ExperienceCollector(policy=policy, reward_model=zeros, **settings)
     return collector.complete(batch(), several_updates=True), collector
 
 
@@ -281,35 +239,20 @@ def reported(collector: ExperienceCollector, *others: Costs) -> float:
     return collector.costs.agree([collector.costs.of_this_rank(), *others])["train/out_of_memory"]
 
 
-def test_scores_are_the_same_whichever_call_runs_out_of_memory(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("failing", [1, 2])
+@pytest.mark.parametrize("failing_part", ["policy", "reference", "own reference"])
+def test_scores_are_the_same_whichever_call_runs_out_of_memory(failing_part, failing):
     """Two calls of four rows for the policy and two for the reference. The failing call is repeated with two rows each."""
-    torch.manual_seed(0)
-    policy, reference = RowScoring(), RowScoring()
-    expected, _ = completed(policy, reference, micro_batch_size=2)
-    own = OwnReference()
-    expected_own, _ = completed(own, micro_batch_size=2)
-    for scored, method in (
-        (policy, "score_actions"),
-        (reference, "score_actions"),
-        (own, "reference_log_probabilities"),
-    ):
-        for failing in (1, 2):
-            with subtests.test(
-                policy=type(scored).__name__, method=method, is_reference=scored is reference, at=failing
-            ):
-                memory = SmallMemory(fails_at=[failing])
-                twins = {id(one): copy.deepcopy(one) for one in (policy, reference, own)}
-                memory.used_by(twins[id(scored)], method, scored_rows)
-                if scored is own:
-                    found, collector = completed(twins[id(own)], micro_batch_size=4)
-                else:
-                    found, collector = completed(twins[id(policy)], twins[id(reference)], micro_batch_size=4)
-                wanted = expected_own if scored is own else expected
-                assert memory.sizes == [4] * failing + [2] * 4
-                assert (collector.scoring.num_halvings, reported(collector)) == (1, 1)
-                for name in ("old_log_probs", "ref_log_probs", "entropy"):
-                    here, there = getattr(found, name), getattr(wanted, name)
-                    torch.testing.assert_close(here[MASK], there[MASK], rtol=1e-12, atol=0)
+    policies = [OwnReference()] if failing_part == "own reference" else [RowScoring(), RowScoring()]
+    expected, _ = completed(*policies, micro_batch_size=2)
+    memory, twins = SmallMemory(fails_at=[failing]), copy.deepcopy(policies)
+    method = "reference_log_probabilities" if failing_part == "own reference" else "score_actions"
+    memory.used_by(twins[failing_part == "reference"], method, scored_rows)
+    found, collector = completed(*twins, micro_batch_size=4)
+    assert memory.sizes == [4] * failing + [2] * 4
+    assert (collector.scoring.num_halvings, reported(collector)) == (1, 1)
+    for name in ("old_log_probs", "ref_log_probs", "entropy"):
+        torch.testing.assert_close(getattr(found, name)[MASK], getattr(expected, name)[MASK], rtol=1e-12, atol=0)
 
 
 def test_parts_of_a_plan_are_halved_when_scoring() -> None:
@@ -326,22 +269,17 @@ def test_parts_of_a_plan_are_halved_when_scoring() -> None:
 
 def test_steps_of_sampled_actions_are_found_with_fewer_rows_too() -> None:
     torch.manual_seed(0)
-    policy = RowScoring()
-    memory = SmallMemory(fits=3)
+    policy, memory = RowScoring(), SmallMemory(fits=3)
     memory.used_by(policy, "score_actions", scored_rows)
-    collector = ExperienceCollector(policy=policy, reward_model=lambda s, a: [0.0] * len(a), group_size=3)
-    found = collector.collect([0, 1])
+    found = ExperienceCollector(policy=policy, reward_model=zeros, group_size=3).collect([0, 1])
     assert memory.sizes == [6, 3, 3]
     expected = RowScoring.score_actions(policy, found.states, found.actions)
     assert torch.equal(found.mask, expected.mask)
     assert torch.allclose(found.old_log_probs[found.mask], expected.log_probs[found.mask].detach(), rtol=1e-12, atol=0)
 
 
-# The collector's counts and state
-
-
 def test_repetitions_of_all_ranks_count_and_each_rank_keeps_its_own_sizes() -> None:
-    collector = ExperienceCollector(policy=RowScoring(), reward_model=lambda s, a: [0.0] * len(a), group_size=1)
+    collector = ExperienceCollector(policy=RowScoring(), reward_model=zeros, group_size=1)
     collector.sample.rows_per_call, collector.scoring.num_halvings, collector.sample.num_repeated = 8, 1, 1
     assert reported(collector, Costs(counts={}, measured={}, num_repeated=2)) == 3
     assert (collector.sample.rows_per_call, collector.scoring.num_halvings) == (8, 1)
@@ -349,19 +287,11 @@ def test_repetitions_of_all_ranks_count_and_each_rank_keeps_its_own_sizes() -> N
 
 def test_the_state_restores_every_count_and_no_size() -> None:
     """How many rows fit into memory depends on the machine that resumes."""
-
-    def fresh() -> ExperienceCollector:
-        return ExperienceCollector(policy=RowScoring(), reward_model=lambda s, a: [0.0] * len(a), group_size=1)
-
-    collector, twin = fresh(), fresh()
-    assert collector.costs.state_dict() == {
-        "num_repeated": [0, 0, 0],
-        "reward_counts": dict.fromkeys(COUNTED, 0.0),
-        "reward_metrics": {},
-    }
+    collector, twin = (ExperienceCollector(policy=RowScoring(), reward_model=zeros, group_size=1) for _ in range(2))
+    fresh = {"num_repeated": [0, 0, 0], "reward_counts": dict.fromkeys(COUNTED, 0.0), "reward_metrics": {}}
+    assert collector.costs.state_dict() == fresh
     collector.sample.rows_per_call, collector.updating.num_halvings = 6, 2
     collector.sample.num_repeated, collector.scoring.num_repeated, collector.updating.num_repeated = 3, 4, 5
     twin.costs.load_state_dict(collector.costs.state_dict())
     assert (twin.sample.rows_per_call, twin.updating.num_halvings) == (None, 0)
-    assert twin.costs.state_dict() == collector.costs.state_dict()
-    assert reported(twin) == 12
+    assert (twin.costs.state_dict(), reported(twin)) == (collector.costs.state_dict(), 12)

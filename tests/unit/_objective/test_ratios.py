@@ -7,14 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from grpo._objective.ratios import (
-    MAX_LOG_RATIO,
-    RatioLevel,
-    bounded_exp,
-    either,
-    log_ratio_at_level,
-    past_bounds,
-)
+from grpo._objective.ratios import MAX_LOG_RATIO, RatioLevel, bounded_exp, either, log_ratio_at_level, past_bounds
 from tests.support.objective_inputs import double
 
 LEVELS = ["step", "row", "row_sum", "row_step", "none"]
@@ -37,12 +30,9 @@ VALUES = {
 }
 
 
-def test_log_ratios_at_each_level_equal_hand_worked_values(subtests):
-    for level in LEVELS:
-        with subtests.test(level=level):
-            torch.testing.assert_close(
-                log_ratio_at_level(LOG_RATIO, MASK, level), double(VALUES[level]), rtol=0, atol=1e-15
-            )
+@pytest.mark.parametrize("level", LEVELS)
+def test_log_ratios_at_each_level_equal_hand_worked_values(level):
+    torch.testing.assert_close(log_ratio_at_level(LOG_RATIO, MASK, level), double(VALUES[level]), rtol=0, atol=1e-15)
 
 
 # What each step's loss has as its slope in the log-ratio of the level.
@@ -57,34 +47,26 @@ GRADIENTS = {
 }
 
 
-def test_gradients_of_log_ratios_at_each_level_equal_hand_worked_values(subtests):
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_of_log_ratios_at_each_level_equal_hand_worked_values(level):
     """With respect to the log-probs, of which those outside the mask have been replaced by 0."""
-    for level in LEVELS:
-        with subtests.test(level=level):
-            leaf = LOG_RATIO.clone().requires_grad_()
-            at_level = log_ratio_at_level(torch.where(MASK, leaf, 0.0), MASK, level)
-            (gradient,) = torch.autograd.grad((at_level * torch.where(MASK, SLOPES, 0.0)).sum(), leaf)
-            torch.testing.assert_close(gradient, double(GRADIENTS[level]), rtol=1e-15, atol=0)
+    leaf = LOG_RATIO.clone().requires_grad_()
+    at_level = log_ratio_at_level(torch.where(MASK, leaf, 0.0), MASK, level)
+    (gradient,) = torch.autograd.grad((at_level * torch.where(MASK, SLOPES, 0.0)).sum(), leaf)
+    torch.testing.assert_close(gradient, double(GRADIENTS[level]), rtol=1e-15, atol=0)
 
 
 # value and slope; at the bound itself the slope is still the value
-def test_beyond_twenty_the_exponential_is_constant(subtests):
-    for x, value, slope in [
-        (25.0, math.exp(20), 0.0),
-        (20.0, math.exp(20), math.exp(20)),
-        (2.0, math.exp(2), math.exp(2)),
-        (0.0, 1.0, 1.0),
-        (-2.0, math.exp(-2), math.exp(-2)),
-        (-20.0, math.exp(-20), math.exp(-20)),
-        (-25.0, math.exp(-20), 0.0),
-        (math.inf, math.exp(20), 0.0),
-    ]:
-        with subtests.test(x=x, value=value, slope=slope):
-            leaf = double([[x]]).requires_grad_()
-            ratio = bounded_exp(leaf)
-            assert MAX_LOG_RATIO == 20.0
-            assert ratio.item() == pytest.approx(value, rel=1e-14)
-            assert torch.autograd.grad(ratio, leaf)[0].item() == pytest.approx(slope, rel=1e-14)
+@pytest.mark.parametrize(("x", "value", "slope"), [
+    (25.0, math.exp(20), 0.0), (20.0, math.exp(20), math.exp(20)), (2.0, math.exp(2), math.exp(2)), (0.0, 1.0, 1.0),
+    (-2.0, math.exp(-2), math.exp(-2)), (-20.0, math.exp(-20), math.exp(-20)), (-25.0, math.exp(-20), 0.0),
+    (math.inf, math.exp(20), 0.0),
+])  # fmt: skip
+def test_beyond_twenty_the_exponential_is_constant(x, value, slope):
+    leaf = double([[x]]).requires_grad_()
+    ratio = bounded_exp(leaf)
+    assert (MAX_LOG_RATIO, ratio.item()) == (20.0, pytest.approx(value, rel=1e-14))
+    assert torch.autograd.grad(ratio, leaf)[0].item() == pytest.approx(slope, rel=1e-14)
 
 
 def test_bounded_exp_of_nan_is_nan():
@@ -92,8 +74,7 @@ def test_bounded_exp_of_nan_is_nan():
 
 
 def test_a_ratio_passes_a_bound_only_in_the_direction_of_the_advantage():
-    rho = double([[0.5, 0.25, 2.0, 4.0]])
-    below, above = past_bounds(rho.expand(3, 4), double([[-1.0], [1.0], [0.0]]), 0.5, 1.0)
+    below, above = past_bounds(double([[0.5, 0.25, 2.0, 4.0]]).expand(3, 4), double([[-1.0], [1.0], [0.0]]), 0.5, 1.0)
     assert below.tolist() == [[False, True, False, False], [False] * 4, [False] * 4]
     assert above.tolist() == [[False] * 4, [False, False, False, True], [False] * 4]
 
@@ -102,8 +83,7 @@ def test_either_does_not_round_its_two_numbers_to_float32():
     assert either(torch.tensor([[True, False]]), 0.1, 0.3, like=double([[0.0, 0.0]])).tolist() == [[0.1, 0.3]]
 
 
-def test_every_level_accepts_batches_without_rows_or_steps(subtests):
-    for level, shape in product(LEVELS, [(0, 3), (3, 0)]):
-        with subtests.test(level=level, shape=shape):
-            at_level = log_ratio_at_level(torch.zeros(shape), torch.ones(shape, dtype=torch.bool), level)
-            assert bounded_exp(at_level).shape == ((shape[0], 1) if level in ("row", "row_sum") else shape)
+@pytest.mark.parametrize(("level", "shape"), list(product(LEVELS, [(0, 3), (3, 0)])))
+def test_every_level_accepts_batches_without_rows_or_steps(level, shape):
+    at_level = log_ratio_at_level(torch.zeros(shape), torch.ones(shape, dtype=torch.bool), level)
+    assert bounded_exp(at_level).shape == ((shape[0], 1) if level in ("row", "row_sum") else shape)

@@ -1,9 +1,8 @@
 """Which steps of an update count: quantiles with ties, covariances, random draws, and choices shared by several ranks."""
 
 import math
-from functools import partial
-from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,42 +25,35 @@ def generator(seed: int = 3) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_top_entropy_steps_equal_hand_worked_choices(subtests):
-    for dtype, (entropy, fraction, kept) in product(
-        [torch.float32, torch.float64],
-        [
-            # sorted 0 .1 .2 .5 .9; place (1 - .4) 4 = 2.4: .2 + .4 (.5 - .2) = .32
-            ([0.1, 0.5, 0.2, 0.9, 0.0], 0.4, [0, 1, 0, 1, 0]),
-            # place (1 - .5) 4 = 2: the median itself, .2, which is kept
-            ([0.1, 0.5, 0.2, 0.9, 0.0], 0.5, [0, 1, 1, 1, 0]),
-            # place .75 * 3 = 2.25, between two equal values: all ties are kept, though they are three quarters
-            ([1.0, 1.0, 1.0, 0.0], 0.25, [1, 1, 1, 0]),
-            ([0.7, 0.7, 0.7], 0.01, [1, 1, 1]),
-            ([0.0, 0.0, 0.0, 0.0, 2.0], 0.5, [1, 1, 1, 1, 1]),  # the median is 0: decided steps tie with it
-            ([0.3, 0.1, 0.2], 1.0, [1, 1, 1]),  # the smallest is the bound
-            ([0.3, 0.1, 0.2], 0.01, [1, 0, 0]),  # never fewer than one
-            ([0.3, 0.1], 0.2, [1, 0]),
-            ([0.3], 0.2, [1]),
-            ([], 0.2, []),
-        ],
-    ):
-        with subtests.test(dtype=dtype, entropy=entropy, fraction=fraction, kept=kept):
-            assert top_entropy_steps(torch.tensor(entropy, dtype=dtype), fraction).tolist() == [bool(k) for k in kept]
-
-
-def test_a_step_at_the_quantile_is_kept_despite_rounding():
-    # the top 70 % of 0 .. 10: place (1 - .7) 10 = 3, though in floating point 3.0000000000000004
-    assert top_entropy_steps(torch.arange(11.0, dtype=torch.float64), 0.7).tolist() == [False] * 3 + [True] * 8
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("entropy", "fraction", "kept"),
+    [
+        # sorted 0 .1 .2 .5 .9; place (1 - .4) 4 = 2.4: .2 + .4 (.5 - .2) = .32
+        ([0.1, 0.5, 0.2, 0.9, 0.0], 0.4, [0, 1, 0, 1, 0]),
+        # place (1 - .5) 4 = 2: the median itself, .2, which is kept
+        ([0.1, 0.5, 0.2, 0.9, 0.0], 0.5, [0, 1, 1, 1, 0]),
+        # place .75 * 3 = 2.25, between two equal values: all ties are kept, though they are three quarters
+        ([1.0, 1.0, 1.0, 0.0], 0.25, [1, 1, 1, 0]),
+        ([0.7, 0.7, 0.7], 0.01, [1, 1, 1]),
+        ([0.0, 0.0, 0.0, 0.0, 2.0], 0.5, [1, 1, 1, 1, 1]),  # the median is 0: decided steps tie with it
+        ([0.3, 0.1, 0.2], 1.0, [1, 1, 1]),  # the smallest is the bound
+        ([0.3, 0.1, 0.2], 0.01, [1, 0, 0]),  # never fewer than one
+        ([0.3, 0.1], 0.2, [1, 0]),
+        ([0.3], 0.2, [1]),
+        ([], 0.2, []),
+        # the top 70 % of 0 .. 10: place (1 - .7) 10 = 3, though in floating point 3.0000000000000004
+        ([*range(11)], 0.7, [0] * 3 + [1] * 8),
+    ],
+)
+def test_top_entropy_steps_equal_hand_worked_choices(dtype, entropy, fraction, kept):
+    assert top_entropy_steps(torch.tensor(entropy, dtype=dtype), fraction).tolist() == [bool(k) for k in kept]
 
 
 def test_covariances_equal_hand_worked_values():
-    # log pi: mean -2, deviations 1, 0, -1;  A: mean 1, deviations 2, -1, -1
+    # log pi: mean -2, deviations 1, 0, -1;  A: mean 1, deviations 2, -1, -1.   The mean is Cov(log pi, A)
     covariance = covariances(double([-1.0, -2.0, -3.0]), double([3.0, 0.0, 0.0]))
-    assert covariance.tolist() == [2.0, 0.0, 1.0]
-    assert covariance.mean().item() == 1.0  # Cov(log pi, A)
-
-
-def test_covariances_of_no_step_are_empty_and_of_one_step_0():
+    assert (covariance.tolist(), covariance.mean().item()) == ([2.0, 0.0, 1.0], 1.0)
     assert covariances(double([]), double([])).tolist() == []
     assert covariances(double([-3.0]), double([5.0])).tolist() == [0.0]
 
@@ -69,22 +61,19 @@ def test_covariances_of_no_step_are_empty_and_of_one_step_0():
 COVARIANCE = double([2.0, 0.0, 1.0, 5.0, -4.0])
 
 
-def test_largest_covariances_equal_hand_worked_choices(subtests):
-    for fraction, chosen in [
+@pytest.mark.parametrize(
+    ("fraction", "chosen"),
+    [
         (1e-4, [0, 0, 0, 1, 0]),  # at least one
         (0.2, [0, 0, 0, 1, 0]),
         (0.4, [1, 0, 0, 1, 0]),
         (0.59, [1, 0, 0, 1, 0]),  # 2.95: whole steps only
         (0.6, [1, 0, 1, 1, 0]),
         (1.0, [1, 1, 1, 1, 1]),
-    ]:
-        with subtests.test(fraction=fraction, chosen=chosen):
-            assert largest_covariances(COVARIANCE, fraction).tolist() == [bool(c) for c in chosen]
-
-
-def test_no_step_is_chosen_from_an_empty_batch():
-    assert largest_covariances(double([]), 0.5).tolist() == []
-    assert drawn_covariances(double([]), 0.5, low=1.0, high=5.0).tolist() == []
+    ],
+)
+def test_largest_covariances_equal_hand_worked_choices(fraction, chosen):
+    assert largest_covariances(COVARIANCE, fraction).tolist() == [bool(c) for c in chosen]
 
 
 # ten steps, of which 2, 3 and 4 lie strictly between 1 and 5
@@ -92,23 +81,26 @@ CANDIDATES = double([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, -2.0, 1.0, 5.0])
 BETWEEN = [False, False, True, True, True, False, False, False, False, False]
 
 
-def test_clip_cov_draws_only_candidates_and_the_requested_number(subtests):
-    for fraction, count in [(1e-4, 1), (0.1, 1), (0.2, 2), (0.3, 3), (0.9, 3)]:
-        with subtests.test(fraction=fraction, count=count):
-            for seed in range(20):
-                drawn = drawn_covariances(CANDIDATES, fraction, low=1.0, high=5.0, generator=generator(seed))
-                assert drawn.sum() == count
-                assert not (drawn & ~torch.tensor(BETWEEN)).any()
+@pytest.mark.parametrize(("fraction", "count"), [(1e-4, 1), (0.1, 1), (0.2, 2), (0.3, 3), (0.9, 3)])
+def test_clip_cov_draws_only_candidates_and_the_requested_number(fraction, count):
+    for seed in range(20):
+        drawn = drawn_covariances(CANDIDATES, fraction, low=1.0, high=5.0, generator=generator(seed))
+        assert drawn.sum() == count
+        assert not (drawn & ~torch.tensor(BETWEEN)).any()
 
 
 def test_every_candidate_can_be_drawn_and_a_seed_repeats_the_draw():
-    draws = [drawn_covariances(CANDIDATES, 0.1, low=1.0, high=5.0, generator=generator(seed)) for seed in range(40)]
-    assert torch.stack(draws).any(0).tolist() == BETWEEN
-    again = [drawn_covariances(CANDIDATES, 0.1, low=1.0, high=5.0, generator=generator(seed)) for seed in range(40)]
-    assert torch.equal(torch.stack(draws), torch.stack(again))
+    def drawn_by_seeds() -> Tensor:
+        seeds = map(generator, range(40))
+        return torch.stack([drawn_covariances(CANDIDATES, 0.1, low=1.0, high=5.0, generator=seed) for seed in seeds])
+
+    assert drawn_by_seeds().any(0).tolist() == BETWEEN
+    assert torch.equal(drawn_by_seeds(), drawn_by_seeds())
 
 
-def test_without_candidates_nothing_is_drawn():
+def test_without_steps_or_candidates_nothing_is_chosen():
+    assert largest_covariances(double([]), 0.5).tolist() == []
+    assert drawn_covariances(double([]), 0.5, low=1.0, high=5.0).tolist() == []
     assert not drawn_covariances(CANDIDATES, 0.5, low=10.0, high=11.0).any()
 
 
@@ -120,55 +112,37 @@ LOG_PROBS = double([[-1.0, -2.0, -3.0], [-4.0, math.nan, -5.0]])
 ADVANTAGES = double([2.0, -3.0])
 
 
-def selected(surrogate: Any, advantages: Tensor = ADVANTAGES, log_probs: Tensor = LOG_PROBS) -> Tensor:
-    chosen = selected_by(surrogate.select, MASK, log_probs, advantages, generator())
-    assert not chosen[~MASK].any()
-    return chosen
-
-
 def test_without_a_selection_setting_every_step_counts():
     assert kept_by_entropy(MASK, ENTROPY, 1.0) is None
     assert kept_by_entropy(MASK, None, 1.0) is None
     assert selected_by(None, MASK, LOG_PROBS, ADVANTAGES) is None
+    metrics = grpo_objective(objective_inputs(LOG_PROBS, ADVANTAGES, mask=MASK), ObjectiveConfig()).metrics
+    assert not {"kept_fraction", "selected_fraction"} & set(metrics)
 
 
 def test_top_entropy_steps_are_chosen_among_the_valid_steps_of_all_rows():
     # sorted .1 .3 .5 .7 .9; place .6 * 4 = 2.4: .58
-    assert kept_by_entropy(MASK, ENTROPY, 0.4).tolist() == [[False, True, False], [False, False, True]]
-
-
-def test_top_entropy_accepts_an_entropy_with_a_gradient():
     entropy = ENTROPY.clone().requires_grad_()
-    assert kept_by_entropy(MASK, entropy, 0.4).sum() == 2
+    assert kept_by_entropy(MASK, entropy, 0.4).tolist() == [[False, True, False], [False, False, True]]
+    with pytest.raises(ConfigError, match=r"objective\.top_entropy_fraction=0\.4 needs an exact entropy"):
+        kept_by_entropy(MASK, None, 0.4)
 
 
-def test_kl_cov_selects_with_advantages_per_step():
+def test_kl_cov_selects_valid_steps_with_advantages_per_step():
     # A = 1 1 1 | 1 -4: mean 0;  c = 2 1 0 | -1 8
     advantages = double([[1.0, 1.0, 1.0], [1.0, math.nan, -4.0]])
-    assert selected(KlCov(fraction=0.2), advantages).tolist() == [[False, False, False], [False, False, True]]
+    selected = selected_by(KlCov(fraction=0.2).select, MASK, LOG_PROBS, advantages, generator())
+    assert selected.tolist() == [[False, False, False], [False, False, True]]
 
 
 def test_half_precision_log_probs_are_compared_in_float32():
     # A is not a number of bfloat16, in which all three advantages would be the same
-    seen = []
-
-    def select(log_probs: Tensor, advantages: Tensor, generator: torch.Generator | None) -> Tensor:
-        seen.append((log_probs, advantages))
-        return advantages > 1.0
-
-    advantages = torch.tensor([1.0, 1.0 + 2e-4])
-    log_probs = LOG_PROBS.to(torch.bfloat16).requires_grad_()
-    chosen = selected_by(select, MASK, log_probs, advantages)
+    select = Mock(side_effect=lambda log_probs, advantages, generator: advantages > 1.0)
+    chosen = selected_by(select, MASK, LOG_PROBS.to(torch.bfloat16).requires_grad_(), torch.tensor([1.0, 1.0 + 2e-4]))
     assert chosen.tolist() == [[False, False, False], [True, False, True]]
-    ((found, _),) = seen
-    assert found.dtype == torch.float32
-    assert not found.requires_grad
-    assert found.tolist() == [-1, -2, -3, -4, -5]
-
-
-def test_top_entropy_without_an_entropy_is_an_error():
-    with pytest.raises(ConfigError, match=r"objective\.top_entropy_fraction=0\.4 needs an exact entropy"):
-        kept_by_entropy(MASK, None, 0.4)
+    found = select.call_args.args[0]
+    assert (found.dtype, found.requires_grad, found.tolist()) == (torch.float32, False, [-1, -2, -3, -4, -5])
+    assert select.call_count == 1
 
 
 def in_two_ranks(choose: Any, split: int) -> tuple[list[Tensor], Tensor]:
@@ -188,24 +162,23 @@ def in_two_ranks(choose: Any, split: int) -> tuple[list[Tensor], Tensor]:
     return [choose(rows, gather_as(rank)) for rank, rows in enumerate(ranks)], choose(slice(0, 5), None)
 
 
-def test_ranks_select_the_same_steps_as_one_process(subtests):
+@pytest.mark.parametrize("by", ["entropy", KlCov(fraction=0.3), ClipCov(fraction=0.3, cov_low=-0.5, cov_high=0.5)])
+@pytest.mark.parametrize("split", [0, 2, 5])
+def test_ranks_select_the_same_steps_as_one_process(by, split):
     random = generator(7)
     mask = torch.rand(5, 4, generator=random) < 0.7
     log_probs = -torch.rand(5, 4, generator=random, dtype=torch.float64)
     advantages = torch.randn(5, generator=random, dtype=torch.float64)
     entropy = torch.rand(5, 4, generator=random, dtype=torch.float64)
 
-    def choose(by: Any, rows: slice, gather: Any) -> Tensor:
+    def choose(rows: slice, gather: Any) -> Tensor:
         if by == "entropy":
             return kept_by_entropy(mask[rows], entropy[rows], 0.3, gather)
         return selected_by(by.select, mask[rows], log_probs[rows], advantages[rows], generator(), gather)
 
-    choices = ["entropy", KlCov(fraction=0.3), ClipCov(fraction=0.3, cov_low=-0.5, cov_high=0.5)]
-    for by, split in product(choices, [0, 2, 5]):
-        with subtests.test(by=by, split=split):
-            parts, whole = in_two_ranks(partial(choose, by), split)
-            assert torch.equal(torch.cat(parts), whole)
-            assert 0 < whole[mask].sum() < mask.sum()
+    parts, whole = in_two_ranks(choose, split)
+    assert torch.equal(torch.cat(parts), whole)
+    assert 0 < whole[mask].sum() < mask.sum()
 
 
 def test_without_a_given_selection_the_loss_selects_among_its_own_rows():
@@ -242,8 +215,7 @@ def test_the_loss_uses_a_given_selection():
 
 
 def test_steps_that_are_not_kept_have_no_gradient_and_change_no_weights():
-    clean = LOG_PROBS.nan_to_num(-9.0)
-    config = ObjectiveConfig(top_entropy_fraction=0.4)
+    clean, config = LOG_PROBS.nan_to_num(-9.0), ObjectiveConfig(top_entropy_fraction=0.4)
     _, gradient = loss_and_gradient(clean, ADVANTAGES, config, mask=MASK, entropy=ENTROPY)
     assert gradient.tolist() == [[0.0, -2.0, 0.0], [0.0, 0.0, 3.0]]
     metrics = grpo_objective(objective_inputs(clean, ADVANTAGES, mask=MASK, entropy=ENTROPY), config).metrics
@@ -255,8 +227,3 @@ def test_clip_cov_and_top_entropy_are_independent():
     config = ObjectiveConfig(surrogate=ClipCov(fraction=1.0, cov_low=3.5, cov_high=7.0), top_entropy_fraction=0.8)
     _, gradient = loss_and_gradient(LOG_PROBS, ADVANTAGES, config, mask=MASK, entropy=ENTROPY)
     assert gradient.tolist() == [[0.0, -2.0, -2.0], [3.0, 0.0, 0.0]]
-
-
-def test_a_surrogate_without_a_selection_reports_no_selected_fraction():
-    metrics = grpo_objective(objective_inputs(LOG_PROBS, ADVANTAGES, mask=MASK), ObjectiveConfig()).metrics
-    assert not {"kept_fraction", "selected_fraction"} & set(metrics)

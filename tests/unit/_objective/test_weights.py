@@ -6,9 +6,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from grpo import ConfigError, ObjectiveConfig, step_weights
+from grpo import ConfigError, step_weights
 from grpo._objective.weights import Aggregation
-from tests.support.objective_inputs import double, loss_and_gradient
 
 # Three rows of 3, 1 and 0 steps; the first two are one group.
 MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
@@ -32,35 +31,29 @@ def options(aggregation: str, groups: torch.Tensor = GROUPS) -> dict:
     return {"fixed_length": {"fixed_length": 5}, "group_mean": {"group_ids": groups}}.get(aggregation, {})
 
 
-def test_step_weights_of_each_aggregation_equal_hand_worked_values(subtests):
-    for aggregation in WEIGHTS:
-        with subtests.test(aggregation=aggregation):
-            weights = step_weights(MASK, aggregation, **options(aggregation))
-            assert weights.dtype == torch.float64
-            for row, expected in zip(weights.tolist(), [*WEIGHTS[aggregation], [0, 0, 0]], strict=True):
-                assert row == pytest.approx(expected, rel=1e-15)
-            assert weights.sum().item() == pytest.approx(SUMS[aggregation])
+@pytest.mark.parametrize("aggregation", WEIGHTS)
+def test_step_weights_of_each_aggregation_equal_hand_worked_values(aggregation):
+    weights = step_weights(MASK, aggregation, **options(aggregation))
+    assert weights.dtype == torch.float64
+    for row, expected in zip(weights.tolist(), [*WEIGHTS[aggregation], [0, 0, 0]], strict=True):
+        assert row == pytest.approx(expected, rel=1e-15)
+    assert weights.sum().item() == pytest.approx(SUMS[aggregation])
 
 
-def test_step_weights_without_any_step_are_zero(subtests):
-    for aggregation in WEIGHTS:
-        with subtests.test(aggregation=aggregation):
-            weights = step_weights(torch.zeros(3, 2, dtype=torch.bool), aggregation, **options(aggregation))
-            assert weights.tolist() == [[0, 0]] * 3
+@pytest.mark.parametrize("aggregation", WEIGHTS)
+def test_step_weights_without_any_step_are_zero(aggregation):
+    weights = step_weights(torch.zeros(3, 2, dtype=torch.bool), aggregation, **options(aggregation))
+    assert weights.tolist() == [[0, 0]] * 3
 
 
-def test_step_weights_of_no_rows_are_empty_and_still_reduced_over_ranks(subtests):
-    for aggregation in WEIGHTS:
-        with subtests.test(aggregation=aggregation):
-            # a rank may have none, and still has to join the sum of the counts
-            reduce = Mock(side_effect=lambda count: count + 4)
-            no_groups = torch.zeros(0, dtype=torch.int64)
-            weights = step_weights(
-                torch.zeros(0, 3, dtype=torch.bool), aggregation, **options(aggregation, no_groups),
-                reduce=reduce,
-            )  # fmt: skip
-            assert weights.shape == (0, 3)
-            assert reduce.call_count == 1
+@pytest.mark.parametrize("aggregation", WEIGHTS)
+def test_step_weights_of_no_rows_are_empty_and_still_reduced_over_ranks(aggregation):
+    # a rank may have none, and still has to join the sum of the counts
+    reduce = Mock(side_effect=lambda count: count + 4)
+    no_groups = torch.zeros(0, dtype=torch.int64)
+    no_rows = torch.zeros(0, 3, dtype=torch.bool)
+    weights = step_weights(no_rows, aggregation, **options(aggregation, no_groups), reduce=reduce)
+    assert (weights.shape, reduce.call_count) == ((0, 3), 1)
 
 
 # what the other of two ranks adds: rows, steps or groups
@@ -69,35 +62,18 @@ OF_OTHER_RANK = {
 }  # fmt: skip
 
 
-def test_step_weights_of_two_ranks_equal_those_of_one_process(subtests):
-    for aggregation in WEIGHTS:
-        with subtests.test(aggregation=aggregation):
-            mask = torch.tensor([[True, True], [True, False], [False, False], [True, True], [False, True]])
-            groups = torch.tensor([4, 4, 4, 1, 0])
-            whole = step_weights(mask, aggregation, **options(aggregation, groups))
-            for rows, other in zip((slice(0, 3), slice(3, 5)), OF_OTHER_RANK[aggregation], strict=True):
-                part = step_weights(
-                    mask[rows],
-                    aggregation,
-                    **options(aggregation, groups[rows]),
-                    reduce=lambda count, n=other: count + n,
-                )
-                assert part.tolist() == [pytest.approx(row) for row in whole[rows].tolist()]
+@pytest.mark.parametrize("aggregation", WEIGHTS)
+def test_step_weights_of_two_ranks_equal_those_of_one_process(aggregation):
+    mask = torch.tensor([[True, True], [True, False], [False, False], [True, True], [False, True]])
+    groups = torch.tensor([4, 4, 4, 1, 0])
+    whole = step_weights(mask, aggregation, **options(aggregation, groups))
+    for rows, other in zip((slice(0, 3), slice(3, 5)), OF_OTHER_RANK[aggregation], strict=True):
+        needs = options(aggregation, groups[rows])
+        part = step_weights(mask[rows], aggregation, **needs, reduce=lambda count, n=other: count + n)
+        assert part.tolist() == [pytest.approx(row) for row in whole[rows].tolist()]
 
 
-def test_step_weights_name_a_missing_input(subtests):
-    for aggregation, missing in [("fixed_length", "fixed_length"), ("group_mean", "group_ids")]:
-        with subtests.test(aggregation=aggregation, missing=missing), pytest.raises(ConfigError, match=missing):
-            step_weights(MASK, aggregation)
-
-
-def test_row_mean_weights_make_the_loss_the_mean_of_row_means():
-    # on-policy the loss of a step is -A: rows of A = 1, 3 with lengths 3, 1 and an empty row: -(1 + 3)/3
-    loss, _ = loss_and_gradient(
-        double([[-1.0] * 3] * 3),
-        double([1, 3, 9]),
-        ObjectiveConfig(),
-        mask=MASK,
-        weights=step_weights(MASK, "row_mean"),
-    )
-    assert loss.item() == pytest.approx(-4 / 3)
+@pytest.mark.parametrize(("aggregation", "missing"), [("fixed_length", "fixed_length"), ("group_mean", "group_ids")])
+def test_step_weights_name_a_missing_input(aggregation, missing):
+    with pytest.raises(ConfigError, match=missing):
+        step_weights(MASK, aggregation)

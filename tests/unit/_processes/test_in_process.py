@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -39,8 +40,7 @@ def nothing_is_left() -> Iterator[None]:
     files = len([*Path("/proc/self/fd").iterdir()])
     before = children()
     yield
-    assert children() == before
-    assert len([*Path("/proc/self/fd").iterdir()]) == files
+    assert (children(), len([*Path("/proc/self/fd").iterdir()])) == (before, files)
 
 
 def call(function: Callable[..., Any], *arguments: Any, timeout: float = SLOW) -> Any:
@@ -49,9 +49,6 @@ def call(function: Callable[..., Any], *arguments: Any, timeout: float = SLOW) -
 
 def hang() -> None:
     time.sleep(3600)
-
-
-# Answers
 
 
 def test_answers_come_back_in_order() -> None:
@@ -67,8 +64,7 @@ def test_an_answer_counts_even_if_the_end_of_the_process_is_noticed_first(monkey
     def slow(ends: list[int], seconds: float) -> list[Any]:
         if not next(looks, False):
             return wait(ends, seconds)
-        status = ends[1]
-        num_bytes = bytearray(4)
+        status, num_bytes = ends[1], bytearray(4)
 
         def has_ended() -> bool:
             fcntl.ioctl(status, termios.FIONREAD, num_bytes)
@@ -81,20 +77,16 @@ def test_an_answer_counts_even_if_the_end_of_the_process_is_noticed_first(monkey
     assert call(lambda: 3) == 3
 
 
-def test_tensors_arrays_and_large_answers_come_back() -> None:
-    answer = call(lambda: (torch.arange(3.0), np.arange(300_000), "text"))
-    assert answer[0].tolist() == [0, 1, 2]
+def test_answers_of_any_kind_come_back_and_memory_stays_here():
+    # And one thread of torch is used there.
+    answer = call(lambda: (torch.arange(3.0), np.arange(300_000), "text", torch.get_num_threads()))
+    assert (answer[0].tolist(), *answer[2:]) == ([0, 1, 2], "text", 1)
     assert (answer[1] == np.arange(300_000)).all()
-    assert answer[2] == "text"
-
-
-def test_a_function_sees_the_memory_of_this_process_and_changes_its_own() -> None:
     seen = [1, 2]
-    assert call(lambda: seen.append(3) or list(seen)) == [1, 2, 3]
-    assert seen == [1, 2]
+    assert (call(lambda: seen.append(3) or list(seen)), seen) == ([1, 2, 3], [1, 2])
 
 
-def test_random_generators_go_on_as_if_the_call_was_made_here(subtests: pytest.Subtests) -> None:
+def test_random_generators_go_on_as_if_the_call_was_made_here() -> None:
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(1))]  # noqa: NPY002
 
@@ -108,23 +100,17 @@ def test_random_generators_go_on_as_if_the_call_was_made_here(subtests: pytest.S
 
     seed()
     expected = [draw(), draw()]
-    with subtests.test(outcome="an answer"), as_users_run_it():  # type checks draw random numbers, too
+    with as_users_run_it():  # type checks draw random numbers, too
         seed()
         assert [call(draw), draw()] == expected
-    with subtests.test(outcome="an exception"), as_users_run_it():
         seed()
         with pytest.raises(ValueError, match=str(expected[0][0])):
             call(draw_and_raise)
         assert draw() == expected[1]
-    with subtests.test(outcome="no answer"):  # a repeated call must not draw the same numbers again
-        seed()
-        with pytest.raises(CallError):
-            call(os._exit, 1)
-        assert all(mine != first for mine, first in zip(draw(), expected[0], strict=True))
-
-
-def test_torch_uses_one_thread_there() -> None:
-    assert call(torch.get_num_threads) == 1
+    seed()  # without an answer, a repeated call must not draw the same numbers again
+    with pytest.raises(CallError):
+        call(os._exit, 1)
+    assert all(mine != first for mine, first in zip(draw(), expected[0], strict=True))
 
 
 def test_what_is_printed_appears_once(capfd: pytest.CaptureFixture[str]) -> None:
@@ -135,18 +121,11 @@ def test_what_is_printed_appears_once(capfd: pytest.CaptureFixture[str]) -> None
     assert capfd.readouterr().out == "before inside after"
 
 
-# Exceptions
-
-
 class Picky(Exception):
     """An exception that cannot be unpickled."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(first)
-
-
-def raise_picky() -> None:
-    raise Picky("lost", "found")
 
 
 def raise_chained() -> None:
@@ -164,50 +143,49 @@ def test_an_exception_comes_back_with_its_causes_and_its_traceback() -> None:
 
 
 def test_calls_after_an_exception_are_left_out(tmp_path: Path) -> None:
-    third = Call(name="third", function=(tmp_path / "made").touch)
+    functions = {"first": int, "second": raise_chained, "third": (tmp_path / "made").touch}
     with pytest.raises(ValueError, match="outer"):
-        call_in_process(
-            [Call(name="first", function=int), Call(name="second", function=raise_chained), third], timeout=SLOW
-        )
+        call_in_process([Call(name=name, function=made) for name, made in functions.items()], timeout=SLOW)
     assert not (tmp_path / "made").exists()
 
 
-def test_what_cannot_be_sent_back_is_told_in_words(subtests: pytest.Subtests) -> None:
-    cases: list[tuple[Callable[[], Any], str]] = [
-        (raise_picky, "judge raised Picky: lost"),
+def raise_this(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda: raise_this(Picky("lost", "found")), "judge raised Picky: lost"),
         (lambda: sys.exit(3), "judge raised SystemExit: 3"),
         (lambda: threading.Lock(), "judge runs in another process, and must return what can be pickled; got lock"),
         (lambda: os._exit(3), "judge gave no answer: its process ended with exit code 3"),
         (lambda: os._exit(0), "judge gave no answer: its process ended with exit code 0"),
         (lambda: os.kill(os.getpid(), signal.SIGTERM), "judge gave no answer: its process ended by signal 15"),
         (lambda: os.killpg(0, signal.SIGKILL), "judge gave no answer: its process ended together with its supervisor"),
-    ]
-    for function, message in cases:
-        with subtests.test(message=message), pytest.raises(CallError, match=message):
-            call(function)
+    ],
+)
+def test_what_cannot_be_sent_back_is_told_in_words(function, message):
+    with pytest.raises(CallError, match=message):
+        call(function)
 
 
-def test_tensors_of_another_device_are_refused(subtests: pytest.Subtests) -> None:
-    far = torch.empty(1, device="meta")
-    for arguments in [(far,), ([1, far],), ({"x": far},)]:
-        with (
-            subtests.test(arguments=str(arguments)),
-            pytest.raises(ConfigError, match=r"judge gets tensors on meta.*GPU"),
-        ):
-            call(len, *arguments)
-    with pytest.raises(ConfigError, match="judge gets tensors on meta"):
-        call_in_process([Call(name="judge", function=len, keywords={"x": (far,)})], timeout=SLOW)
+FAR = torch.empty(1, device="meta")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"arguments": (FAR,)}, {"arguments": ([1, FAR],)}, {"arguments": ({"x": FAR},)}, {"keywords": {"x": (FAR,)}}],
+)
+def test_tensors_of_another_device_are_refused(given):
+    with pytest.raises(ConfigError, match=r"judge gets tensors on meta.*GPU"):
+        call_in_process([Call(name="judge", function=len, **given)], timeout=SLOW)
 
 
 def test_an_error_of_torch_about_a_gpu_says_what_to_do() -> None:
-    def use_gpu() -> None:
-        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. Use 'spawn'")
-
+    error = RuntimeError("Cannot re-initialize CUDA in forked subprocess. Use 'spawn'")
     with pytest.raises(ConfigError, match=r"judge uses a GPU: .*set reward\.timeout=None"):
-        call(use_gpu)
-
-
-# Deadlines
+        call(raise_this, error)
 
 
 def ignore_signals() -> None:
@@ -242,10 +220,10 @@ HANGING: dict[str, Callable[[], None]] = {
 
 
 @pytest.mark.slow
-def test_a_call_that_hangs_ends_at_its_deadline(subtests: pytest.Subtests) -> None:
-    for name, function in HANGING.items():
-        with subtests.test(hangs=name), pytest.raises(DeadlineError, match=r"^judge did not answer within 0\.15 s$"):
-            call(function, timeout=FAST)
+@pytest.mark.parametrize(("name", "function"), HANGING.items())
+def test_a_call_that_hangs_ends_at_its_deadline(name, function):
+    with pytest.raises(DeadlineError, match=r"^judge did not answer within 0\.15 s$"):
+        call(function, timeout=FAST)
 
 
 def test_an_answer_that_still_arrives_at_the_deadline_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,9 +241,8 @@ def test_an_answer_that_still_arrives_at_the_deadline_is_late(monkeypatch: pytes
 
 
 def test_the_deadline_is_per_call_and_names_the_call() -> None:
-    calls = [
-        Call(name=f"row {n}", function=time.sleep, arguments=(seconds,)) for n, seconds in enumerate([0.2] * 3 + [99])
-    ]
+    seconds = [0.2] * 3 + [99]
+    calls = [Call(name=f"row {n}", function=time.sleep, arguments=(each,)) for n, each in enumerate(seconds)]
     with pytest.raises(DeadlineError, match=r"^row 3 did not answer within 0\.5 s$"):
         call_in_process(calls, timeout=0.5)
 
@@ -276,8 +253,7 @@ def start_processes(folder: Path, then: Callable[[], Any]) -> Any:
     write_process(folder / "child", subprocess.Popen(sleeping).pid)
     write_process(folder / "session", subprocess.Popen(sleeping, start_new_session=True).pid)
     if os.fork() == 0:
-        orphan = subprocess.Popen(sleeping, start_new_session=True).pid
-        write_process(folder / "orphan", orphan)
+        write_process(folder / "orphan", subprocess.Popen(sleeping, start_new_session=True).pid)
         os._exit(0)
     os.wait()
     write_process(folder / "worker", os.getpid())
@@ -290,23 +266,20 @@ STARTED = ("child", "session", "orphan", "worker", "supervisor")
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_processes_that_a_call_started_end_with_it(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    endings: dict[str, tuple[Callable[[], Any], Any]] = {
-        "hangs": (hang, DeadlineError),
-        "raises": (raise_chained, ValueError),
-        "exits": (lambda: os._exit(1), CallError),
-        "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), CallError),
-        "answers": (lambda: "done", None),
-    }
-    for name, (then, error) in endings.items():
-        with subtests.test(call=name):
-            (folder := tmp_path / name).mkdir()
-            if error is None:
-                assert call(start_processes, folder, then) == "done"
-            else:
-                with pytest.raises(error):
-                    call(start_processes, folder, then, timeout=1.0 if name == "hangs" else SLOW)
-            assert [is_alive(process) for process in written(folder / name for name in STARTED)] == [False] * 5
+@pytest.mark.parametrize(
+    ("then", "outcome"),
+    [
+        (hang, pytest.raises(DeadlineError)),
+        (raise_chained, pytest.raises(ValueError, match="outer")),
+        (lambda: os._exit(1), pytest.raises(CallError)),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), pytest.raises(CallError)),
+        (lambda: "done", nullcontext()),
+    ],
+)
+def test_processes_that_a_call_started_end_with_it(tmp_path: Path, then, outcome):
+    with outcome:
+        assert call(start_processes, tmp_path, then, timeout=1.0 if then is hang else SLOW) == "done"
+    assert [is_alive(process) for process in written(tmp_path / name for name in STARTED)] == [False] * 5
 
 
 def test_a_call_that_kills_its_supervisor_is_killed_too(tmp_path: Path) -> None:
@@ -339,9 +312,6 @@ call(start_processes, Path({str(tmp_path)!r}), hang)
     eventually(lambda: not any(is_alive(number) for number in started), "all have ended")
 
 
-# Interrupts
-
-
 class Interrupted(BaseException):
     """What a handler raises in these tests."""
 
@@ -367,22 +337,17 @@ def interrupted_after(seconds: float, function: Callable[[], Any], error: BaseEx
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_an_interrupt_ends_the_call_and_is_raised_again(subtests: pytest.Subtests) -> None:
-    for error in (KeyboardInterrupt(), TrainingInterrupted(15), Interrupted()):
-        with subtests.test(error=type(error).__name__):
-            interrupted_after(0.2, lambda: call(hang), error)
-            assert children() == set()
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), TrainingInterrupted(15), Interrupted()])
+def test_an_interrupt_ends_the_call_and_is_raised_again(error):
+    interrupted_after(0.2, lambda: call(hang), error)
+    assert children() == set()
 
 
 @pytest.mark.slow
-def test_an_interrupt_at_any_moment_leaves_nothing(subtests: pytest.Subtests) -> None:
-    generator = random.Random(0)
-    for number in range(20):
-        seconds = generator.uniform(0.0, 0.03)
-        with subtests.test(number=number, seconds=seconds):
-            interrupted_after(seconds, lambda: call(time.sleep, 0.002), Interrupted())
-            assert children() == set()
-            assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+@pytest.mark.parametrize("seed", range(20))
+def test_an_interrupt_at_any_moment_leaves_nothing(seed):
+    interrupted_after(random.Random(seed).uniform(0.0, 0.03), lambda: call(time.sleep, 0.002), Interrupted())
+    assert (children(), signal.pthread_sigmask(signal.SIG_BLOCK, ())) == (set(), set())
 
 
 def python_handler(handled: list[int]) -> None:
@@ -400,8 +365,7 @@ def c_handler(handled: list[int]) -> Any:
 def test_a_signal_has_its_default_effect_there(set_handler: Callable[[list[int]], Any]) -> None:
     """No handler of this process runs."""
     handled: list[int] = []
-    before = signal.getsignal(signal.SIGTERM)
-    handler = set_handler(handled)
+    before, handler = signal.getsignal(signal.SIGTERM), set_handler(handled)
     try:
         with pytest.raises(CallError, match="ended by signal 15"):
             call(lambda: (os.kill(os.getpid(), signal.SIGTERM), hang()))
@@ -435,8 +399,7 @@ finally:
 """
     root = Path(__file__).resolve().parents[3]
     process = subprocess.Popen([sys.executable, "-c", script], cwd=root, stdout=subprocess.PIPE, text=True)
-    printed, _ = process.communicate(timeout=SLOW)
-    assert printed.splitlines() == [f"finally {process.pid}", f"exit {process.pid}"]
+    assert process.communicate(timeout=SLOW)[0].splitlines() == [f"finally {process.pid}", f"exit {process.pid}"]
 
 
 def test_a_thread_can_make_calls_while_another_does() -> None:
@@ -448,3 +411,25 @@ def test_a_thread_can_make_calls_while_another_does() -> None:
 
     run_together(*(partial(ask, number) for number in range(4)))
     assert answers == {number: number for number in range(4)}
+
+
+@pytest.mark.slow
+def test_what_a_call_prints_into_a_pipe_appears_once_and_in_order() -> None:
+    """A pipe is written in blocks."""
+    script = """
+import sys
+from grpo.rewards import Call, call_in_process
+
+def speak():
+    print("inside")
+    print("warning", file=sys.stderr)
+
+print("before")
+call_in_process([Call(name="judge", function=speak)], timeout=60.0)
+print("after")
+"""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    options = {"cwd": Path(__file__).resolve().parents[3], "env": buffered, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", script], timeout=120, check=True, **options)
+    assert done.stdout.splitlines() == ["before", "inside", "after"]
+    assert done.stderr.splitlines() == ["warning"]

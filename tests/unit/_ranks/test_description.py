@@ -84,32 +84,34 @@ def values(one: bool) -> dict[str, Any]:
     }
 
 
-def test_equal_values_have_equal_texts_and_different_values_have_not(subtests: pytest.Subtests) -> None:
-    first, again, other = values(True), values(True), values(False)
-    for name in first:
-        with subtests.test(name=name):
-            assert described(first[name]) == described(again[name])
-            assert described(first[name]) != described(other[name])
+@pytest.mark.parametrize("name", list(values(True)))
+def test_equal_values_have_equal_texts_and_different_values_have_not(name):
+    first, again, other = (described(values(one)[name]) for one in (True, True, False))
+    assert first == again
+    assert first != other
 
 
-def test_what_differs_between_processes_does_not_count(subtests: pytest.Subtests) -> None:
+DEEP: Any = 1
+for _ in range(11):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "text"),
+    [
+        (object(), object(), "object"),
+        (closing(object()), closing(object()), None),
+        (Judge("u", threading.Lock()), Judge("u", threading.Lock()), "Judge(url='u', lock=lock)"),
+        (torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), "Linear"),
+        (Judge, Judge, "Judge"),
+        (Service("m", "http://a"), Service("m", "http://b"), "Service(model='m')"),
+        (DEEP, [DEEP], None),
+        (torch.full((2,), torch.nan), torch.full((2,), torch.nan), None),
+    ],
+)
+def test_what_differs_between_processes_does_not_count(one, other, text):
     """Addresses, locks, and what `settings()` leaves out. Beyond the depth that is read, classes count."""
-    deep: Any = [1]
-    for _ in range(10):
-        deep = [deep]
-    for name, (one, other, text) in {
-        "object": (object(), object(), "object"),
-        "closure over an object": (closing(object()), closing(object()), None),
-        "lock": (Judge("u", threading.Lock()), Judge("u", threading.Lock()), "Judge(url='u', lock=lock)"),
-        "module": (torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), "Linear"),
-        "class": (Judge, Judge, "Judge"),
-        "settings()": (Service("m", "http://a"), Service("m", "http://b"), "Service(model='m')"),
-        "deep": (deep, [deep], None),
-        "not a number": (torch.full((2,), torch.nan), torch.full((2,), torch.nan), None),
-    }.items():
-        with subtests.test(name=name):
-            assert described(one) == described(other)
-            assert text is None or described(one) == text
+    assert described(one) == described(other) == (text or described(one))
 
 
 def test_a_name_that_is_bound_later_is_no_error() -> None:

@@ -77,31 +77,24 @@ def test_a_busy_rank_writes_why_inside_its_block_and_only_while_it_is_not_at_a_m
     eventually(lambda: not threads())
 
 
-def test_an_announcement_ends_with_its_time(store: Any) -> None:
-    watch = Watch(store, 0, 2, PERIOD)
-    with watch.busy(0.2, "x"):
-        eventually(lambda: store.check([MINE]))
-        eventually(lambda: not threads())
-
-
-def test_a_call_that_ends_soon_writes_nothing(store: Any) -> None:
-    watch = Watch(store, 0, 2, 1.0)
-    with watch.busy(60.0, "x"):
+def test_a_call_that_ends_soon_writes_nothing_and_an_announcement_ends_with_its_time(store: Any) -> None:
+    with Watch(store, 0, 2, 1.0).busy(60.0, "x"):
         assert len(threads()) == 1
         time.sleep(0.1)
     eventually(lambda: not threads())
     assert not store.check([MINE])
+    with Watch(store, 0, 2, PERIOD).busy(0.2, "x"):
+        eventually(lambda: store.check([MINE]))
+        eventually(lambda: not threads())
 
 
 def test_ranks_that_are_behind_silent_or_unseen_are_missing(store: Any) -> None:
     """Rank 1 is at the meeting, rank 2 behind it, rank 3 ahead, rank 4 has written nothing, rank 5 is busy."""
     watch = seen_by(store, 4, "4 1 ", "3 9 ", "5 1 ", "", "-1 2 busy: the judge is ill")
-    assert watch.missing(4, SILENCE) == [2, 4]
-    assert watch.missing(5, SILENCE) == [1, 2, 4]
+    assert (watch.missing(4, SILENCE), watch.missing(5, SILENCE)) == ([2, 4], [1, 2, 4])
     assert [(rank, reason) for rank, (reason, _) in watch.busy_at.items()] == [(5, "the judge is ill")]
     age(watch, 1000.0)
-    assert watch.missing(4, 1010.0) == [2, 4]
-    assert watch.missing(4, 990.0) == [1, 2, 3, 4, 5]
+    assert (watch.missing(4, 1010.0), watch.missing(4, 990.0)) == ([2, 4], [1, 2, 3, 4, 5])
     store.set(OTHER, "4 2 ")
     watch._look(4, "")
     assert watch.missing(4, 990.0) == [2, 3, 4, 5]
@@ -126,19 +119,16 @@ def test_the_first_reason_that_a_rank_writes_counts_for_all(store: Any) -> None:
     assert [watch.verdict for watch in (first, second, third)] == ["rank 1 is missing"] * 3
 
 
-def test_ranks_at_the_same_meeting_have_left_when_they_say_so(store: Any, subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize(("others", "expected"), [
+    (("2 5 left", "2 1 left"), True), (("2 5 left", "2 1 "), False), (("2 5 left", "1 1 "), True),
+    (("2 5 left", "-1 1 busy: x"), True),
+])  # fmt: skip
+def test_ranks_at_the_same_meeting_have_left_when_they_say_so(store: Any, others, expected):
     """Ranks that are behind, or silent, are not waited for."""
-    for others, expected in [
-        (("2 5 left", "2 1 left"), True),
-        (("2 5 left", "2 1 "), False),
-        (("2 5 left", "1 1 "), True),
-        (("2 5 left", "-1 1 busy: x"), True),
-    ]:
-        with subtests.test(others=others):
-            watch = seen_by(store, 2, *others)
-            assert not watch.all_have_left(SILENCE)  # this rank has not said so
-            watch._look(2, "left")
-            assert watch.all_have_left(SILENCE) == expected
+    watch = seen_by(store, 2, *others)
+    assert not watch.all_have_left(SILENCE)  # this rank has not said so
+    watch._look(2, "left")
+    assert watch.all_have_left(SILENCE) == expected
     watch = seen_by(store, 2, "2 7 ")
     age(watch, 1000.0)
     watch._look(2, "left")

@@ -4,17 +4,22 @@ import asyncio
 import functools
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
 
+from adapters.llm.completions import Completion
+from adapters.llm.rewards.completion_rewards import CompletionRewards
+from grpo import RewardConfig, WeightedRewards
+from grpo._retrying.calls import RetriedCalls
 from grpo._rewarding.deadlines import Call, await_all, is_async
-from grpo.errors import CallError, DeadlineError
-from tests.support.reward_faults import eventually
+from grpo.errors import CallError, DeadlineError, RewardRaisedError, RewardTimeoutError
+from tests.support.reward_faults import asked, children, counts, eventually
 
 FAST = 0.1
 
@@ -36,8 +41,9 @@ class Judge:
     async def __call__(self) -> None: ...
 
 
-def test_async_functions_are_recognised(subtests: pytest.Subtests) -> None:
-    cases: list[tuple[Any, bool]] = [
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
         (echo, True),
         (functools.partial(functools.partial(echo, 1), seconds=0.0), True),
         (Judge(), True),
@@ -45,10 +51,10 @@ def test_async_functions_are_recognised(subtests: pytest.Subtests) -> None:
         (len, False),
         (lambda: echo(1), False),
         (functools.partial(len), False),
-    ]
-    for function, expected in cases:
-        with subtests.test(function=str(function)):
-            assert is_async(function) == expected
+    ],
+)
+def test_async_functions_are_recognised(function, expected):
+    assert is_async(function) == expected
 
 
 def test_answers_come_in_the_order_of_the_calls_and_not_of_their_ends() -> None:
@@ -57,19 +63,18 @@ def test_answers_come_in_the_order_of_the_calls_and_not_of_their_ends() -> None:
     assert await_all([Call(name="call", function=echo, keywords={"value": 7})]) == [7]
 
 
-def test_at_most_max_concurrent_calls_run_at_a_time(subtests: pytest.Subtests) -> None:
-    for limit, expected in [(1, 1), (2, 2), (3, 3), (64, 5)]:
-        with subtests.test(limit=limit):
-            now, most = [0], [0]
+@pytest.mark.parametrize(("limit", "expected"), [(1, 1), (2, 2), (3, 3), (64, 5)])
+def test_at_most_max_concurrent_calls_run_at_a_time(limit, expected):
+    now, most = [0], [0]
 
-            async def judge(now: list[int] = now, most: list[int] = most) -> None:
-                now[0] += 1
-                most[0] = max(most[0], now[0])
-                await asyncio.sleep(0.005)
-                now[0] -= 1
+    async def judge() -> None:
+        now[0] += 1
+        most[0] = max(most[0], now[0])
+        await asyncio.sleep(0.005)
+        now[0] -= 1
 
-            await_all(calls_of(judge, [()] * 5), max_concurrent=limit)
-            assert most == [expected]
+    await_all(calls_of(judge, [()] * 5), max_concurrent=limit)
+    assert most == [expected]
 
 
 def test_all_calls_run_in_one_loop_for_good_which_works_inside_another() -> None:
@@ -114,33 +119,26 @@ def test_a_timeout_error_of_the_function_is_its_own() -> None:
     assert not isinstance(caught.value, DeadlineError)
 
 
-def test_a_call_that_does_not_come_back_is_left_alone_and_the_next_gets_a_new_loop(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("ignores_its_cancellation", [False, True])
+def test_a_call_that_does_not_come_back_is_left_alone_and_the_next_gets_a_new_loop(ignores_its_cancellation):
     released = threading.Event()
 
-    async def block() -> None:
-        released.wait(60)
-
-    async def ignore() -> None:
+    async def judge() -> None:
+        if not ignores_its_cancellation:
+            released.wait(60)
         while not released.is_set():
-            try:
+            with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.02)
-            except asyncio.CancelledError:
-                continue
 
-    for function in (block, ignore):
-        with subtests.test(function=function.__name__):
-            before = {thread for thread in threading.enumerate() if thread.name.startswith("awaited calls")}
-            released.clear()
-            try:
-                with pytest.raises(
-                    DeadlineError, match=r"^call 0 did not answer within 0\.1 s, and it still runs: it blocks"
-                ):
-                    await_all(calls_of(function), timeout=FAST)
-                assert await_all(calls_of(echo, [(1,)]), timeout=60.0) == [1]
-            finally:
-                released.set()
-            old = before or {threading.main_thread()}
-            eventually(lambda old=old: len(old & {*threading.enumerate()}) <= 1, "the old thread has ended")
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("awaited calls")}
+    try:
+        with pytest.raises(DeadlineError, match=r"^call 0 did not answer within 0\.1 s, and it still runs: it blocks"):
+            await_all(calls_of(judge), timeout=FAST)
+        assert await_all(calls_of(echo, [(1,)]), timeout=60.0) == [1]
+    finally:
+        released.set()
+    old = before or {threading.main_thread()}
+    eventually(lambda: len(old & {*threading.enumerate()}) <= 1, "the old thread has ended")
 
 
 def test_a_loop_that_is_blocked_by_others_is_given_up() -> None:
@@ -161,105 +159,82 @@ def test_a_loop_that_is_blocked_by_others_is_given_up() -> None:
 
 
 def test_an_error_cancels_the_other_calls() -> None:
-    ended = threading.Event()
+    waiting = Waiting()
 
-    async def reward(number: int) -> None:
-        if number == 1:
-            raise ValueError("no") from KeyError("inner")
+    async def broken() -> None:
+        raise ValueError("no") from KeyError("inner")
+
+    with pytest.raises(ValueError, match="no") as caught:
+        await_all([Call(name="waiting", function=waiting), Call(name="broken", function=broken)])
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert waiting.ended.wait(30)
+
+
+@pytest.mark.parametrize(("error", "message"), [
+    (SystemExit(3), "call 0 raised SystemExit: 3"), (KeyboardInterrupt(), "raised KeyboardInterrupt"),
+    (asyncio.CancelledError(), "cancelled itself"),
+])  # fmt: skip
+def test_calls_that_try_to_exit_are_errors_and_the_loop_goes_on(error, message):
+    async def leave() -> None:
+        raise error
+
+    with pytest.raises(CallError, match=message):
+        await_all(calls_of(leave))
+    assert await_all(calls_of(echo, [(1,)]), timeout=60.0) == [1]
+
+
+class Waiting:
+    """A call that waits for ever, and tells when it starts and ends."""
+
+    def __init__(self, at_start: Callable[[], Any] = lambda: None) -> None:
+        self.started, self.ended, self.at_start = threading.Event(), threading.Event(), at_start
+
+    async def __call__(self) -> None:
+        self.started.set()
+        self.at_start()
         try:
             await hang()
         finally:
-            ended.set()
-
-    with pytest.raises(ValueError, match="no") as caught:
-        await_all(calls_of(reward, [(0,), (1,)]))
-    assert isinstance(caught.value.__cause__, KeyError)
-    assert ended.wait(30)
-
-
-def test_calls_that_try_to_exit_are_errors_and_the_loop_goes_on(subtests: pytest.Subtests) -> None:
-    async def leave() -> None:
-        sys.exit(3)
-
-    async def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    async def cancel() -> None:
-        raise asyncio.CancelledError
-
-    cases = [
-        (leave, "call 0 raised SystemExit: 3"),
-        (interrupt, "raised KeyboardInterrupt"),
-        (cancel, "cancelled itself"),
-    ]
-    for function, message in cases:
-        with subtests.test(message=message):
-            with pytest.raises(CallError, match=message):
-                await_all(calls_of(function))
-            assert await_all(calls_of(echo, [(1,)]), timeout=60.0) == [1]
+            self.ended.set()
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system has no such signals")
-def test_an_interrupt_cancels_the_calls_and_is_raised_again(subtests: pytest.Subtests) -> None:
-    class Interrupted(BaseException):
-        pass
+@pytest.mark.parametrize("timeout", [None, 60.0])
+def test_an_interrupt_cancels_the_calls_and_is_raised_again(timeout):
+    class Interrupted(BaseException): ...
 
     def interrupt(*_: Any) -> None:
         raise Interrupted
 
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    main = threading.get_ident()
+    before, main = signal.signal(signal.SIGUSR1, interrupt), threading.get_ident()
+    judge = Waiting(lambda: signal.pthread_kill(main, signal.SIGUSR1))
     try:
-        for timeout in (None, 60.0):
-            with subtests.test(timeout=timeout):
-                ended = threading.Event()
-
-                async def judge(ended: threading.Event = ended) -> None:
-                    signal.pthread_kill(main, signal.SIGUSR1)
-                    try:
-                        await hang()
-                    finally:
-                        ended.set()
-
-                with pytest.raises(Interrupted):
-                    await_all(calls_of(judge), timeout=timeout)
-                assert ended.wait(30)
+        with pytest.raises(Interrupted):
+            await_all(calls_of(judge), timeout=timeout)
+        assert judge.ended.wait(30)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_an_interrupt_that_comes_before_the_wait_cancels_the_calls(
-    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
-) -> None:
+@pytest.mark.parametrize("has_started", [True, False])
+def test_an_interrupt_that_comes_before_the_wait_cancels_the_calls(monkeypatch, has_started):
     """The interrupt comes when the calls are handed over, after they started or before."""
-    hand_over = asyncio.run_coroutine_threadsafe
-    for has_started in (True, False):
-        started, ended, release = threading.Event(), threading.Event(), threading.Event()
+    hand_over, release, judge = asyncio.run_coroutine_threadsafe, threading.Event(), Waiting()
 
-        async def judge(started: threading.Event = started, ended: threading.Event = ended) -> None:
-            started.set()
-            try:
-                await hang()
-            finally:
-                ended.set()
+    def interrupted(coroutine: Any, loop: Any) -> None:
+        if not has_started:
+            loop.call_soon_threadsafe(release.wait, 30)  # the loop is busy meanwhile
+        hand_over(coroutine, loop)
+        assert not has_started or judge.started.wait(30)
+        raise KeyboardInterrupt
 
-        def interrupted(
-            coroutine: Any, loop: Any, wait: bool = has_started, go: threading.Event = release, on: Any = started
-        ) -> None:
-            if not wait:
-                loop.call_soon_threadsafe(go.wait, 30)  # the loop is busy meanwhile
-            hand_over(coroutine, loop)
-            assert not wait or on.wait(30)
-            raise KeyboardInterrupt
-
-        with subtests.test(has_started=has_started):
-            monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                await_all(calls_of(judge))
-            monkeypatch.undo()
-            release.set()
-            assert await_all(calls_of(echo, [(1,)]), timeout=60.0) == [1]
-            assert ended.wait(30) if has_started else not started.is_set()
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        await_all(calls_of(judge))
+    monkeypatch.undo()
+    release.set()
+    assert await_all(calls_of(echo, [(1,)]), timeout=60.0) == [1]
+    assert judge.ended.wait(30) if has_started else not judge.started.is_set()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -276,3 +251,98 @@ def test_a_forked_process_awaits_in_a_loop_of_its_own() -> None:
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+# A reward that never answers: whatever it is, the call ends at its deadline, and leaves no process
+
+
+released = threading.Event()
+"""Ends the call that blocks."""
+
+
+def ones(states: Any, actions: Any) -> list[float]:
+    return [1.0] * len(actions)
+
+
+async def awaits(states: Any, actions: Any) -> None:
+    await asyncio.sleep(3600)
+
+
+async def blocks(states: Any, actions: Any) -> None:
+    released.clear()
+    released.wait(60)
+
+
+def sleeps(states: Any, actions: Any) -> None:
+    time.sleep(3600)
+
+
+def sleeps_for_bb(completion: str) -> float:
+    return time.sleep(3600 if completion == "bb" else 0) or 1.0
+
+
+async def awaits_for_bb(completion: str) -> float:
+    return await asyncio.sleep(3600 if completion == "bb" else 0) or 1.0
+
+
+class SlowJudge(torch.nn.Linear):
+    def compute_rewards(self, states: Any, actions: Any) -> None:
+        time.sleep(3600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: awaits, "awaits"),
+        (lambda: blocks, "blocks"),
+        (lambda: sleeps, "sleeps"),
+        (lambda: SlowJudge(1, 1), "SlowJudge.compute_rewards"),
+        (lambda: WeightedRewards({"ones": ones, "slow": sleeps}), "sleeps"),
+        (lambda: WeightedRewards({"ones": ones, "slow": awaits}), "awaits"),
+        (lambda: WeightedRewards({"inner": WeightedRewards({"slow": SlowJudge(1, 1)})}), "SlowJudge.compute_rewards"),
+        (lambda: CompletionRewards(sleeps_for_bb), "sleeps_for_bb at row 1"),
+        (lambda: CompletionRewards(awaits_for_bb), "awaits_for_bb at row 1"),
+        (lambda: CompletionRewards(sleeps), "sleeps"),
+        (lambda: CompletionRewards({"model": SlowJudge(1, 1)}), "SlowJudge.compute_rewards"),
+    ],
+)
+def test_a_reward_that_never_answers_ends_at_its_deadline_and_leaves_no_process(make, name):
+    actions = [Completion(token_ids=(1,), text=text, finish_reason="end") for text in ("a", "bb", "ccc")]
+    before, calls = children(), RetriedCalls(make(), RewardConfig(timeout=0.2))
+    message = rf"exceeded reward\.timeout=0\.2: {name} did not answer within 0\.2 s.* for rows 0 to 2, in 1 call"
+    with pytest.raises(RewardTimeoutError, match=message) as caught:
+        calls(["p"] * 3, actions)
+    released.set()
+    assert isinstance(caught.value.__cause__, DeadlineError)
+    assert children() == before
+
+
+def test_timeouts_are_counted_retried_and_dropped() -> None:
+    """The first call hangs, and a call with row 2 alone. The call after the first raises."""
+    asked_for: list[int] = []
+
+    async def reward(states: Any, actions: Any) -> list[float]:
+        asked_for.append(len(actions))
+        if len(asked_for) == 1 or [*actions] == [2]:
+            await asyncio.sleep(3600)
+        return [1.0] * len(actions) if len(asked_for) > 2 else 1 / 0
+
+    found = asked(reward, timeout=0.5, num_retries=1, on_failure="drop")
+    assert found.kept.tolist() == [True, True, False, True]
+    assert found.metrics == counts(timeouts=2, failed_calls=3, retries=1, dropped=1)
+
+
+def test_a_timeout_of_the_function_itself_is_no_timeout() -> None:
+    errors = [TimeoutError("server busy")] * 2
+
+    def reward(states: Any, actions: Any) -> list[float]:
+        if errors:
+            raise errors.pop()
+        return ones(states, actions)
+
+    with pytest.raises(RewardRaisedError, match="reward raised TimeoutError: server busy") as caught:
+        asked(reward, timeout=60.0)  # another process has its own list
+    assert not isinstance(caught.value, RewardTimeoutError)
+    errors.pop()
+    assert asked(reward, timeout=None, num_retries=1).metrics == counts(failed_calls=1, retries=1)

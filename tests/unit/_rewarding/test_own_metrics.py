@@ -8,6 +8,7 @@ import torch
 
 from grpo import GRPOConfig, GRPOTrainer, RewardConfig, Rewards, WeightedRewards
 from grpo._collecting.costs import Costs
+from grpo._retrying.calls import RetriedCalls
 from grpo.experience_collector import ExperienceCollector
 
 
@@ -49,27 +50,14 @@ class Draws:
     eval = to = train
 
 
-OTHER_RANK = Costs(
-    counts={"rows/dropped": 2.0},
-    measured={"judge/calls": (0, 1), "judge/seconds": (1, 10.0)},
-    num_repeated=0,
-)
-"""The costs of another rank, which has measured a call of 10 s."""
-
-
 def collector(reward_model: Any, *actions: int, **settings: Any) -> ExperienceCollector:
-    reward = RewardConfig(**settings)
-    return ExperienceCollector(
-        policy=Draws(*actions), reward_model=reward_model, group_size=len(actions), reward=reward
-    )
+    arguments = {"reward": RewardConfig(**settings), "reward_calls": RetriedCalls, "group_size": len(actions)}
+    return ExperienceCollector(policy=Draws(*actions), reward_model=reward_model, **arguments)
 
 
 def taken(found: ExperienceCollector) -> dict[str, float]:
-    return {
-        name: value
-        for name, value in found.costs.agree([found.costs.of_this_rank()]).items()
-        if name.startswith("judge/")
-    }
+    agreed = found.costs.agree([found.costs.of_this_rank()])
+    return {name: value for name, value in agreed.items() if name.startswith("judge/")}
 
 
 def test_metrics_are_means_over_all_calls_of_an_iteration_or_totals() -> None:
@@ -77,34 +65,35 @@ def test_metrics_are_means_over_all_calls_of_an_iteration_or_totals() -> None:
     found = collector(Measuring(), 1, 2, 6)
     for _ in range(2):
         found.collect(["state"])
-    assert taken(found) == {"judge/calls": 6, "judge/seconds": 3.0}
-    assert taken(found) == {}
+    assert (taken(found), taken(found)) == ({"judge/calls": 6, "judge/seconds": 3.0}, {})
 
 
 def test_metrics_are_joined_over_ranks() -> None:
     """Calls of 1 and 4 s here and of 10 s on the other rank: 5 s on average."""
-    found = collector(Measuring(), 1, 4)
+    found, measured = collector(Measuring(), 1, 4), {"judge/calls": (0, 1), "judge/seconds": (1, 10.0)}
     found.collect(["state"])
-    metrics = found.costs.agree([found.costs.of_this_rank(), OTHER_RANK])
-    assert {name: metrics[name] for name in ("judge/calls", "judge/seconds", "rows/dropped")} == {
-        "judge/calls": 3,
-        "judge/seconds": 5.0,
-        "rows/dropped": 2.0,
-    }
+    others = Costs(counts={"rows/dropped": 2.0}, measured=measured, num_repeated=0)
+    metrics = found.costs.agree([found.costs.of_this_rank(), others])
+    assert [metrics[name] for name in ("judge/calls", "judge/seconds", "rows/dropped")] == [3, 5.0, 2.0]
 
 
-def test_a_call_that_fails_is_not_measured() -> None:
-    """All rows, then each by itself: the calls with 1 and 5 s succeed."""
-    found = collector(Measuring(), 1, -3, 5, on_failure="drop")
+@pytest.mark.parametrize(
+    ("reward", "actions", "settings", "expected"),
+    [
+        # all rows, then each by itself: the calls with 1 and 5 s succeed
+        (Measuring(), [1, -3, 5], {"on_failure": "drop"}, {"judge/calls": 2, "judge/seconds": 3.0}),
+        (
+            WeightedRewards({"judge": Measuring(), "one": lambda s, a: [1.0] * len(a), "again": Measuring()}),
+            [1, 2],
+            {},
+            {"judge/calls": 4, "judge/seconds": 1.5},
+        ),
+    ],
+)
+def test_the_parts_of_a_weighted_reward_are_measured_and_a_call_that_fails_is_not(reward, actions, settings, expected):
+    found = collector(reward, *actions, **settings)
     found.collect(["state"])
-    assert taken(found) == {"judge/calls": 2, "judge/seconds": 3.0}
-
-
-def test_the_parts_of_a_weighted_reward_are_measured() -> None:
-    parts = WeightedRewards({"judge": Measuring(), "one": lambda s, a: [1.0] * len(a), "again": Measuring()})
-    found = collector(parts, 1, 2)
-    found.collect(["state"])
-    assert taken(found) == {"judge/calls": 4, "judge/seconds": 1.5}
+    assert taken(found) == expected
 
 
 def test_metrics_that_no_iteration_has_reported_are_in_the_checkpoint() -> None:

@@ -8,20 +8,26 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 from grpo import (
+    AdvantageConfig,
     GRPOConfig,
     GRPOTrainer,
+    KLControl,
     ObjectiveConfig,
+    ObjectiveOutput,
     RewardConfig,
     WeightedRewards,
 )
 from grpo._running.ahead import seed_of
+from grpo._running.background import Background, Task
 from grpo.engine import OneProcess
 from grpo.errors import ConfigError, RewardError
 from grpo.rewards import Call, call_in_process
@@ -38,8 +44,7 @@ class Versioned(TablePolicy):
     def __init__(self) -> None:
         super().__init__(script=[[0, 1], [1, 0]])
         self.sampled_after: list[int] = []
-        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        self.num_updates = 0
+        self.optimizer, self.num_updates = torch.optim.SGD(self.parameters(), lr=0.1), 0
         self.optimizer.register_step_post_hook(lambda *_: setattr(self, "num_updates", self.num_updates + 1))
 
     def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
@@ -57,11 +62,8 @@ class Versioned(TablePolicy):
         (9, [0, 0, 0, 0, 0, 0]),
     ],
 )
-def test_the_rows_of_iteration_n_come_from_the_policy_after_iteration_n_minus_1_minus_k(
-    ahead: int, expected: list[int]
-) -> None:
-    policy = Versioned()
-    seen: list[int] = []
+def test_the_rows_of_iteration_n_come_from_the_policy_after_iteration_n_minus_1_minus_k(ahead, expected) -> None:
+    policy, seen = Versioned(), []
     config = {"iterations_ahead": ahead, "objective": ObjectiveConfig(sampler_correction="none")}
     trainer, _ = by_hand(policy=policy, config=config, optimizer=policy.optimizer)
 
@@ -70,8 +72,7 @@ def test_the_rows_of_iteration_n_come_from_the_policy_after_iteration_n_minus_1_
         return ["a", "b"]
 
     history = trainer.train(states, num_iterations=6, progress=False)
-    assert policy.sampled_after == expected
-    assert seen == [0, 1, 2, 3, 4, 5]
+    assert (policy.sampled_after, seen) == (expected, [0, 1, 2, 3, 4, 5])
     assert len(history) == policy.num_updates == 6
     assert trainer.ahead.pending == []
 
@@ -101,83 +102,66 @@ def test_two_updates_by_hand_with_and_without_the_correction(correction: str | N
         assert history[1]["train/effective_sample_size"] == pytest.approx(1 / 1.015464, abs=1e-6)
 
 
+def is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def threads_of_rewards(trainer: GRPOTrainer) -> list[bool]:
+    """Note, for each call of the reward from now on, whether the main thread makes it."""
+    ask, threads = trainer.collector.rewards_of, []
+    trainer.collector.rewards_of = lambda *arguments: (threads.append(is_main()), ask(*arguments))[1]  # type: ignore[method-assign]
+    return threads
+
+
 def run(
-    policy: Callable[[], Any] = lambda: VectorPolicy(dropout=0.3),
-    reward: Any = None,
-    states: Any = None,
-    num_iterations: int = 9,
-    reward_config: RewardConfig | None = None,
-    on_rewards: Callable[[], None] = lambda: None,
-    **config: Any,
-) -> Any:
-    """A trainer after a run, its metrics without times, and a digest of the weights."""
+    model: Any = None, num_iterations: int = 9, policy: Any = VectorPolicy, states: Any = None, **config: Any
+) -> tuple[GRPOTrainer, list[bool], Any, str]:
+    """A trainer after a run, the threads of its rewards, its metrics without times, and a digest of the weights."""
     torch.manual_seed(0)
-    made = policy()
+    made = policy(dropout=0.3) if policy is VectorPolicy else policy()
     states = torch.randn(5, 3, generator=torch.Generator().manual_seed(5)) if states is None else states
     settings = {"group_size": 4, "num_states_per_iteration": 2, "learning_rate": 0.05, "seed": 3, **config}
-    settings |= {} if reward_config is None else {"reward": reward_config}
-    trainer = GRPOTrainer(config=GRPOConfig(**settings), policy=made, reward_model=reward or Slow())
-    ask = trainer.collector.rewards_of
-
-    def noted(*arguments: Any) -> Any:
-        on_rewards()
-        return ask(*arguments)
-
-    trainer.collector.rewards_of = noted  # type: ignore[method-assign]
+    trainer = GRPOTrainer(config=GRPOConfig(**settings), policy=made, reward_model=model or Slow())
+    threads = threads_of_rewards(trainer)
     history = trainer.train(states, num_iterations=num_iterations, progress=False)
-    return trainer, [without_time(metrics) for metrics in history], digest(weights_of(made))
+    return trainer, threads, [without_time(metrics) for metrics in history], digest(weights_of(made))
 
 
 class Slow:
-    """A reward whose time is random, and which notes its threads."""
+    """A reward whose time is random."""
 
     __name__ = "slow"
 
     def __init__(self, seconds: float = 0.003) -> None:
-        self.seconds, self.threads = seconds, []
-        self._clock = random.Random()
+        self.seconds, self._clock = seconds, random.Random()
 
     def __call__(self, states: Any, actions: Any) -> list[float]:
-        self.threads.append(threading.current_thread() is threading.main_thread())
         time.sleep(self.seconds * self._clock.random())
         return [float(np.sum(action) % 3 == row % 3) for row, action in enumerate(actions)]
 
 
-LAGS = (1, 4, 16)
-SETTINGS: dict[str, dict[str, Any]] = {
-    "one update": {},
-    "several updates": {"num_epochs_per_update": 2, "batch_size": 4},
-    "replay": {"replay_iterations": 1},
-    "exact sampler": {"policy": ExactSampling, "states": [0, 1, 2, 3], "num_epochs_per_update": 2},
-}
-
-
 @pytest.mark.filterwarnings("ignore:.*the first ratio is not 1:grpo.errors.GRPOWarning")
-@pytest.mark.parametrize("name", SETTINGS)
-def test_rewards_beside_the_updates_give_the_weights_of_one_thread(
-    name: str, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
-) -> None:
-    found = set()
-    for ahead in LAGS if name == "one update" else LAGS[1:2]:
-        with subtests.test(ahead=ahead):
-            options = SETTINGS[name]
-            reward, alone = Slow(), Slow(0.0)
-            _, metrics, weights = run(reward=reward, num_iterations=6, iterations_ahead=ahead, **options)
-            monkeypatch.setenv("GRPO_AHEAD_IN_ORDER", "1")
-            _, expected_metrics, expected = run(reward=alone, num_iterations=6, iterations_ahead=ahead, **options)
-            monkeypatch.setenv("GRPO_AHEAD_IN_ORDER", "0")
-            assert weights == expected
-            assert metrics == expected_metrics
-            assert reward.threads == [True] + [False] * 5  # the first call tells whether the reward draws
-            assert alone.threads == [True] * 6
-            found.add(weights)
-    assert len(found) == (3 if name == "one update" else 1)  # the lag decides
+@pytest.mark.parametrize(
+    ("ahead", "settings"),
+    [
+        *((ahead, {}) for ahead in (1, 4, 16)),
+        (4, {"num_epochs_per_update": 2, "batch_size": 4}),
+        (4, {"replay_iterations": 1}),
+        (4, {"policy": ExactSampling, "states": [0, 1, 2, 3], "num_epochs_per_update": 2}),
+    ],
+)
+def test_rewards_beside_the_updates_give_the_weights_of_one_thread(ahead, settings, monkeypatch: pytest.MonkeyPatch):
+    settings = {"num_iterations": 6, "iterations_ahead": ahead, **settings}
+    _, threads, *found = run(Slow(), **settings)
+    monkeypatch.setenv("GRPO_AHEAD_IN_ORDER", "1")
+    _, threads_in_order, *expected = run(Slow(0.0), **settings)
+    assert found == expected
+    assert threads == [True] + [False] * 5  # the first call tells whether the reward draws
+    assert threads_in_order == [True] * 6
 
 
 def test_without_iterations_ahead_no_second_thread_is_used() -> None:
-    reward = Slow(0.0)
-    run(reward=reward)
-    assert reward.threads == [True] * 9
+    assert run(Slow(0.0))[1] == [True] * 9
 
 
 def one(states: Any, actions: Any) -> list[float]:
@@ -215,94 +199,57 @@ IN_ORDER: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize(
     ("name", "timeout"),
-    [
-        *((name, 60.0 if "process" in name else None) for name in IN_ORDER),
-        ("python", 60.0),
-        ("one of two parts", 60.0),
-    ],
+    [*((name, 60.0 if "process" in name else None) for name in IN_ORDER), ("python", 60.0), ("one of two parts", 60.0)],
 )
-def test_a_reward_that_draws_keeps_a_state_or_forks_is_asked_in_order_and_one_line_says_so(
-    name: str, timeout: float | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reward_that_draws_keeps_a_state_or_forks_is_asked_in_order_and_one_line_says_so(name, timeout, caplog):
     make, said = IN_ORDER[name]
-    threads: list[bool] = []
-    trainer, _, weights = run(
-        reward=make(),
-        num_iterations=5,
-        iterations_ahead=2,
-        reward_config=RewardConfig(timeout=timeout),
-        on_rewards=lambda: threads.append(threading.current_thread() is threading.main_thread()),
-    )
-    lines = [record.getMessage() for record in caplog.records if "iterations_ahead" in record.getMessage()]
-    assert len(lines) == 1
-    assert said in lines[0]
-    assert "iterations_ahead=2 hides no time" in lines[0]
-    assert threads == [True] * 5
-    assert trainer.ahead.pending == []
-    assert weights == run(reward=make(), num_iterations=5, iterations_ahead=2)[2]
+    options = {"num_iterations": 5, "iterations_ahead": 2}
+    trainer, threads, _, weights = run(make(), reward=RewardConfig(timeout=timeout), **options)
+    (line,) = [message for message in caplog.messages if "iterations_ahead" in message]
+    assert said in line
+    assert "iterations_ahead=2 hides no time" in line
+    assert (threads, trainer.ahead.pending) == ([True] * 5, [])
+    assert weights == run(make(), **options)[3]
 
 
 @pytest.mark.parametrize("timeout", [None, 60.0])
-def test_a_reward_without_draws_state_and_forks_is_asked_in_the_second_thread(
-    timeout: float | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    threads: list[bool] = []
-    run(
-        reward=WeightedRewards({"x": in_turn, "y": in_turn} if timeout else {"x": one, "y": Slow(0.0)}),
-        num_iterations=4,
-        iterations_ahead=2,
-        reward_config=RewardConfig(timeout=timeout),
-        on_rewards=lambda: threads.append(threading.current_thread() is threading.main_thread()),
-    )
-    assert threads == [True, False, False, False]
+def test_a_reward_without_draws_state_and_forks_is_asked_in_the_second_thread(timeout, caplog):
+    parts = {"x": in_turn, "y": in_turn} if timeout else {"x": one, "y": Slow(0.0)}
+    settings = {"num_iterations": 4, "iterations_ahead": 2, "reward": RewardConfig(timeout=timeout)}
+    assert run(WeightedRewards(parts), **settings)[1] == [True, False, False, False]
     assert not caplog.records
 
 
 def test_a_reward_that_forks_only_later_is_asked_again_in_the_thread_that_may(caplog: pytest.LogCaptureFixture) -> None:
     """A fork beside an update could hang, and would set the random generators that the update draws from."""
+    forked_here, num_calls = [], itertools.count(1)
 
-    class Later:
-        __name__ = "later"
+    def later(states: Any, actions: Any) -> list[float]:
+        if next(num_calls) == 1:
+            return one(states, actions)
+        answer = call_in_process([Call(name="one", function=one, arguments=(states, actions))], timeout=60.0)[0]
+        forked_here.append(is_main())
+        return answer
 
-        def __init__(self) -> None:
-            self.forked_here: list[bool] = []
-            self.num_calls = 0
-
-        def __call__(self, states: Any, actions: Any) -> list[float]:
-            self.num_calls += 1
-            if self.num_calls == 1:
-                return one(states, actions)
-            answer = call_in_process([Call(name="one", function=one, arguments=(states, actions))], timeout=60.0)[0]
-            self.forked_here.append(threading.current_thread() is threading.main_thread())
-            return answer
-
-    reward = Later()
-    trainer, history, weights = run(reward=reward, num_iterations=6, iterations_ahead=2)
-    lines = [record.getMessage() for record in caplog.records if "iterations_ahead" in record.getMessage()]
-    assert len(lines) == 1
-    assert "later starts processes" in lines[0]
-    assert reward.forked_here == [True] * 5
-    assert trainer.ahead.pending == []
-    _, expected_history, expected = run(reward=one, num_iterations=6, iterations_ahead=2)
-    assert (weights, history) == (expected, expected_history)
+    trainer, _, *found = run(later, num_iterations=6, iterations_ahead=2)
+    (line,) = [message for message in caplog.messages if "iterations_ahead" in message]
+    assert "later starts processes" in line
+    assert (forked_here, trainer.ahead.pending) == ([True] * 5, [])
+    assert found == [*run(one, num_iterations=6, iterations_ahead=2)[2:]]
     call_in_process([Call(name="one", function=int)], timeout=60.0)  # any thread may, after the run
 
 
 def test_step_collect_and_update_refuse_iterations_ahead() -> None:
     trainer, _ = by_hand(config={"iterations_ahead": 3})
     batch = by_hand()[0].collect(["a", "b"])
-    for name, call in {
-        "collect": lambda: trainer.collect(["a", "b"]),
-        "update": lambda: trainer.update(batch),
-    }.items():
+    for name, call in {"collect": lambda: trainer.collect(["a", "b"]), "update": lambda: trainer.update(batch)}.items():
         words = rf"config.iterations_ahead=3 samples .* {name}\(\) knows one iteration only. Call train\(\)"
         with pytest.raises(ConfigError, match=words):
             call()
-    with pytest.raises(ConfigError, match="iterations_ahead=3"):
-        trainer.step(["a", "b"])
-    trainer.train(["a", "b"], num_iterations=1, progress=False)
-    with pytest.raises(ConfigError, match="iterations_ahead=3"):
-        trainer.step(["a", "b"])
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="iterations_ahead=3"):
+            trainer.step(["a", "b"])
+        trainer.train(["a", "b"], num_iterations=trainer.iteration + 1, progress=False)
 
 
 def test_dynamic_sampling_and_iterations_ahead_exclude_each_other() -> None:
@@ -315,7 +262,7 @@ def test_a_failing_reward_is_raised_when_its_iteration_is_used() -> None:
     calls = []
 
     def third_fails(states: Any, actions: Any) -> list[float]:
-        calls.append(threading.current_thread() is threading.main_thread())
+        calls.append(is_main())
         if len(calls) == 3:
             raise ValueError("no answer")
         return [0.0, 1.0, 2.0, 3.0]
@@ -323,12 +270,9 @@ def test_a_failing_reward_is_raised_when_its_iteration_is_used() -> None:
     trainer, _ = by_hand(rewards=third_fails, config={"iterations_ahead": 1})
     with pytest.raises(RewardError, match="third_fails raised ValueError: no answer"):
         trainer.train(["a", "b"], num_iterations=9, progress=False)
-    assert trainer.iteration == 2
-    assert calls[:3] == [True, False, False]
-    assert [thread.name for thread in threading.enumerate() if "later iterations" in thread.name] in ([], [NAME])
-
-
-NAME = "rewards of later iterations"
+    assert (trainer.iteration, calls[:3]) == (2, [True, False, False])
+    names = [thread.name for thread in threading.enumerate() if "later iterations" in thread.name]
+    assert names in ([], ["rewards of later iterations"])
 
 
 def test_rows_that_fail_leave_their_group_and_the_iteration_that_uses_them_counts_them() -> None:
@@ -338,10 +282,8 @@ def test_rows_that_fail_leave_their_group_and_the_iteration_that_uses_them_count
         calls.append(len(actions))
         return [math.nan if len(calls) == 2 else 5.0, 1.0, 2.0, 3.0]
 
-    trainer, _ = by_hand(
-        rewards=second_has_a_nan, config={"iterations_ahead": 2, "reward": RewardConfig(non_finite="drop")}
-    )
-    history = trainer.train(["a", "b"], num_iterations=4, progress=False)
+    config = {"iterations_ahead": 2, "reward": RewardConfig(non_finite="drop")}
+    history = by_hand(rewards=second_has_a_nan, config=config)[0].train(["a", "b"], num_iterations=4, progress=False)
     assert [metrics["rows/dropped"] for metrics in history] == [0.0, 1.0, 0.0, 0.0]
     assert [metrics["rewards/max"] for metrics in history] == [5.0, 3.0, 5.0, 5.0]
 
@@ -356,8 +298,7 @@ def test_seconds_that_are_hidden_and_waited_for_are_reported() -> None:
             time.sleep(0.1 if torch.is_grad_enabled() else 0.0)
             return super().get_log_probabilities(states, actions)
 
-    policy = SlowPolicy(script=[[0, 1], [1, 0]])
-    trainer, _ = by_hand(rewards=slow, policy=policy, config={"iterations_ahead": 1})
+    trainer, _ = by_hand(rewards=slow, policy=SlowPolicy(script=[[0, 1], [1, 0]]), config={"iterations_ahead": 1})
     first, *others = trainer.train(["a", "b"], num_iterations=4, progress=False)
     assert first["time/waited"] >= 0.05  # the first call tells whether the reward draws
     assert first["time/hidden"] == 0.0
@@ -387,9 +328,8 @@ def test_each_reward_is_computed_beside_the_update_before_it(ahead: int) -> None
                 assert number == 5 or rewards[number + 1].wait(60)
             return super().get_log_probabilities(states, actions)
 
-    trainer, _ = by_hand(
-        rewards=meeting, policy=MeetingPolicy(script=[[0, 1], [1, 0]]), config={"iterations_ahead": ahead}
-    )
+    policy = MeetingPolicy(script=[[0, 1], [1, 0]])
+    trainer, _ = by_hand(rewards=meeting, policy=policy, config={"iterations_ahead": ahead})
     trainer.train(["a", "b"], num_iterations=6, progress=False)
     assert (next(asked), next(updated)) == (6, 6)
 
@@ -429,73 +369,193 @@ def test_a_second_run_begins_with_the_policy_as_it_is_and_draws_other_numbers() 
 
 
 def test_every_seed_iteration_and_rank_has_random_numbers_of_its_own() -> None:
-    seeds = {
-        seed_of(seed, iteration, rank) for seed in (0, 1, 2**64 - 1) for iteration in range(5) for rank in range(4)
-    }
-    assert len(seeds) == 60
-    assert seed_of(1, 2, 3) == seed_of(1, 2, 3)
+    seeds = {seed_of(*numbers) for numbers in itertools.product((0, 1, 2**64 - 1), range(5), range(4))}
+    assert (len(seeds), seed_of(1, 2, 3)) == (60, seed_of(1, 2, 3))
 
 
 def test_this_thread_tells_the_other_ranks_why_the_second_thread_takes_long() -> None:
-    told: list[tuple[float, str, bool]] = []
+    told, num_calls = [], itertools.count(1)
 
     class Told(OneProcess):
         def waiting(self, seconds: float, reason: str) -> Any:
-            told.append((seconds, reason, threading.current_thread() is threading.main_thread()))
+            told.append((seconds, reason, is_main()))
             return nullcontext()
 
-    calls = []
-
     def second_fails_once(states: Any, actions: Any) -> list[float]:
-        calls.append(len(actions))
-        if len(calls) == 2:
+        if next(num_calls) == 2:
             raise ConnectionError("not now")
         return [0.0, 1.0, 2.0, 3.0]
 
-    trainer, _ = by_hand(
-        rewards=second_fails_once,
-        config={"iterations_ahead": 1, "reward": RewardConfig(num_retries=1, retry_delay=0.8)},
-        engine=Told(),
-    )
+    config = {"iterations_ahead": 1, "reward": RewardConfig(num_retries=1, retry_delay=0.8)}
+    trainer, _ = by_hand(rewards=second_fails_once, config=config, engine=Told())
     history = trainer.train(["a", "b"], num_iterations=3, progress=False)
     assert [metrics["rewards/retries"] for metrics in history] == [0.0, 1.0, 0.0]
-    assert told
-    for seconds, reason, is_main in told:
-        assert 0.0 < seconds <= 0.8
-        assert reason == "second_fails_once failed, and is called again later (reward.num_retries)"
-        assert is_main
+    reason = "second_fails_once failed, and is called again later (reward.num_retries)"
+    assert {each[1:] for each in told} == {(reason, True)}
+    assert all(0.0 < seconds <= 0.8 for seconds, *_ in told)
 
 
 def test_a_first_call_that_exceeds_its_deadline_leaves_the_question_to_the_next_call() -> None:
     """A killed process leaves the generators anywhere, which says nothing about the reward."""
-    threads = []
-    late = [True]
+    late = [60.0]
 
-    class Late:
-        __name__ = "late"
+    async def judge(states: Any, actions: Any) -> list[float]:
+        if late:
+            await asyncio.sleep(late.pop())
+        return [0.0, 1.0, 2.0, 3.0]
 
-        async def __call__(self, states: Any, actions: Any) -> list[float]:
-            if late:
-                late.clear()
-                await asyncio.sleep(60.0)
-            return [0.0, 1.0, 2.0, 3.0]
-
-    trainer, _ = by_hand(
-        rewards=Late(),
-        config={
-            "iterations_ahead": 2,
-            "seed": 0,
-            "reward": RewardConfig(timeout=0.05, num_retries=1, retry_delay=0.0),
-        },
-    )
-    before = torch.random.get_rng_state()
-    ask = trainer.collector.rewards_of
-
-    def noted(*arguments: Any) -> Any:
-        threads.append(threading.current_thread() is threading.main_thread())
-        return ask(*arguments)
-
-    trainer.collector.rewards_of = noted  # type: ignore[method-assign]
+    reward = RewardConfig(timeout=0.05, num_retries=1, retry_delay=0.0)
+    trainer, _ = by_hand(rewards=judge, config={"iterations_ahead": 2, "seed": 0, "reward": reward})
+    before, threads = torch.random.get_rng_state(), threads_of_rewards(trainer)
     trainer.train(["a", "b"], num_iterations=4, progress=False)
     assert threads == [True, True, False, False]
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+# Rows that were sampled ahead have log-probs of the policy that sampled them, and scores of the policy that uses them
+
+
+def noted_inputs(trainer: GRPOTrainer, note: Callable[[Any], Any]) -> list[Any]:
+    """What `note` makes of the inputs of each loss from now on."""
+    objective, noted = trainer.objective.of_sampled, []
+    trainer.objective.of_sampled = lambda inputs: (noted.append(note(inputs)), objective(inputs))[1]  # type: ignore[method-assign]
+    return noted
+
+
+@pytest.mark.parametrize("tells_scores", [True, False])
+def test_old_log_probs_are_those_at_the_start_of_the_iteration_that_uses_the_rows(tells_scores: bool) -> None:
+    """In the first update of an iteration the ratio is 1; the behaviour log-probs are those of the policy of long ago."""
+    policy = ExactSampling()
+    policy.tells_scores = tells_scores
+    config = {"iterations_ahead": 1, "group_size": 4, "num_epochs_per_update": 2, "seed": 0}
+    trainer, _ = by_hand(policy=policy, rewards=lambda states, actions: [*map(float, map(len, actions))], config=config)
+    seen = noted_inputs(trainer, lambda inputs: inputs)
+    trainer.train([0, 1], num_iterations=3, progress=False)
+    first, second, third = seen[::2]
+    for inputs in (first, second, third):
+        torch.testing.assert_close(inputs.old_log_probs[inputs.mask], inputs.log_probs.detach()[inputs.mask])
+    torch.testing.assert_close(first.behaviour_log_probs[first.mask], first.old_log_probs[first.mask])
+    for inputs in (second, third):
+        assert (inputs.behaviour_log_probs - inputs.old_log_probs)[inputs.mask].abs().max() > 1e-3
+
+
+def test_an_objective_of_your_own_gets_the_behaviour_log_probs_and_no_warning() -> None:
+    seen = []
+
+    def own(inputs: Any) -> ObjectiveOutput:
+        seen.append(inputs.behaviour_log_probs)
+        return ObjectiveOutput(loss=-(inputs.log_probs * inputs.weights).sum(), metrics={})
+
+    by_hand(config={"iterations_ahead": 1}, objective=own)[0].train(["a", "b"], num_iterations=2, progress=False)
+    assert [values is not None for values in seen] == [True, True]
+
+
+def test_values_and_keys_are_those_at_the_start_of_the_iteration_that_uses_the_rows() -> None:
+    class Critic(ExactSampling):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value = torch.nn.Parameter(torch.zeros(self.max_steps, dtype=self.head.weight.dtype))
+
+        def score_actions(self, states: Any, actions: Any) -> Any:
+            scores = super().score_actions(states, actions)
+            return replace(scores, values=self.value[: scores.mask.shape[1]].repeat(len(actions), 1))
+
+    settings = {"advantage": AdvantageConfig(credit="gae"), "objective": ObjectiveConfig(sampler_correction="none")}
+    config = {"iterations_ahead": 1, "group_size": 2, "seed": 0, **settings}
+    trainer, policy = by_hand(policy=Critic(), rewards=lambda states, actions: [1.0] * len(actions), config=config)
+    seen = noted_inputs(trainer, lambda inputs: (inputs.old_values[:, 0], float(policy.value[0].detach())))
+    trainer.train([0, 1], num_iterations=3, progress=False)
+    assert len({now for _, now in seen}) == 3
+    assert all(values.unique().tolist() == [now] for values, now in seen)
+
+
+def test_reference_and_adaptive_coefficient_are_those_of_the_iteration_that_uses_the_rows() -> None:
+    reference, scored_in = TablePolicy(), []
+    score = reference.get_log_probabilities
+    config = GRPOConfig(group_size=4, iterations_ahead=2, learning_rate=0.5, seed=0, kl_control=KLControl(target=1e-6))
+    trainer = GRPOTrainer(
+        config=config,
+        policy=TablePolicy(),
+        reward_model=lambda states, actions: [float(number % 2) for number in range(len(actions))],
+        reference_policy=reference,
+    )
+    reference.get_log_probabilities = lambda *rows: (scored_in.append(trainer.iteration), score(*rows))[1]
+    before = noted_inputs(trainer, lambda inputs: inputs.kl_coef)
+    trainer.train(["a", "b"], num_iterations=4, progress=False)
+    assert scored_in == [0, 1, 2, 3]  # at their sampling it would be 0, 0, 0, 1
+    # the KL is 0 at first: 0.04 / 1.5. Then it is above its target: times 1.5. At their sampling it would be 0.04 three times.
+    assert before == pytest.approx([0.04, 0.04 / 1.5, 0.04, 0.06], rel=1e-12)
+
+
+# Tasks that a second thread does
+
+
+def test_a_task_has_a_result_an_error_and_a_time() -> None:
+    task = Task(lambda: time.sleep(0.02) or 5)
+    assert not task.done()
+    task.run()
+    assert (task.result(), task.done(), task.exception()) == (5, True, None)
+    assert 0.02 <= task.seconds < 5.0
+    failing = Task(lambda: 1 // 0)
+    failing.run()
+    assert failing.done()
+    with pytest.raises(ZeroDivisionError):
+        failing.result()
+    assert Task.of("there").result() == "there"
+
+
+def test_an_interrupt_of_this_thread_is_raised_at_once_and_the_task_is_not_done() -> None:
+    task = Task(Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        task.run()
+    assert not task.done()
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_tasks_are_done_in_order_and_in_one_thread(in_order: bool) -> None:
+    background, seen = Background("test of tasks", in_order=in_order), []
+    tasks = [Task(lambda n=n: seen.append((n, threading.current_thread().name))) for n in range(3)]
+    for task in tasks:
+        background.submit(task)
+        assert task.done() or not in_order
+    background.wait()
+    assert all(task.done() for task in tasks)
+    name = threading.current_thread().name if in_order else "test of tasks"
+    assert seen == [(n, name) for n in range(3)]
+    background.close(drops=False, waits=True)
+    assert "test of tasks" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_closing_ends_the_thread_after_the_current_task_or_after_all(drops: bool) -> None:
+    background = Background("test of closing", in_order=False)
+    begun, go = threading.Event(), threading.Event()
+
+    def slow() -> int:
+        begun.set()
+        go.wait(5.0)
+        return 1
+
+    first, second = Task(slow), Task(lambda: 2)
+    background.submit(first)
+    background.submit(second)
+    begun.wait(5.0)
+    background.close(drops=drops, waits=False)
+    assert not first.done()
+    go.set()
+    background.close(drops=drops, waits=True)
+    assert first.result() == 1
+    assert second.done() is not drops
+
+
+def test_a_task_that_tries_to_exit_fails_and_the_next_is_done() -> None:
+    background = Background("test of exits", in_order=False)
+    background.wait()  # for nothing
+    first, second = Task(Mock(side_effect=SystemExit(3))), Task(lambda: 2)
+    background.submit(first)
+    background.submit(second)
+    with pytest.raises(SystemExit):
+        first.result()
+    assert second.result() == 2
+    background.close(drops=False, waits=True)
+    Background("unused", in_order=False).close(drops=True, waits=True)

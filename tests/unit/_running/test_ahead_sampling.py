@@ -33,6 +33,16 @@ def trainer_of(ahead: int, policy: Any = None, **settings: Any) -> GRPOTrainer:
     return GRPOTrainer(config=config, policy=policy or Separate(), reward_model=reward)
 
 
+def trained(ahead: int, num_iterations: int, **settings: Any) -> GRPOTrainer:
+    trainer = trainer_of(ahead, **settings)
+    trainer.train(STATES, num_iterations=num_iterations, progress=False)
+    return trainer
+
+
+def weights(trainer: GRPOTrainer) -> str:
+    return digest(weights_of(trainer.policy))
+
+
 def test_sampling_goes_on_beside_the_update_and_no_weights_are_copied_meanwhile() -> None:
     trainer = trainer_of(1)
     policy: Any = trainer.policy
@@ -40,39 +50,29 @@ def test_sampling_goes_on_beside_the_update_and_no_weights_are_copied_meanwhile(
     policy.before = lambda: time.sleep(0.02)
     trainer.train(STATES, num_iterations=4, progress=False)
     # version 1 is the first policy, version n + 1 the policy after n updates
-    assert policy.events == [
-        *("sync", "beside 1", "beside 1", "sync", "beside 2", "sync", "beside 3", "sync", "sync"),
-    ]
+    assert policy.events == [*("sync", "beside 1", "beside 1", "sync", "beside 2", "sync", "beside 3", "sync", "sync")]
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_epochs_per_update": 2, "batch_size": 8}], ids=["one", "several"])
-def test_the_weights_are_those_of_one_thread(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for ahead in (1, 4, 16):
-        beside = trainer_of(ahead, **settings)
-        beside.policy.before = lambda: time.sleep(0.004)
-        metrics = beside.train(STATES, num_iterations=6, progress=False)
-        monkeypatch.setenv("GRPO_AHEAD_IN_ORDER", "1")
-        alone = trainer_of(ahead, **settings)
-        expected = alone.train(STATES, num_iterations=6, progress=False)
-        monkeypatch.delenv("GRPO_AHEAD_IN_ORDER")
-        assert digest(weights_of(beside.policy)) == digest(weights_of(alone.policy))
-        assert [*map(without_time, metrics)] == [*map(without_time, expected)]
-        assert {event for event in alone.policy.events if event != "sync"} <= {f"main {n}" for n in range(9)}
-        assert metrics[-1]["time/sample"] >= 0.004
+@pytest.mark.parametrize("ahead", [1, 4, 16])
+def test_the_weights_are_those_of_one_thread(ahead, settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = trainer_of(ahead, **settings)
+    beside.policy.before = lambda: time.sleep(0.004)
+    metrics = beside.train(STATES, num_iterations=6, progress=False)
+    monkeypatch.setenv("GRPO_AHEAD_IN_ORDER", "1")
+    alone = trained(ahead, 6, **settings)
+    assert weights(beside) == weights(alone)
+    assert [*map(without_time, metrics)] == [*map(without_time, alone.history)]
+    assert {event for event in alone.policy.events if event != "sync"} <= {f"main {n}" for n in range(9)}
+    assert metrics[-1]["time/sample"] >= 0.004
 
 
-def test_a_policy_that_cannot_begin_samples_between_the_updates() -> None:
-    trainer = trainer_of(2)
-    trainer.policy.can_begin = False
+@pytest.mark.parametrize(("ahead", "can_begin"), [(2, False), (0, True)])
+def test_a_policy_that_cannot_begin_and_a_run_without_iterations_ahead_sample_between_the_updates(ahead, can_begin):
+    trainer = trainer_of(ahead)
+    trainer.policy.can_begin = can_begin
     trainer.train(STATES, num_iterations=3, progress=False)
-    assert set(trainer.policy.events) == {"sync"}
-    assert trainer.policy.calls["sample"] == 3
-
-
-def test_without_iterations_ahead_begin_sampling_is_not_called() -> None:
-    trainer = trainer_of(0)
-    trainer.train(STATES, num_iterations=2, progress=False)
-    assert set(trainer.policy.events) == {"sync"}
+    assert (set(trainer.policy.events), trainer.policy.calls["sample"]) == ({"sync"}, 3)
 
 
 def test_behaviour_log_probs_are_required() -> None:
@@ -87,12 +87,7 @@ def test_behaviour_log_probs_are_required() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_epochs_per_update": 3}], ids=["one update", "several"])
-def test_a_signal_during_sampling_waits_for_the_rows_and_the_resumed_run_ends_like_an_unbroken_one(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
-    unbroken = trainer_of(2, **settings)
-    unbroken.train(STATES, num_iterations=7, progress=False)
-
+def test_a_signal_during_sampling_waits_for_the_rows_and_the_resumed_run_ends_like_an_unbroken_one(settings, tmp_path):
     stopped = trainer_of(2, **settings)
 
     def slow_and_interrupted() -> None:
@@ -107,12 +102,10 @@ def test_a_signal_during_sampling_waits_for_the_rows_and_the_resumed_run_ends_li
         stopped.train(STATES, num_iterations=7, checkpoint_dir=tmp_path, checkpoint_every=100, progress=False)
     resumed = trainer_of(2, **settings)
     resumed.train(STATES, num_iterations=7, checkpoint_dir=tmp_path, resume="auto", progress=False)
-    assert digest(weights_of(resumed.policy)) == digest(weights_of(unbroken.policy))
+    assert weights(resumed) == weights(trained(2, 7, **settings))
 
 
-def test_sampling_that_fails_is_raised_and_the_checkpoint_says_what_is_missing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sampling_that_fails_is_raised_and_the_checkpoint_says_what_is_missing(tmp_path: Path, caplog) -> None:
     trainer = trainer_of(1)
 
     def fails_later() -> None:
@@ -126,6 +119,4 @@ def test_sampling_that_fails_is_raised_and_the_checkpoint_says_what_is_missing(
     assert sorted(path.name for path in tmp_path.iterdir())[-1] == "iteration-00000002"
     resumed = trainer_of(1)
     resumed.train(STATES, num_iterations=4, checkpoint_dir=tmp_path, resume="auto", progress=False)
-    unbroken = trainer_of(1)
-    unbroken.train(STATES, num_iterations=4, progress=False)
-    assert digest(weights_of(resumed.policy)) == digest(weights_of(unbroken.policy))
+    assert weights(resumed) == weights(trained(1, 4))

@@ -51,38 +51,35 @@ def train(trainer: GRPOTrainer, total: int, **options: Any) -> list[dict[str, fl
     return trainer.train(lambda draw: [draw], budget=(UNIT, total), progress=False, **options)
 
 
-def test_the_last_iteration_is_the_one_that_reaches_the_total(subtests: pytest.Subtests) -> None:
-    for total, expected in [(1, [3]), (3, [3]), (4, [3, 8]), (8, [3, 8]), (9, [3, 8, 12])]:
-        with subtests.test(total=total):
-            assert [metrics["own/total_size"] for metrics in train(made(), total)] == expected
+@pytest.mark.parametrize(("total", "expected"), [(1, [3]), (3, [3]), (4, [3, 8]), (8, [3, 8]), (9, [3, 8, 12])])
+def test_the_last_iteration_is_the_one_that_reaches_the_total(total, expected):
+    assert [metrics["own/total_size"] for metrics in train(made(), total)] == expected
 
 
-def test_with_iterations_ahead_the_end_follows_from_the_iterations_before_and_not_from_time(
-    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_with_iterations_ahead_the_end_follows_from_the_iterations_before_and_not_from_time(ahead, monkeypatch) -> None:
     """Iteration n exists if the iterations up to n - 1 - K are below the total of 8: two iterations, and K more."""
-    for ahead in (1, 2, 4):
-        ends = []
-        for in_order in ("", "1"):
-            with subtests.test(ahead=ahead, in_order=in_order):
-                monkeypatch.setenv(IN_ORDER, in_order)
-                trainer = made(iterations_ahead=ahead, lr_schedule="linear")
-                assert len(train(trainer, 8)) == 2 + ahead
-                ends.append(end_of(trainer))
-        assert len({*ends}) == 1
+    ends = set()
+    for in_order in ("", "1"):
+        monkeypatch.setenv(IN_ORDER, in_order)
+        trainer = made(iterations_ahead=ahead, lr_schedule="linear")
+        assert len(train(trainer, 8)) == 2 + ahead
+        ends.add(end_of(trainer))
+    assert len(ends) == 1
 
 
-def test_schedules_read_what_is_done_of_the_total(subtests: pytest.Subtests) -> None:
-    """Of 12, iterations begin at 0, 3, 8. A warm-up over half of it: (0 + 3) / 6, and 1 because 3 + 5 is beyond 6."""
-    for schedule, expected in [
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
         ({"lr_schedule": "linear"}, [1, 1 - 3 / 12, 1 - 8 / 12]),
         ({"lr_schedule": "cosine"}, [(1 + math.cos(math.pi * part / 12)) / 2 for part in (0, 3, 8)]),
         ({"warmup_ratio": 0.5}, [3 / 6, 1, 1]),
         ({"warmup_ratio": 0.5, "lr_schedule": "linear"}, [3 / 6, 1, 1 - (8 - 6) / 6]),
-    ]:
-        with subtests.test(schedule=schedule):
-            rates = [metrics["train/learning_rate"] for metrics in train(made(**schedule), 12)]
-            assert rates == pytest.approx(expected)
+    ],
+)
+def test_schedules_read_what_is_done_of_the_total(schedule, expected):
+    """Of 12, iterations begin at 0, 3, 8. A warm-up over half of it: (0 + 3) / 6, and 1 because 3 + 5 is beyond 6."""
+    assert [metrics["train/learning_rate"] for metrics in train(made(**schedule), 12)] == pytest.approx(expected)
 
 
 def test_what_dynamic_sampling_leaves_out_counts() -> None:
@@ -98,17 +95,10 @@ def test_what_dynamic_sampling_leaves_out_counts() -> None:
 
 def test_evaluations_and_checkpoints_come_with_multiples_and_at_the_end(tmp_path: Path) -> None:
     """The ends are 3, 8, 12, 18, 20. Multiples of 5: 5, 10, 15, 20. Of 9: 9, 18."""
-    scores = count(5, -1)
-    trainer = made()
-    history = train(
-        trainer,
-        20,
-        evaluation=lambda: {"eval/own": float(next(scores)), "eval/more": 9.0},
-        eval_every=5,
-        checkpoint_dir=tmp_path,
-        checkpoint_every=9,
-        keep_last=9,
-    )
+    scores, trainer = count(5, -1), made()
+    evaluation = lambda: {"eval/own": float(next(scores)), "eval/more": 9.0}  # noqa: E731
+    options = {"checkpoint_dir": tmp_path, "checkpoint_every": 9, "keep_last": 9}
+    history = train(trainer, 20, evaluation=evaluation, eval_every=5, **options)
     assert [metrics.get("eval/own") for metrics in history] == [None, 5, 4, 3, 2]
     assert names_in(tmp_path) == [f"iteration-{number:08d}" for number in (2, 3, 4, 5)]
     assert best_checkpoint(tmp_path).name == "iteration-00000002", "the first evaluation is the best, and is written"
@@ -130,8 +120,12 @@ def test_an_evaluation_leaves_generators_and_the_mode_of_the_policy() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_a_stopped_run_goes_on_to_the_same_end(ahead: int, tmp_path: Path, subtests: pytest.Subtests) -> None:
-    """With a schedule, and a callback with a state. Five iterations and K more; a stop leaves a checkpoint of its place."""
+@pytest.mark.parametrize(
+    ("phase", "at", "stop"), [("step", 4, by_signal), ("callback", 2, by_exception), ("callback", 0, by_exception)]
+)
+def test_a_stopped_run_goes_on_to_the_same_end(ahead, phase, at, stop, tmp_path: Path) -> None:
+    """With a schedule, and a callback with a state. Five iterations and K more; 0 stands for the last one. A stop leaves a
+    checkpoint of its place."""
     settings: dict[str, Any] = {"iterations_ahead": ahead, "lr_schedule": "linear", "num_epochs_per_update": 2}
 
     def options() -> dict[str, Any]:
@@ -140,30 +134,22 @@ def test_a_stopped_run_goes_on_to_the_same_end(ahead: int, tmp_path: Path, subte
     whole = made(**settings)
     expected = train(whole, 20, **options())
     assert len(expected) == 5 + ahead
-    for phase, at, stop in [
-        ("step", 4, by_signal),
-        ("callback", 2, by_exception),
-        ("callback", 5 + ahead, by_exception),
-    ]:
-        with subtests.test(phase=phase, at=at):
-            folder = tmp_path / f"{phase} {at}"
-            files: dict[str, Any] = {"checkpoint_dir": folder, "resume": "auto"}
-            trainer, with_stop = made(**settings), options()
-            with_stop["callbacks"] += Calls(trainer, phase, stop, at).callbacks
-            with stopped():
-                train(trainer, 20, **with_stop, **files)
-            resumed = made(**settings)
-            rest = train(resumed, 20, **options(), **files)
-            assert_same_metrics(rest, expected[len(expected) - len(rest) :])
-            assert end_of(resumed) == end_of(whole)
+    files: dict[str, Any] = {"checkpoint_dir": tmp_path, "resume": "auto"}
+    trainer, with_stop = made(**settings), options()
+    with_stop["callbacks"] += Calls(trainer, phase, stop, at or 5 + ahead).callbacks
+    with stopped():
+        train(trainer, 20, **with_stop, **files)
+    resumed = made(**settings)
+    rest = train(resumed, 20, **options(), **files)
+    assert_same_metrics(rest, expected[len(expected) - len(rest) :])
+    assert end_of(resumed) == end_of(whole)
 
 
 def test_a_further_call_goes_on_to_a_larger_total_and_another_unit_counts_anew(tmp_path: Path) -> None:
     trainer = made()
     assert len(train(trainer, 8, checkpoint_dir=tmp_path)) == 2
-    with pytest.raises(
-        ConfigError, match=r"own/size=8 is the total, and the trainer is at 8\. .*own/size=16 makes 8 further size\."
-    ):
+    message = r"own/size=8 is the total, and the trainer is at 8\. .*own/size=16 makes 8 further size\."
+    with pytest.raises(ConfigError, match=message):
         train(trainer, 8)
     with pytest.warns(GRPOWarning, match="own/size=8 is the total, and the trainer is at 8, so there is nothing left"):
         assert train(made(), 8, checkpoint_dir=tmp_path, resume="auto") == []
@@ -198,9 +184,12 @@ def broken(metrics: Any) -> dict[str, Any]:
         ({"budget": (UNIT, 0)}, r"own/size must be >= 1; got 0"),
         ({"budget": ("own/sise", 8)}, r"'own/sise', 8\) counts a metric.*got None\. Did you mean 'own/size'"),
         ({**broken({"eval/a": 1.0}), "eval_states": [1]}, "two ways to evaluate. Pass one of them"),
-        (broken({"score": 1.0}), r"evaluation must return a dict of metrics eval/\.\.\.; got dict"),
+        (broken({"score": 1.0}), r"evaluation must return a dict of metrics eval/\.\.\. and their numbers; got dict"),
         (broken({}), r"evaluation must return a dict of metrics"),
-        (broken(None), r"evaluation must return a dict of metrics eval/\.\.\.; got None"),
+        (broken({5: 1.0}), r"evaluation must return a dict of metrics eval/\.\.\. .*; got dict \{5: 1\.0\}"),
+        (broken({"eval/score": "0.5"}), r"eval/\.\.\. and their numbers; got dict \{'eval/score': '0\.5'\}"),
+        (broken({"eval/score": torch.ones(2)}), r"and their numbers"),
+        (broken(None), r"evaluation must return a dict of metrics eval/\.\.\. and their numbers; got None"),
     ],
 )
 def test_what_no_run_can_count_or_evaluate_is_refused(arguments: Mapping[str, Any], words: str) -> None:

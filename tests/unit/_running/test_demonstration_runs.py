@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import (
-    ConfigError,
-    ExperienceBatch,
-    GRPOConfig,
-    GRPOTrainer,
-    JSONLSink,
-    ObjectiveConfig,
-    TrainingInterrupted,
-)
+from grpo import ConfigError, ExperienceBatch, GRPOConfig, GRPOTrainer, JSONLSink, ObjectiveConfig, TrainingInterrupted
 from grpo._running.demonstrations import DemonstrationSource
 from tests.support.imitated_ranks import ImitatedRank, on_ranks
 from tests.support.policies import RowScoring, TablePolicy, weights_of
@@ -77,41 +69,31 @@ def test_each_iteration_draws_its_demonstrations_in_shuffled_epochs() -> None:
     assert DemonstrationSource(SEQUENCES, None, seed=3)(7) is SEQUENCES
 
 
-def test_a_function_gives_the_demonstrations_of_an_iteration() -> None:
-    asked = []
-
-    def drawn(iteration: int) -> ExperienceBatch:
-        asked.append(iteration)
-        return table(["a"], [iteration % 2])
-
-    trainer, _ = by_hand()
-    trainer.train(None, demonstrations=drawn, num_iterations=3, progress=False)
-    trainer.train(["a", "b"], demonstrations=drawn, num_iterations=4, progress=False)
-    assert asked == [0, 1, 2, 3]
-
-
 def test_num_epochs_of_a_supervised_run_are_passes_over_the_demonstrations() -> None:
     trainer, _ = by_hand(config={"num_demonstrations_per_iteration": 1})
-    history = trainer.train(None, demonstrations=table(["a", "b", "a"], [0, 1, 1]), num_epochs=2, progress=False)
-    assert len(history) == 6
+    given = table(["a", "b", "a"], [0, 1, 1])
+    assert len(trainer.train(None, demonstrations=given, num_epochs=2, progress=False)) == 6
+    with pytest.raises(ConfigError, match="a function has no length"):
+        by_hand()[0].train(None, demonstrations=lambda iteration: given, num_epochs=1, progress=False)
 
 
-def test_what_is_no_demonstration_is_refused(subtests: pytest.Subtests) -> None:
-    sampled = ExperienceBatch.from_rows(["a"], [1], [0.0], [0])
-    for states, given, message in (
+SAMPLED = ExperienceBatch.from_rows(["a"], [1], [0.0], [0])
+
+
+@pytest.mark.parametrize(
+    ("states", "given", "message"),
+    [
         (None, None, "states=None trains on demonstrations alone, and there are none"),
         (["a"], [("a", 1)], "demonstrations must be a batch, or a function iteration -> batch; got a list of 1 tuple"),
-        (["a"], sampled, "demonstrations must be a batch of demonstrations; got ExperienceBatch"),
-        (["a", "b"], lambda iteration: sampled, r"demonstrations\(iteration\) must be a batch of demonstrations"),
+        (["a"], SAMPLED, "demonstrations must be a batch of demonstrations; got ExperienceBatch"),
+        (["a", "b"], lambda iteration: SAMPLED, r"demonstrations\(iteration\) must be a batch of demonstrations"),
         (["a"], ExperienceBatch, "demonstrations must be a batch, or a function"),
-    ):
-        with subtests.test(message), pytest.raises(ConfigError, match=message):
-            by_hand()[0].train(states, demonstrations=given, num_iterations=1, progress=False)
-    with subtests.test("epochs"), pytest.raises(ConfigError, match="a function has no length"):
-        by_hand()[0].train(None, demonstrations=lambda iteration: sampled, num_epochs=1, progress=False)
-
-
-# Resume
+        (["a"], lambda: SAMPLED, "demonstrations must be a batch, or a function iteration -> batch; got function"),
+    ],
+)
+def test_what_is_no_demonstration_is_refused(states, given, message):
+    with pytest.raises(ConfigError, match=message):
+        by_hand()[0].train(states, demonstrations=given, num_iterations=1, progress=False)
 
 
 @pytest.mark.parametrize("has_states", [True, False])
@@ -145,15 +127,8 @@ def test_two_ranks_take_their_shares_of_the_demonstrations() -> None:
 
     def run(engine: ImitatedRank | None) -> torch.Tensor:
         policy = TablePolicy(logits=[[0.0, 0.5], [0.3, 0.0]])
-        trainer = GRPOTrainer(
-            config=GRPOConfig(seed=0, max_grad_norm=None),
-            policy=policy,
-            reward_model=refused,
-            optimizer=torch.optim.SGD(policy.parameters(), lr=1.0),
-            engine=engine,
-        )
-        given = table(["a", "b", "a"], [0, 1, 1])
-        trainer.train(None, demonstrations=given, num_iterations=3, progress=False)
+        trainer, _ = by_hand(policy=policy, rewards=refused, config={"seed": 0}, engine=engine)
+        trainer.train(None, demonstrations=table(["a", "b", "a"], [0, 1, 1]), num_iterations=3, progress=False)
         return weights_of(policy)
 
     expected = run(None)
@@ -163,70 +138,54 @@ def test_two_ranks_take_their_shares_of_the_demonstrations() -> None:
 
 def test_every_rank_needs_a_demonstration() -> None:
     def run(engine: ImitatedRank) -> None:
-        policy = TablePolicy()
-        trainer = GRPOTrainer(config=GRPOConfig(seed=0), policy=policy, reward_model=refused, engine=engine)
+        trainer = GRPOTrainer(config=GRPOConfig(seed=0), policy=TablePolicy(), reward_model=refused, engine=engine)
         trainer.train(None, demonstrations=table(["a"], [0]), num_iterations=1, progress=False)
 
-    errors = on_ranks(2, run)
-    assert "Every one of 2 ranks needs a demonstration; got 1. Raise num_demonstrations_per_iteration." in str(
-        errors[0]
-    )
+    message = "Every one of 2 ranks needs a demonstration; got 1. Raise num_demonstrations_per_iteration."
+    assert message in str(on_ranks(2, run)[0])
 
 
-# With what a run does
-
-
-def test_iterations_that_are_sampled_ahead_have_the_demonstrations_of_their_number() -> None:
-    """With one iteration ahead, demonstrations are those of the iteration that is updated."""
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_function_gives_the_demonstrations_of_the_iteration_that_is_updated(ahead) -> None:
     asked = []
 
     def drawn(iteration: int) -> ExperienceBatch:
         asked.append(iteration)
         return table(["a"], [iteration % 2])
 
-    trainer = trainer_of(TablePolicy(), lambda s, a: [float(x) for x in a], iterations_ahead=1, seed=0)
-    history = trainer.train(["a", "b"], demonstrations=drawn, num_iterations=3, progress=False)
-    assert asked == [0, 1, 2]
-    assert [metrics["rows/demonstrations"] for metrics in history] == [1.0] * 3
-    assert all("rewards/mean" in metrics for metrics in history)
-    supervised = trainer_of(TablePolicy(), refused, iterations_ahead=1, seed=0)
-    (metrics,) = supervised.train(None, demonstrations=drawn, num_iterations=1, progress=False)
+    trainer = trainer_of(TablePolicy(), lambda s, a: [float(x) for x in a], iterations_ahead=ahead, seed=0)
+    (metrics,) = trainer.train(None, demonstrations=drawn, num_iterations=1, progress=False)
     assert metrics["train/demonstration_loss"] == pytest.approx(math.log(2))
+    history = trainer.train(["a", "b"], demonstrations=drawn, num_iterations=4, progress=False)
+    assert (asked, [metrics["rows/demonstrations"] for metrics in history]) == ([0, 1, 2, 3], [1.0] * 3)
+    assert all("rewards/mean" in metrics for metrics in history)
 
 
 def test_dynamic_sampling_leaves_demonstrations_alone() -> None:
     """Groups of equal rewards are left out: both, so that the last draw is used. The demonstration stays."""
     trainer, _ = by_hand(rewards=[1.0] * 4, config={"dynamic_sampling_rounds": 1})
     (metrics,) = trainer.train(["a", "b"], demonstrations=table(["a"], [1]), num_iterations=1, progress=False)
-    assert metrics["group_stats/num_rounds"] == 1.0
-    assert metrics["rows/demonstrations"] == 1.0
+    assert (metrics["group_stats/num_rounds"], metrics["rows/demonstrations"]) == (1.0, 1.0)
     assert metrics["train/num_updates"] == 1.0
 
 
-class Recorder:
-    """Keeps the samples of a run."""
-
-    def __init__(self) -> None:
-        self.samples: list[Any] = []
-
-    def log(self, metrics: Any, iteration: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def log_samples(self, samples: Any, iteration: int) -> None:
-        self.samples.append(samples)
-
-
 def test_sinks_record_the_metrics_of_all_and_the_samples_of_sampled_rows(tmp_path: Path) -> None:
+    class Recorder:
+        samples: list[Any] = []  # noqa: RUF012
+
+        def log(self, metrics: Any, iteration: int) -> None: ...
+
+        def close(self) -> None: ...
+
+        def log_samples(self, samples: Any, iteration: int) -> None:
+            self.samples.append(samples)
+
     trainer, _ = by_hand()
-    recorder = Recorder()
-    given = table(["a"], [1])
     with JSONLSink(tmp_path / "metrics.jsonl") as sink:
-        trainer.train(None, demonstrations=given, num_iterations=1, sinks=[recorder, sink], progress=False)
-        trainer.train(["a", "b"], demonstrations=given, num_iterations=2, sinks=[recorder, sink], progress=False)
-    (samples,) = recorder.samples
+        options = {"demonstrations": table(["a"], [1]), "sinks": [Recorder(), sink], "progress": False}
+        trainer.train(None, num_iterations=1, **options)
+        trainer.train(["a", "b"], num_iterations=2, **options)
+    (samples,) = Recorder.samples
     assert len(samples.actions) == len(samples.rewards) == len(samples.advantages) == 4
     assert (tmp_path / "metrics.jsonl").read_text().count("train/demonstration_loss") == 2
 
@@ -238,20 +197,18 @@ def test_the_bar_shows_the_loss_where_there_is_no_reward(capsys: pytest.CaptureF
     assert "Supervised: 100%" in shown
 
 
-def test_nothing_says_that_a_supervised_run_does_not_learn(
-    subtests: pytest.Subtests, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("states", [None, ["a", "b"]])
+def test_nothing_says_that_a_supervised_run_does_not_learn(caplog, states):
     """Alone, until every demonstration is certain; and beside rewards that are all equal. The reference has a KL term."""
-    for states in (None, ["a", "b"]):
-        with subtests.test(states=states), caplog.at_level(logging.INFO, "grpo"):
-            policy = TablePolicy()
-            trainer = GRPOTrainer(
-                config=GRPOConfig(learning_rate=1.0, seed=0, batch_size=2, num_epochs_per_update=2),
-                policy=policy,
-                reference_policy=TablePolicy() if states is None else None,
-                reward_model=lambda s, a: [1.0] * len(s),
-            )
-            given = table(["a", "b", "a", "b"], [0, 1, 0, 1])
-            trainer.train(states, demonstrations=given, num_iterations=40, progress=False)
-            assert policy.logits.softmax(1).max(1).values.min() > 0.999
-            assert caplog.messages == []
+    with caplog.at_level(logging.INFO, "grpo"):
+        policy = TablePolicy()
+        trainer = GRPOTrainer(
+            config=GRPOConfig(learning_rate=1.0, seed=0, batch_size=2, num_epochs_per_update=2),
+            policy=policy,
+            reference_policy=TablePolicy() if states is None else None,
+            reward_model=lambda s, a: [1.0] * len(s),
+        )
+        given = table(["a", "b", "a", "b"], [0, 1, 0, 1])
+        trainer.train(states, demonstrations=given, num_iterations=40, progress=False)
+        assert policy.logits.softmax(1).max(1).values.min() > 0.999
+        assert caplog.messages == []

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -16,10 +14,10 @@ import pytest
 from grpo import TrainingInterrupted
 from grpo._running.interrupts import Interrupts
 from grpo.checkpoint import read_checkpoint
+from tests.support.launches import printed_by
 from tests.support.policies import TablePolicy
 from tests.support.trainers import by_hand
 
-ROOT = Path(__file__).parents[3]
 BOTH = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -27,7 +25,10 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_a_signal_raises_at_once_or_at_the_next_check(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("number", BOTH)
+def test_a_signal_raises_at_once_or_at_the_next_check(number) -> None:
+    interrupts, reached = Interrupts(), []
+
     def stop_later() -> None:
         send(number)
         reached.append("after the signal")
@@ -44,14 +45,12 @@ def test_a_signal_raises_at_once_or_at_the_next_check(subtests: pytest.Subtests)
         with interrupts.at_once():
             reached.append("inside")
 
-    for number in BOTH:
-        for stops, expected in [(stop_later, ["after the signal"]), (stop_at_once, []), (stop_before, [])]:
-            with subtests.test(number=number, stops=stops.__name__):
-                interrupts, reached = Interrupts(), list[str]()
-                with pytest.raises(TrainingInterrupted) as stop, interrupts.handled(*BOTH):
-                    stops()
-                assert reached == expected
-                assert (stop.value.signal_number, stop.value.code) == (number, 128 + number)
+    for stops, expected in [(stop_later, ["after the signal"]), (stop_at_once, []), (stop_before, [])]:
+        interrupts, reached = Interrupts(), []
+        with pytest.raises(TrainingInterrupted) as stop, interrupts.handled(*BOTH):
+            stops()
+        assert reached == expected
+        assert (stop.value.signal_number, stop.value.code) == (number, 128 + number)
 
 
 def test_a_signal_after_the_last_check_is_not_lost() -> None:
@@ -66,8 +65,7 @@ def test_handlers_are_restored_and_a_handler_of_the_user_stays() -> None:
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
-        own = signal.getsignal(signal.SIGTERM)
-        interrupts = Interrupts()
+        own, interrupts = signal.getsignal(signal.SIGTERM), Interrupts()
         with interrupts.handled(*BOTH):
             assert signal.getsignal(signal.SIGTERM) is own
             assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
@@ -157,11 +155,10 @@ SCRIPT = """
 
 
 @pytest.mark.slow
-def test_what_signals_do_to_a_run(subtests: pytest.Subtests, tmp_path: Path) -> None:
+def test_what_signals_do_to_a_run(tmp_path: Path) -> None:
     """The third collection is interrupted, and would take a minute. An uncaught exception would end the process with 1."""
     term, interrupt = int(signal.SIGTERM), int(signal.SIGINT)
-    stopped = "TrainingInterrupted 2 2"
-    by_person = "Stopped by SIGINT at iteration 2."
+    stopped, by_person = "TrainingInterrupted 2 2", "Stopped by SIGINT at iteration 2."
     cases: list[tuple[int, bool, bool, bool, int, str, str, int | None]] = [
         # signal, folder, a second signal, interactive; exit code, what the script prints, what is said, saved iteration
         (term, True, False, False, 143, stopped, "Stopped by SIGTERM at iteration 2.", 2),
@@ -172,27 +169,17 @@ def test_what_signals_do_to_a_run(subtests: pytest.Subtests, tmp_path: Path) -> 
         (term, False, False, False, -term, "", "", None),
         (interrupt, False, False, False, 130, stopped, "Nothing was saved, because", None),
     ]
-    asked = [
-        {
-            "number": number,
-            "folder": str(tmp_path / f"run {place}") if folder else None,
-            "again": again,
-            "prompt": prompt,
-        }
-        for place, (number, folder, again, prompt, *_) in enumerate(cases)
-    ]
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), json.dumps(asked)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == len(cases)
-    for (*case, expected_code, printed, said, expected_saved), (code, output, saved) in zip(cases, found, strict=True):
-        with subtests.test(case=case):
-            assert code == expected_code, output
-            assert not printed or printed in output.splitlines()
-            assert printed or "Interrupt" not in output
-            assert said in output
-            assert saved == expected_saved
+    asked = []
+    for place, (number, has_folder, again, prompt, *_) in enumerate(cases):
+        folder = str(tmp_path / f"run {place}") if has_folder else None
+        asked.append({"number": number, "folder": folder, "again": again, "prompt": prompt})
+    printed = printed_by("-c", textwrap.dedent(SCRIPT), tmp_path, json.dumps(asked), seconds=200)
+    found = [json.loads(line) for line in printed.splitlines()]
+    for (*case, expected_code, prints, said, expected_saved), (code, output, saved) in zip(cases, found, strict=True):
+        assert (code, saved) == (expected_code, expected_saved), (case, output)
+        assert not prints or prints in output.splitlines(), case
+        assert prints or "Interrupt" not in output, case
+        assert said in output, case
     assert read_checkpoint(tmp_path / "run 4")["parts"]["counters"]["iteration"] == 2
 
 

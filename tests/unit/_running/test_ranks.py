@@ -1,26 +1,27 @@
 """The trainer on several ranks: which arguments must be equal, and that every method shares its errors."""
 
-import os
-import subprocess
-import sys
+import copy
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig, RewardConfig
+from grpo._common.global_state import capture_random_state, restore_random_state
 from grpo._ranks.equality import comparable_settings, printed
 from grpo._ranks.processes import SeveralProcesses
+from grpo._running.other_ranks import for_other_ranks
 from grpo._running.ranks import comparable_arguments
+from grpo.checkpoint import Checkpoint
 from grpo.engine import OneProcess
-from grpo.errors import RankError
+from grpo.errors import CheckpointError, GRPOWarning, RankError
 from grpo.surrogates import Clip
+from tests.support.launches import printed_by
 from tests.support.policies import TablePolicy
-
-ROOT = Path(__file__).parents[3]
 
 
 def settings(**arguments: Any) -> dict[str, Any]:
@@ -29,37 +30,12 @@ def settings(**arguments: Any) -> dict[str, Any]:
 
 def differing(**arguments: Any) -> set[str]:
     """The names under which these arguments differ from the usual ones."""
-    usual, other = settings(), settings(**arguments)
-    usual, other = printed(usual), printed(other)
+    usual, other = printed(settings()), printed(settings(**arguments))
     return {name for name in usual | other if usual.get(name) != other.get(name)}
 
 
 def objective(inputs: Any) -> Any:
     return inputs
-
-
-def test_settings_of_ranks_are_compared_by_their_full_names(subtests: pytest.Subtests) -> None:
-    usual = GRPOConfig()
-    sgd = torch.optim.SGD([torch.zeros(1)], lr=0.5)
-    for arguments, expected in [
-        ({"config": replace(usual, learning_rate=0.5)}, {"config.learning_rate"}),
-        (
-            {"config": replace(usual, objective=ObjectiveConfig(surrogate=Clip(high=0.3)))},
-            {"config.objective.surrogate.high"},
-        ),
-        ({"config": replace(usual, device="cpu")}, set()),
-        ({"policy": TablePolicy()}, set()),
-        ({"policy": torch.nn.Linear(1, 1)}, {"policy"}),
-        ({"reference_policy": TablePolicy()}, {"reference_policy"}),
-        ({"reward_model": objective, "engine": OneProcess()}, {"reward_model"}),
-        ({"objective": objective}, {"objective"}),
-        ({"optimizer": sgd}, {"optimizer"}),  # its groups are compared when it is built
-        ({"policy": Telling()}, {"policy", "policy.settings().sampling.temperature"}),
-    ]:
-        with subtests.test(expected=expected):
-            assert differing(**arguments) == expected
-    assert printed(settings(objective=objective))["objective"].startswith("objective(code=")
-    assert settings(policy=TablePolicy())["policy"] == "TablePolicy"
 
 
 class Telling:
@@ -69,7 +45,34 @@ class Telling:
         return {"sampling": {"temperature": 0.5}}
 
 
-def test_a_config_of_another_type_is_left_to_the_constructor() -> None:
+USUAL, SGD = GRPOConfig(), torch.optim.SGD([torch.zeros(1)], lr=0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"config": replace(USUAL, learning_rate=0.5)}, {"config.learning_rate"}),
+        (
+            {"config": replace(USUAL, objective=ObjectiveConfig(surrogate=Clip(high=0.3)))},
+            {"config.objective.surrogate.high"},
+        ),
+        ({"config": replace(USUAL, device="cpu")}, set()),
+        ({"policy": TablePolicy()}, set()),
+        ({"policy": torch.nn.Linear(1, 1)}, {"policy"}),
+        ({"reference_policy": TablePolicy()}, {"reference_policy"}),
+        ({"reward_model": objective, "engine": OneProcess()}, {"reward_model"}),
+        ({"objective": objective}, {"objective"}),
+        ({"optimizer": SGD}, {"optimizer"}),  # its groups are compared when it is built
+        ({"policy": Telling()}, {"policy", "policy.settings().sampling.temperature"}),
+    ],
+)
+def test_settings_of_ranks_are_compared_by_their_full_names(arguments, expected):
+    assert differing(**arguments) == expected
+
+
+def test_functions_are_compared_by_their_code_and_a_config_of_another_type_is_left_to_the_constructor() -> None:
+    assert printed(settings(objective=objective))["objective"].startswith("objective(code=")
+    assert settings(policy=TablePolicy())["policy"] == "TablePolicy"
     assert comparable_settings({"config": None}) == {}
 
 
@@ -86,9 +89,8 @@ def test_arguments_of_train_are_compared_where_ranks_would_meet_at_different_pla
         "the number of states": "2",
         "the number of demonstrations": "3",
     }
-    source = comparable_arguments(
-        {**arguments, "states": iter([]), "eval_states": None, "evaluation": max, "checkpoint_dir": "x"}
-    )
+    others = {"states": iter([]), "eval_states": None, "evaluation": max, "checkpoint_dir": "x"}
+    source = comparable_arguments({**arguments, **others})
     assert (source["the number of states"], repr(source["checkpoint_dir"])) == ("list_iterator", "given")
 
 
@@ -112,35 +114,35 @@ class Listening(SeveralProcesses):
 
 
 def trainer_of(policy: Any, **arguments: Any) -> GRPOTrainer:
-    config = GRPOConfig(group_size=2, seed=0)
-    return GRPOTrainer(
-        config=config, policy=policy, reward_model=lambda s, a: [1.0] * len(s), engine=Listening(), **arguments
-    )
+    arguments = {"reward_model": lambda s, a: [1.0] * len(s), "config": GRPOConfig(group_size=2, seed=0), **arguments}
+    return GRPOTrainer(policy=policy, engine=Listening(), **arguments)
 
 
-def test_every_method_of_the_trainer_shares_its_errors(subtests: pytest.Subtests, tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda trainer, batch: trainer.step(["a"]),
+        lambda trainer, batch: trainer.collect(["a"]),
+        lambda trainer, batch: trainer.prepared(replace(batch)),
+        lambda trainer, batch: trainer.update(batch),
+        lambda trainer, batch: trainer.evaluate(["a"]),
+        lambda trainer, batch: trainer.train(["a", "b"], num_iterations=1, progress=False),
+        lambda trainer, batch: trainer.save_checkpoint("never written"),
+    ],
+)
+def test_every_method_of_the_trainer_shares_its_errors(call):
     trainer = trainer_of(TablePolicy())
-    batch = trainer.collect(["a"])
-    with subtests.test("constructor"), pytest.raises(RankError, match="shared ProtocolError"):
-        trainer_of(None)
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise ZeroDivisionError
-
+    batch, broken = trainer.collect(["a"]), Mock(side_effect=ZeroDivisionError)
     trainer.sampler.sync = trainer.collector.complete = trainer.policy.get_parameters = broken  # type: ignore[method-assign]
-    for name, call in {
-        "step": lambda: trainer.step(["a"]),
-        "collect": lambda: trainer.collect(["a"]),
-        "prepared": lambda: trainer.prepared(replace(batch)),
-        "update": lambda: trainer.update(batch),
-        "evaluate": lambda: trainer.evaluate(["a"]),
-        "train": lambda: trainer.train(["a", "b"], num_iterations=1, progress=False),
-        "save_checkpoint": lambda: trainer.save_checkpoint(tmp_path / "a"),
-    }.items():
-        with subtests.test(name), pytest.raises(RankError, match=r"shared (ZeroDivisionError|RankError)"):
-            call()
-    with subtests.test("load_checkpoint"), pytest.raises(RankError, match="shared CheckpointError"):
-        trainer.load_checkpoint(tmp_path / "missing")
+    with pytest.raises(RankError, match=r"shared (ZeroDivisionError|RankError)"):
+        call(trainer, batch)
+
+
+def test_the_constructor_and_a_missing_checkpoint_share_their_errors(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="shared ProtocolError"):
+        trainer_of(None)
+    with pytest.raises(RankError, match="shared CheckpointError"):
+        trainer_of(TablePolicy()).load_checkpoint(tmp_path / "missing")
 
 
 USER = """
@@ -174,10 +176,7 @@ def test_warnings_name_the_line_of_the_user(tmp_path: Path) -> None:
     """The decorators of the trainer's methods are frames between the user and the warning. Type checks would add more."""
     script = tmp_path / "user.py"
     script.write_text(USER)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    lines = done.stdout.splitlines()
+    lines = printed_by(script).splitlines()
     assert len(lines) == 6, lines  # two of each constructor, nothing left to do, changed settings
     assert [line for line in lines if not line.startswith(f"{script}: ")] == []
 
@@ -185,16 +184,15 @@ def test_warnings_name_the_line_of_the_user(tmp_path: Path) -> None:
 def test_the_trainer_tells_the_other_ranks_that_a_failing_reward_makes_it_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[float, str]] = []
     monkeypatch.setattr(Listening, "waiting", lambda self, *wait: told.append(wait) or nullcontext(), raising=False)
-    fails = [True]
+    answers = iter([ConnectionError, None])
 
     def judge(states: Any, actions: Any) -> list[float]:
-        if fails.pop() if fails else False:
-            raise ConnectionError
+        if error := next(answers):
+            raise error
         return [1.0] * len(actions)
 
     config = GRPOConfig(group_size=2, seed=0, reward=RewardConfig(num_retries=1, retry_delay=0.01))
-    trainer = GRPOTrainer(config=config, policy=TablePolicy(), reward_model=judge, engine=Listening())
-    trainer.collect(["a"])
+    trainer_of(TablePolicy(), config=config, reward_model=judge).collect(["a"])
     assert told == [(0.01, "judge failed, and is called again later (reward.num_retries)")]
 
 
@@ -203,8 +201,107 @@ def test_train_compares_its_arguments_with_their_defaults(monkeypatch: pytest.Mo
     asked: list[Any] = []
     monkeypatch.setattr(trainer.engine, "gather_objects", lambda value: asked.append(value) or [value, value])
     trainer.train(["a", "b"], num_iterations=1, progress=False)
-    compared = asked[0]
-    assert compared["keep_last"] == "3"
-    assert compared["num_iterations"] == "1"
-    assert "sinks" not in compared
-    assert "progress" not in compared
+    assert (asked[0]["keep_last"], asked[0]["num_iterations"]) == ("3", "1")
+    assert not {"sinks", "progress"} & set(asked[0])
+
+
+# What belongs to a rank and not to the run, when another number of ranks continues a run
+
+
+WAITING = {"rows": {"group_ids": torch.zeros(4, dtype=torch.long)}}
+"""An iteration of four rows that was sampled ahead."""
+
+
+class Rank(SeveralProcesses):
+    """One of several ranks. It never meets the others."""
+
+    rank = num_ranks = 0
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+
+
+def written_by(num_ranks: int, iteration: int = 5, rows: Any = None, num_ahead: int = 0) -> Checkpoint:
+    """A checkpoint in memory. Its files are not needed."""
+    checkpoint = object.__new__(Checkpoint)
+    counters = {"data_seed": 3, "iteration": iteration}
+    parts = {"replay": {"rows": ["old"]}, "policy": {"calls": 2}, "counters": counters, "in_progress": {"rows": rows}}
+    parts |= {"ahead": {"pending": [WAITING] * num_ahead}, "progress": {"num_draws": 9, "best_score": 0.5}}
+    whole = {"random": {"torch": "saved"}, "parts": parts}
+    for name, value in {"path": Path("run"), "num_ranks": num_ranks, "state": whole}.items():
+        object.__setattr__(checkpoint, name, value)
+    return checkpoint
+
+
+def test_the_same_number_of_ranks_continues_exactly_and_another_one_needs_a_finished_iteration() -> None:
+    checkpoint = written_by(2, rows={"num_planned": 1})
+    assert for_other_ranks(checkpoint, Rank(1, 2)) is checkpoint.state
+    message = r"written by 2 ranks in the middle of an iteration, and 4 load it[.] Start 2 ranks"
+    with pytest.raises(CheckpointError, match=message):
+        for_other_ranks(checkpoint, Rank(0, 4))
+
+
+def test_fewer_ranks_continue_their_own_states_and_say_what_is_left_out() -> None:
+    checkpoint = written_by(4)
+    message = r"run was written by 4 ranks, and 2 load it.*of the ranks from 2 on are left out"
+    with pytest.warns(GRPOWarning, match=message):
+        assert for_other_ranks(checkpoint, Rank(1, 2)) == checkpoint.state
+
+
+def test_new_ranks_have_new_generators_and_nothing_to_replay() -> None:
+    drawn = set()
+    for iteration, rank in ((5, 2), (5, 3), (6, 2)):
+        checkpoint, before = written_by(2, iteration), capture_random_state()
+        with pytest.warns(GRPOWarning, match="the ranks from 2 on have new random generators and no replayed rows"):
+            state = for_other_ranks(checkpoint, Rank(rank, 4))
+        assert torch.equal(capture_random_state()["torch"], before["torch"])  # only the checkpoint's are replaced
+        assert state["parts"] == checkpoint.state["parts"] | {"replay": {"rows": []}}
+        assert checkpoint.state["parts"]["replay"] == {"rows": ["old"]}
+        restore_random_state(state["random"])
+        drawn.add(float(torch.rand(())))
+        restore_random_state(before)
+    assert len(drawn) == 3
+    with pytest.warns(GRPOWarning, match="the ranks from 2 on have new"):
+        assert for_other_ranks(written_by(2), Rank(1, 4))["random"] == {"torch": "saved"}
+
+
+def test_iterations_that_were_sampled_ahead_are_sampled_again_in_the_same_states() -> None:
+    checkpoint = written_by(2, num_ahead=3)
+    assert for_other_ranks(checkpoint, Rank(0, 2))["parts"]["ahead"] == {"pending": [WAITING] * 3}
+    message = r"and 3 iterations that were sampled ahead \(12 rows per rank\) are sampled again[.]"
+    for rank, now in ((0, 1), (1, 4), (3, 4)):
+        with pytest.warns(GRPOWarning, match=message):
+            parts = for_other_ranks(checkpoint, Rank(rank, now))["parts"]
+        assert (parts["ahead"], parts["progress"]) == ({"pending": []}, {"num_draws": 6, "best_score": 0.5})
+    assert checkpoint.state["parts"]["progress"]["num_draws"] == 9
+
+
+def test_a_run_with_iterations_ahead_makes_whole_iterations_on_another_number_of_ranks() -> None:
+    """The rows of every iteration are those of its states, in the order of a run that nothing stopped."""
+    seen: list[Any] = []
+
+    def reward(states: Any, actions: Any) -> list[float]:
+        seen.append(list(states))
+        return [float(action) for action in actions]
+
+    def made() -> GRPOTrainer:
+        config = GRPOConfig(group_size=2, num_states_per_iteration=2, iterations_ahead=2, seed=0)
+        return GRPOTrainer(config=config, policy=TablePolicy("abcdefgh"), reward_model=reward)
+
+    saved: list[Any] = []
+
+    class Keep:
+        def on_iteration(self, trainer: Any, metrics: Any) -> None:
+            if trainer.iteration == 4:
+                saved.append(copy.deepcopy(trainer.state_dict()))
+
+    states, how = [*"abcdefgh"], {"progress": False}
+    made().train(states, num_iterations=8, callbacks=[Keep()], **how)
+    unbroken = [*seen]
+    checkpoint, second = written_by(2), made()
+    object.__setattr__(checkpoint, "state", saved[0])
+    seen.clear()
+    with pytest.warns(GRPOWarning, match=r"2 iterations that were sampled ahead \(8 rows per rank\) are sampled again"):
+        second.load_state_dict(for_other_ranks(checkpoint, Rank(0, 1)))
+    second.train(states, num_iterations=8, **how)
+    assert seen == unbroken[4:]

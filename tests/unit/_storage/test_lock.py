@@ -3,25 +3,31 @@
 import errno
 import json
 import os
+import pathlib
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from grpo import CheckpointError, GRPOWarning
+from grpo import CheckpointError, GRPOTrainer, GRPOWarning, load_weights
 from grpo._storage import lock as lock_module
 from grpo._storage.lock import FolderLock
-from grpo.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
+from grpo.checkpoint import CheckpointFolder, best_checkpoint, read_checkpoint, write_checkpoint
 from tests.support.checkpoint_runs import names_in, small
 from tests.support.imitated_ranks import ImitatedRank, on_ranks
+from tests.support.policies import TablePolicy
+from tests.support.trainers import state_of, trainer_of
 
 ROOT = Path(__file__).resolve().parents[3]
 HOLD = """
@@ -55,9 +61,8 @@ def held_by_another_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_second_process_is_told_who_writes_and_the_folder_is_free_when_that_one_is_killed(tmp_path: Path) -> None:
     with held_by_another_process(tmp_path) as process:
-        message = (
-            rf"{tmp_path} is in use by process {process.pid} on {socket.gethostname()}, which started to write at 2"
-        )
+        where = rf"{process.pid} on {socket.gethostname()}"
+        message = rf"{tmp_path} is in use by process {where}, which started to write at 2"
         with pytest.raises(CheckpointError, match=message), CheckpointFolder(tmp_path, 3):
             raise AssertionError("the folder is locked")
         with pytest.raises(CheckpointError, match="Wait until it has ended, stop it, or choose another path"):
@@ -81,18 +86,15 @@ def test_a_lock_without_a_name_is_respected(tmp_path: Path) -> None:
         assert process.poll() is None
 
 
-def test_only_the_owner_may_open_the_lock_file(tmp_path: Path) -> None:
-    with FolderLock(tmp_path / ".lock", tmp_path):
-        assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
-
-
-def test_the_lock_file_names_its_holder(tmp_path: Path) -> None:
+def test_the_lock_file_names_its_holder_and_only_the_owner_may_open_it(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("a longer text than the holder's name " * 9)
     with FolderLock(tmp_path / ".lock", tmp_path):
         command = [sys.executable, "-c", "import sys; print(open(sys.argv[1]).read())", tmp_path / ".lock"]
         holder = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     assert set(holder) == {"host", "pid", "started"}
     assert (holder["host"], holder["pid"]) == (socket.gethostname(), os.getpid())
+    with FolderLock(tmp_path / ".lock", tmp_path):
+        assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
 
 
 def test_two_writers_of_one_process_exclude_each_other(tmp_path: Path) -> None:
@@ -119,8 +121,7 @@ def test_a_forked_child_neither_holds_nor_releases_the_lock(tmp_path: Path) -> N
             finally:
                 lock.__exit__(None, None, None)
                 os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert names_in(tmp_path) == [".lock"]
+        assert (os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), names_in(tmp_path)) == (0, [".lock"])
         with pytest.raises(CheckpointError, match="another writer of this process"):
             FolderLock(tmp_path / ".lock", tmp_path).__enter__()
     assert names_in(tmp_path) == []
@@ -157,9 +158,7 @@ def test_threads_take_turns_at_one_path(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["same"]
 
 
-def test_a_file_that_was_removed_while_it_was_opened_is_opened_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_removed_while_it_was_opened_is_opened_again(tmp_path, monkeypatch) -> None:
     """Its holder releases the lock between this process's opening and locking of the file."""
     real, removed = lock_module.fcntl.lockf, []
 
@@ -170,8 +169,7 @@ def test_a_file_that_was_removed_while_it_was_opened_is_opened_again(
 
     monkeypatch.setattr(lock_module.fcntl, "lockf", lockf)
     with FolderLock(tmp_path / ".lock", tmp_path):
-        assert len(removed) == 1
-        assert names_in(tmp_path) == [".lock"]
+        assert (len(removed), names_in(tmp_path)) == (1, [".lock"])
     assert names_in(tmp_path) == []
 
 
@@ -182,32 +180,21 @@ def test_the_lock_file_of_another_holder_is_not_removed(tmp_path: Path) -> None:
     assert (tmp_path / ".lock").read_text() == "of another"
 
 
-def test_file_systems_without_locks_give_a_warning_and_are_used(
-    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, None):
-        with subtests.test(number=number), monkeypatch.context() as patch:
-            if number is None:
-                patch.setattr(lock_module, "fcntl", None)
-            else:
-
-                def failing(*_: Any, number: int = number) -> None:
-                    raise OSError(number, os.strerror(number))
-
-                patch.setattr(lock_module.fcntl, "lockf", failing)
-            run = tmp_path / str(number)
-            with pytest.warns(GRPOWarning, match=rf"{run} cannot be locked: .*no locks"), CheckpointFolder(run, 3) as f:
-                f.save(small(1), iteration=1, score=None)
-            assert names_in(run) == ["iteration-00000001"]
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, None])
+def test_file_systems_without_locks_give_a_warning_and_are_used(tmp_path, monkeypatch, number):
+    with monkeypatch.context() as patch:
+        if number is None:
+            patch.setattr(lock_module, "fcntl", None)
+        else:
+            patch.setattr(lock_module.fcntl, "lockf", Mock(side_effect=OSError(number, os.strerror(number))))
+        message = rf"{tmp_path} cannot be locked: .*no locks"
+        with pytest.warns(GRPOWarning, match=message), CheckpointFolder(tmp_path, 3) as folder:
+            folder.save(small(1), iteration=1, score=None)
+        assert names_in(tmp_path) == ["iteration-00000001"]
 
 
-def test_a_lock_that_cannot_be_taken_is_an_error_that_names_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*_: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(lock_module.fcntl, "lockf", failing)
+def test_a_lock_that_cannot_be_taken_is_an_error_that_names_the_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(lock_module.fcntl, "lockf", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     with pytest.raises(CheckpointError, match=rf"Cannot lock {tmp_path} with .*Input/output error"):
         CheckpointFolder(tmp_path, 3).__enter__()
     monkeypatch.undo()
@@ -238,3 +225,65 @@ def test_a_save_by_hand_locks_its_path_and_removes_the_lock(tmp_path: Path) -> N
         write_checkpoint(tmp_path / "here", small(1), iteration=1)
     write_checkpoint(tmp_path / "here", small(1), iteration=1)
     assert names_in(tmp_path) == ["folder", "here"]
+
+
+# Windows, imitated: it opens no folder, removes and renames no open file, and has no `pread`, fork or locks
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse what Windows refuses."""
+    sysconfig.get_config_vars()  # it reads what only a true Windows has, unless it has been called before
+    real_open = os.open
+
+    def open_file(path: Any, *flags: Any, **more: Any) -> int:
+        if Path(path).is_dir():
+            raise PermissionError(13, "Permission denied", str(path))
+        return real_open(path, *flags, **more)
+
+    def unless_open(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(path: Any, *others: Any, **more: Any) -> Any:
+            files = [each.readlink() for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+            if more.get("dir_fd") is None and any(f"{file}/".startswith(f"{path}/") for file in files):
+                raise PermissionError(32, "The file is in use by another process", str(path))
+            return change(path, *others, **more)
+
+        return changed
+
+    monkeypatch.setattr(os, "open", open_file)
+    for name in ("unlink", "rename", "replace"):
+        monkeypatch.setattr(os, name, unless_open(getattr(os, name)))
+    monkeypatch.delattr(os, "pread")
+    monkeypatch.delattr(os, "fork")
+    monkeypatch.setattr(lock_module, "fcntl", None)
+    monkeypatch.setattr(pathlib, "WindowsPath", pathlib.PosixPath)
+    monkeypatch.setattr(shutil, "_use_fd_functions", False)
+    monkeypatch.setattr(os, "name", "nt")
+
+
+def run_of(folder: Path, num_iterations: int) -> GRPOTrainer:
+    trainer = trainer_of(TablePolicy(["a", "b"]), seed=0)
+    options = {"checkpoint_dir": folder, "checkpoint_every": 1, "resume": "auto", "progress": False}
+    trainer.train(["a", "b"], num_iterations=num_iterations, eval_states=["a"], eval_every=1, **options)
+    return trainer
+
+
+@pytest.mark.usefixtures("windows")
+@pytest.mark.filterwarnings("ignore:.*this system has no locks:grpo.GRPOWarning")
+def test_a_run_saves_resumes_and_replaces_its_checkpoints(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run_of(folder, 4)
+    resumed = run_of(folder, 5)
+    assert sorted(entry.name for entry in folder.iterdir())[-1] == "iteration-00000005"
+    assert not list(folder.glob(".*"))
+    load_weights(folder, TablePolicy(["a", "b"]))
+    assert read_checkpoint(best_checkpoint(folder))
+    assert state_of(resumed) == state_of(run_of(tmp_path / "whole", 5))
+    for _ in range(2):  # the second save replaces the first
+        resumed.save_checkpoint(tmp_path / "one")
+
+
+@pytest.mark.usefixtures("windows")
+def test_a_folder_that_cannot_be_locked_is_told(tmp_path: Path) -> None:
+    with pytest.warns(GRPOWarning, match="cannot be locked: this system has no locks for files"):
+        run_of(tmp_path / "run", 1)

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,13 +28,12 @@ from tests.support.policies import (
     EpisodePolicy,
     GroupScoring,
     Planning,
-    RecordingSGD,
     RowScoring,
     SequencePolicy,
     TablePolicy,
     weights_of,
 )
-from tests.support.trainers import ROLLOUTS, by_hand, quarters, without_time
+from tests.support.trainers import ROLLOUTS, assert_same, by_hand, quarters, updated, without_time
 
 GIVEN_STATES, GIVEN_ACTIONS = [2, 0, 3, 1], [(2, 1), (1,), (1, 2, 1, 1), (2, 2, 0)]
 """Demonstrations for a `SequencePolicy`, of 2, 1, 4 and 3 steps."""
@@ -52,33 +50,18 @@ def sampled() -> ExperienceBatch:
 
 
 def gradients_of(
-    *batches: ExperienceBatch, kind: type[SequencePolicy] = RowScoring, own_loss: Any = None, **settings: Any
+    *batches: ExperienceBatch, kind: type[SequencePolicy] = RowScoring, **settings: Any
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """The gradient of each update on these rows, and the metrics."""
+    """The gradient of each update of the same policy on these rows, and the metrics."""
     torch.manual_seed(0)
-    policy = kind()
-    optimizer = RecordingSGD(policy)
-    config = GRPOConfig(**{"group_size": 2, "max_grad_norm": None, "seed": 0, **settings})
-    learner = Learner(
-        config=config, policy=policy, reward_model=lambda s, a: [0.0] * len(s), optimizer=optimizer, objective=own_loss
-    )
-    metrics = learner.update(*batches)
-    return optimizer.gradients, metrics
-
-
-def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    torch.testing.assert_close(list(found), list(expected), rtol=1e-10, atol=1e-12)
-
-
-# By hand
+    return updated(kind(), *batches, **settings)
 
 
 def test_demonstrations_alone_have_their_mean_cross_entropy_and_its_gradient() -> None:
     """p = (1/4, 3/4) in both states. Row (a, 0) has -log p = log 4 and the gradient p - onehot = (-3/4, 3/4); row (b, 1) has
     log 4/3 and (1/4, -1/4). Each row weighs 1/2, and the coefficient is 3."""
     policy = quarters()
-    config = {"objective": ObjectiveConfig(demonstration_coef=3.0)}
-    trainer, _ = by_hand(policy=policy, config=config)
+    trainer, _ = by_hand(policy=policy, config={"objective": ObjectiveConfig(demonstration_coef=3.0)})
     before = policy.logits.detach().clone()
     metrics = trainer.update(ExperienceBatch.from_demonstrations(["a", "b"], [0, 1]))
     expected = 3.0 * (math.log(4) + math.log(4 / 3)) / 2
@@ -103,57 +86,51 @@ def test_beside_sampled_rows_they_have_a_denominator_of_their_own() -> None:
     assert metrics["train/total_loss"] == pytest.approx(0.5 * math.log(2))
 
 
-def test_several_steps_are_weighted_as_the_aggregation_says(subtests: pytest.Subtests) -> None:
-    """Rows of 2, 1, 4 and 3 steps."""
+LENGTHS = torch.tensor([2.0, 1.0, 4.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [
+        ("row_mean", 1 / (4 * LENGTHS)),
+        ("step_mean", torch.full((4,), 1 / 10)),
+        ("row_sum", torch.full((4,), 1 / 4)),
+        ("group_mean", 1 / (4 * LENGTHS)),  # each demonstration is a group
+        ("fixed_length", torch.full((4,), 1 / (4 * 8))),
+    ],
+)
+def test_several_steps_are_weighted_as_the_aggregation_says(aggregation, weights):
     torch.manual_seed(0)
-    policy = RowScoring()
-    scores = policy.score_actions(GIVEN_STATES, GIVEN_ACTIONS)
+    scores = RowScoring().score_actions(GIVEN_STATES, GIVEN_ACTIONS)
     log_probs = torch.where(scores.mask, scores.log_probs, 0.0).detach()
-    lengths = torch.tensor([2.0, 1.0, 4.0, 3.0])
-    for aggregation, weights in {
-        "row_mean": 1 / (4 * lengths),
-        "step_mean": torch.full((4,), 1 / 10),
-        "row_sum": torch.full((4,), 1 / 4),
-        "group_mean": 1 / (4 * lengths),  # each demonstration is a group
-        "fixed_length": torch.full((4,), 1 / (4 * 8)),
-    }.items():
-        with subtests.test(aggregation=aggregation):
-            fixed_length = 8 if aggregation == "fixed_length" else None
-            objective = ObjectiveConfig(aggregation=aggregation, fixed_length=fixed_length)  # type: ignore[arg-type]
-            _, metrics = gradients_of(given(), objective=objective)
-            expected = -(weights.double() * log_probs.sum(1)).sum()
-            assert metrics["train/demonstration_loss"] == pytest.approx(float(expected))
-
-
-# What does not see them
+    fixed_length = 8 if aggregation == "fixed_length" else None
+    _, metrics = gradients_of(given(), objective=ObjectiveConfig(aggregation=aggregation, fixed_length=fixed_length))
+    assert metrics["train/demonstration_loss"] == pytest.approx(-float((weights.double() * log_probs.sum(1)).sum()))
 
 
 @pytest.mark.filterwarnings("ignore:objective.kl_estimator='k1'")
-def test_the_gradient_is_the_sum_of_the_gradients_of_both_kinds(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize(("name", "preset"), EVERY.items())
+def test_the_gradient_is_the_sum_of_the_gradients_of_both_kinds(name, preset):
     """For every preset and further settings: no statistic, baseline, selection or metric of the sampled rows changes."""
     ours = ("train/total_loss", "train/grad_norm", "train/demonstration_loss", "rows/demonstrations")
 
-    def learned(
-        config: GRPOConfig, *, has_sampled: bool = True, has_given: bool = True
-    ) -> tuple[Tensor, dict[str, float]]:
+    def learned(*, has_sampled: bool = True, has_given: bool = True) -> tuple[Tensor, dict[str, float]]:
         trainer, optimizer = make_trainer(config, make_policy(), reference=make_policy(RowScoring, seed=1))
         batches = [Rows.example().batch(config)] if has_sampled else []
         metrics = trainer.update(*batches, *([given()] if has_given else []))
         return optimizer.gradients[0], without_time(metrics)
 
-    for name, preset in EVERY.items():
-        with subtests.test(name=name):
-            config = replace(preset, num_epochs_per_update=1)
-            alone, metrics = learned(config, has_given=False)
-            imitated, imitating = learned(config, has_sampled=False)
-            both, mixed = learned(config)
-            torch.testing.assert_close(both, alone + imitated, rtol=1e-9, atol=1e-11)
-            assert mixed.keys() == {*metrics, *ours}
-            for key in metrics.keys() - set(ours):
-                assert mixed[key] == pytest.approx(metrics[key], nan_ok=True, abs=1e-12), key
-            assert mixed["train/demonstration_loss"] == pytest.approx(imitating["train/demonstration_loss"])
-            expected = metrics["train/total_loss"] + imitating["train/total_loss"]
-            assert mixed["train/total_loss"] == pytest.approx(expected, abs=1e-12)
+    config = replace(preset, num_epochs_per_update=1)
+    alone, metrics = learned(has_given=False)
+    imitated, imitating = learned(has_sampled=False)
+    both, mixed = learned()
+    torch.testing.assert_close(both, alone + imitated, rtol=1e-9, atol=1e-11)
+    assert mixed.keys() == {*metrics, *ours}
+    for key in metrics.keys() - set(ours):
+        assert mixed[key] == pytest.approx(metrics[key], nan_ok=True, abs=1e-12), key
+    assert mixed["train/demonstration_loss"] == pytest.approx(imitating["train/demonstration_loss"])
+    expected = metrics["train/total_loss"] + imitating["train/total_loss"]
+    assert mixed["train/total_loss"] == pytest.approx(expected, abs=1e-12)
 
 
 def test_an_iteration_of_demonstrations_reports_no_reward_and_no_ratio() -> None:
@@ -171,13 +148,11 @@ def test_the_rewards_and_scores_of_demonstrations_are_never_read() -> None:
         def score_actions(self, states: Any, actions: Any) -> ActionScores:
             scores = super().score_actions(states, actions)
             is_given = torch.tensor([len(action) == 4 for action in actions]).unsqueeze(1)
-            assert scores.entropy is not None
             return replace(scores, entropy=scores.entropy.masked_fill(is_given, math.nan))
 
     objective = ObjectiveConfig(entropy_coef=0.1)
     found, metrics = gradients_of(sampled(), given(2), kind=Poisoned, objective=objective)
-    expected, _ = gradients_of(sampled(), given(2), objective=objective)
-    assert_close(found, expected)
+    assert_same(found, gradients_of(sampled(), given(2), objective=objective)[0])
     assert math.isfinite(metrics["train/entropy"])
 
 
@@ -186,15 +161,13 @@ def test_an_objective_of_the_users_own_is_asked_for_the_sampled_rows_alone() -> 
 
     def own(inputs: Any) -> ObjectiveOutput:
         sizes.append(len(inputs.mask))
-        loss = -(
-            inputs.weights * torch.where(inputs.mask, inputs.log_probs, 0.0) * inputs.advantages.unsqueeze(1)
-        ).sum()
-        return ObjectiveOutput(loss=loss, metrics={})
+        log_probs = torch.where(inputs.mask, inputs.log_probs, 0.0)
+        return ObjectiveOutput(loss=-(inputs.weights * log_probs * inputs.advantages.unsqueeze(1)).sum(), metrics={})
 
     (both,), metrics = gradients_of(sampled(), given(), own_loss=own)
     (alone,), _ = gradients_of(sampled(), own_loss=own)
     (imitated,), _ = gradients_of(given(), own_loss=own)
-    assert_close([both], [alone + imitated])
+    assert_same([both], [alone + imitated])
     assert sizes == [4, 4]
     assert metrics["train/demonstration_loss"] > 0
 
@@ -211,19 +184,18 @@ def test_the_policys_own_loss_counts_the_steps_of_demonstrations() -> None:
     assert gradients_of(sampled(), given(), kind=Regularised)[1]["train/auxiliary_loss"] == pytest.approx(14.0)
 
 
-# Splits
+class InAnyOrder(Planning):
+    plan = staticmethod(lambda num_rows: [list(range(num_rows))[i::3] for i in range(3)])
 
 
-def test_no_split_into_forward_passes_changes_the_gradient(subtests: pytest.Subtests) -> None:
-    class InAnyOrder(Planning):
-        plan = staticmethod(lambda num_rows: [list(range(num_rows))[i::3] for i in range(3)])
-
+@pytest.mark.parametrize(
+    ("kind", "size"), [*((RowScoring, size) for size in (1, 2, 3, 5)), (GroupScoring, 3), (InAnyOrder, None)]
+)
+def test_no_split_into_forward_passes_changes_the_gradient(kind, size):
     expected, metrics = gradients_of(sampled(), given())
-    for kind, size in [*((RowScoring, size) for size in (1, 2, 3, 5)), (GroupScoring, 3), (InAnyOrder, None)]:
-        with subtests.test(kind=kind.__name__, size=size):
-            found, same = gradients_of(sampled(), given(), kind=kind, micro_batch_size=size)
-            assert_close(found, expected)
-            assert same["train/demonstration_loss"] == pytest.approx(metrics["train/demonstration_loss"])
+    found, same = gradients_of(sampled(), given(), kind=kind, micro_batch_size=size)
+    assert_same(found, expected)
+    assert same["train/demonstration_loss"] == pytest.approx(metrics["train/demonstration_loss"])
 
 
 def test_each_update_of_an_iteration_has_its_share_of_the_demonstrations() -> None:
@@ -238,52 +210,50 @@ def test_each_update_of_an_iteration_has_its_share_of_the_demonstrations() -> No
     (all_rows,) = epoch_of_updates(ids, 6, torch.Generator(), flags)
     assert all_rows == slice(0, 9)
     sizes = [len(rows) for rows in epoch_of_updates(ids[6:], 2, torch.Generator(), flags[6:])]  # type: ignore[arg-type]
-    assert sizes == [2, 1]
-    assert gradients_of(sampled(), given(), batch_size=2)[1]["train/num_updates"] == 2.0
+    assert (sizes, gradients_of(sampled(), given(), batch_size=2)[1]["train/num_updates"]) == ([2, 1], 2.0)
     assert gradients_of(given(), batch_size=2, num_epochs_per_update=2)[1]["train/num_updates"] == 4.0
 
 
-def test_two_ranks_make_the_update_of_one_process(subtests: pytest.Subtests) -> None:
-    """Three demonstrations on the first rank and one on the second, beside sampled rows or alone."""
+HALVES = [
+    ExperienceBatch.from_rows(**{name: values[part] for name, values in ROLLOUTS.items()})
+    for part in (slice(0, 2), slice(2, 4))
+]
 
-    def on_rank(engine: ImitatedRank, *batches: ExperienceBatch) -> tuple[Tensor, dict[str, float]]:
-        policy = copy.deepcopy(start)
-        optimizer = RecordingSGD(policy)
-        config = GRPOConfig(group_size=2, max_grad_norm=None, seed=0, micro_batch_size=2)
-        learner = Learner(
-            config=config, policy=policy, reward_model=lambda s, a: [0.0], optimizer=optimizer, engine=engine
-        )
-        metrics = learner.update(*batches)
-        return optimizer.gradients[0], metrics
 
+def on_two_ranks(*batches: list[ExperienceBatch]) -> list[Any]:
+    """The gradient and the metrics of one update on each of two ranks, or an error."""
     torch.manual_seed(0)
     start = RowScoring()
-    rows = ROLLOUTS
-    halves = [
-        ExperienceBatch.from_rows(**{name: values[part] for name, values in rows.items()})
-        for part in (slice(0, 2), slice(2, 4))
-    ]
-    shares = [given(0, 1, 2), given(3)]
-    for whole, of_each in (([sampled(), given()], [[half] for half in halves]), ([given()], [[], []])):
-        with subtests.test(num_batches=len(whole)):
-            batches = [[*own, share] for own, share in zip(of_each, shares, strict=True)]
-            of_ranks = on_ranks(2, lambda engine, batches=batches: on_rank(engine, *batches[engine.rank]))  # type: ignore[misc]
-            expected, metrics = gradients_of(*whole)
-            for gradient, found in of_ranks:
-                assert_close([gradient], expected)
-                for name in ("train/demonstration_loss", "train/total_loss", "rows/demonstrations"):
-                    assert found[name] == pytest.approx(metrics[name])
-    with subtests.test("demonstrations on one rank only"):
-        batches = [[halves[0], given()], [halves[1]]]
-        of_ranks = on_ranks(2, lambda engine: on_rank(engine, *batches[engine.rank]))
-        expected, _ = gradients_of(sampled(), given())
-        for gradient, _ in of_ranks:
-            assert_close([gradient], expected)
-    with subtests.test("sampled rows on one rank only"):
-        batches = [[halves[0]], [given()]]
-        errors = on_ranks(2, lambda engine: on_rank(engine, *batches[engine.rank]))
-        assert all(isinstance(error, ContractError) for error in errors)
-        assert "either every rank has sampled rows, or no rank has; they have [2, 0]" in str(errors[0])
+
+    def on_rank(engine: ImitatedRank) -> tuple[Tensor, dict[str, float]]:
+        own = batches[engine.rank]
+        (gradient,), metrics = updated(copy.deepcopy(start), *own, engine=engine, micro_batch_size=2)
+        return gradient, metrics
+
+    return on_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize(
+    ("whole", "of_ranks"),
+    [
+        ([sampled(), given()], ([HALVES[0], given(0, 1, 2)], [HALVES[1], given(3)])),
+        ([given()], ([given(0, 1, 2)], [given(3)])),
+        ([sampled(), given()], ([HALVES[0], given()], [HALVES[1]])),
+    ],
+    ids=["both", "demonstrations", "demonstrations on one rank only"],
+)
+def test_two_ranks_make_the_update_of_one_process(whole, of_ranks):
+    expected, metrics = gradients_of(*whole)
+    for gradient, found in on_two_ranks(*of_ranks):
+        assert_same([gradient], expected)
+        for name in ("train/demonstration_loss", "train/total_loss", "rows/demonstrations"):
+            assert found[name] == pytest.approx(metrics[name])
+
+
+def test_sampled_rows_on_one_rank_only_are_refused():
+    errors = on_two_ranks([HALVES[0]], [given()])
+    assert all(isinstance(error, ContractError) for error in errors)
+    assert "either every rank has sampled rows, or no rank has; they have [2, 0]" in str(errors[0])
 
 
 def test_rows_that_are_split_into_steps_have_the_mean_over_steps() -> None:
@@ -296,50 +266,54 @@ def test_rows_that_are_split_into_steps_have_the_mean_over_steps() -> None:
     trainer = GRPOTrainer(config=config, policy=policy, reward_model=lambda s, a: [float(len(m)) for _, m in a])
     batch = ExperienceBatch.from_demonstrations([0.0, 1.0], episodes)
     sampled = trainer.collect([0.0, 1.0])
-    metrics = trainer.update(sampled, batch)
-    assert metrics["train/demonstration_loss"] == pytest.approx(-float(log_probs.mean()))
+    assert trainer.update(sampled, batch)["train/demonstration_loss"] == pytest.approx(-float(log_probs.mean()))
     assert policy.rows_scored[-1] == int(sampled.mask.sum()) + 3
 
 
-# Their steps
-
-
-def test_the_policy_is_asked_for_the_steps_unless_they_are_known(subtests: pytest.Subtests) -> None:
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    batch = ExperienceBatch.from_demonstrations([2, 0], GIVEN_ACTIONS[:2])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_the_policy_is_asked_for_the_steps_unless_they_are_known(is_known):
+    batch, policy = ExperienceBatch.from_demonstrations([2, 0], GIVEN_ACTIONS[:2]), RowScoring()
     assert batch.mask.shape == (2, 0)
-    for known, num_passes in ((batch, 1), (replace(batch, mask=mask), 0)):
-        with subtests.test(num_passes=num_passes):
-            policy = RowScoring()
-            learner = Learner(config=GRPOConfig(seed=0), policy=policy, reward_model=lambda s, a: [0.0])
-            learner.update(known)
-            assert (policy.calls["score"], policy.calls["score with gradient"]) == (num_passes, 1)
-    with subtests.test("a wrong mask"), pytest.raises(ContractError, match="the masks differ"):
+    if is_known:
+        batch = replace(batch, mask=torch.tensor([[True, True, False], [True, False, False]]))
+    Learner(config=GRPOConfig(seed=0), policy=policy, reward_model=lambda s, a: [0.0]).update(batch)
+    assert (policy.calls["score"], policy.calls["score with gradient"]) == (int(not is_known), 1)
+    with pytest.raises(ContractError, match="the masks differ"):
         gradients_of(replace(batch, mask=torch.ones(2, 2, dtype=torch.bool)))
-    with subtests.test("one step per row, as a policy has told before"):
-        table = TablePolicy()
-        learner = Learner(config=GRPOConfig(seed=0), policy=table, reward_model=lambda s, a: [0.0] * len(s))
-        for _ in range(2):
-            learner.update(ExperienceBatch.from_demonstrations(["a"], [1]))
-        assert table.calls["score"] == 1
 
 
-def test_wrong_demonstrations_are_refused(subtests: pytest.Subtests) -> None:
-    make = ExperienceBatch.from_demonstrations
-    for call, message in (
-        (lambda: make(["a"], [1, 0]), r"actions must have one entry per row = 1; got a list of 2 int"),
-        (lambda: make([], []), "there must be a row to imitate; got none"),
-        (lambda: make("ab", [1, 0]), "states must be a list"),
-        (lambda: make(["a"], [1], mask=[[1.0]]), r"mask must be bool \[N, T\] with N = 1"),
-        (lambda: gradients_of(), "update needs at least one batch; got none"),
-    ):
-        with subtests.test(message), pytest.raises(ContractError, match=message):
-            call()
-    with subtests.test("coefficient"), pytest.raises(ConfigError, match="demonstration_coef must be > 0"):
-        ObjectiveConfig(demonstration_coef=0.0)
+def test_a_policy_that_has_told_that_it_decides_once_per_row_is_not_asked_again():
+    table = TablePolicy()
+    learner = Learner(config=GRPOConfig(seed=0), policy=table, reward_model=lambda s, a: [0.0] * len(s))
+    for _ in range(2):
+        learner.update(ExperienceBatch.from_demonstrations(["a"], [1]))
+    assert table.calls["score"] == 1
 
 
-# With other settings
+class Mute(RowScoring):
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        scores = super().score_actions(states, actions)
+        return replace(scores, mask=torch.zeros_like(scores.mask))
+
+
+MAKE = ExperienceBatch.from_demonstrations
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: MAKE(["a"], [1, 0]), ContractError, r"actions must have one entry per row = 1; got a list of 2 int"),
+        (lambda: MAKE([], []), ContractError, "there must be a row to imitate; got none"),
+        (lambda: MAKE("ab", [1, 0]), ContractError, "states must be a list"),
+        (lambda: MAKE(["a"], [1], mask=[[1.0]]), ContractError, r"mask must be bool \[N, T\] with N = 1"),
+        (lambda: gradients_of(), ContractError, "update needs at least one batch; got none"),
+        (lambda: gradients_of(given(), kind=Mute), ContractError, "Mute: demonstrations must have a step to imitate"),
+        (lambda: ObjectiveConfig(demonstration_coef=0.0), ConfigError, "demonstration_coef must be > 0"),
+    ],
+)
+def test_wrong_demonstrations_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_replayed_rows_are_sampled_rows() -> None:
@@ -358,8 +332,7 @@ def test_replayed_rows_are_sampled_rows() -> None:
 def test_rows_without_an_advantage_are_skipped_and_demonstrations_are_not() -> None:
     trainer, policy = by_hand(rewards=[1.0, 1.0, 1.0, 1.0])
     metrics = trainer.update(trainer.collect(["a", "b"]), ExperienceBatch.from_demonstrations(["a", "b"], [1, 1]))
-    assert metrics["rows/skipped_zero_advantage"] == 4.0
-    assert metrics["train/num_updates"] == 1.0
+    assert (metrics["rows/skipped_zero_advantage"], metrics["train/num_updates"]) == (4.0, 1.0)
     torch.testing.assert_close(policy.logits.detach(), torch.tensor([[-1 / 4, 1 / 4]] * 2, dtype=torch.float64))
 
 
@@ -367,28 +340,27 @@ def test_several_batches_of_sampled_rows_are_one_batch() -> None:
     """`update` takes any number of batches. Groups of different batches are different groups."""
     one, other = by_hand(advantages=None)[0], by_hand()[0]
     first, second = (one.collect(["a", "b"]) for _ in range(2))
-    metrics = one.update(first, second)
-    assert metrics["group_stats/num_groups"] == 4.0
+    assert one.update(first, second)["group_stats/num_groups"] == 4.0
     other.update(other.collect(["a", "b"]))
-    torch.testing.assert_close(
-        weights_of(one.policy), weights_of(other.policy)
-    )  # the same rows twice have the same mean
+    # the same rows twice have the same mean
+    torch.testing.assert_close(weights_of(one.policy), weights_of(other.policy))
 
 
-def test_settings_that_read_sampled_rows_allow_an_iteration_of_demonstrations(subtests: pytest.Subtests) -> None:
-    """Settings whose terms need a reference, an entropy, other log-probs or a critic, which demonstrations do not have."""
-    for settings in (
+@pytest.mark.parametrize(
+    "settings",
+    [
         {"objective": ObjectiveConfig(surrogate="kl_cov", kl_coef=0.1, entropy_coef=0.1)},
         {"objective": ObjectiveConfig(surrogate="clip_cov", top_entropy_fraction=0.5)},
         {"objective": ObjectiveConfig(sampler_correction="truncate")},
         {"advantage": AdvantageConfig(baseline="global_mean", normalize_rewards=True)},
         {"advantage": AdvantageConfig(scale="whiten"), "replay_iterations": 2},
-    ):
-        with subtests.test(**{name: str(value) for name, value in settings.items()}):
-            policy = RowScoring()
-            reference = None if "kl_coef" not in str(settings) else copy.deepcopy(policy)
-            config = GRPOConfig(seed=0, batch_size=2, num_epochs_per_update=2, **settings)
-            learner = Learner(
-                config=config, policy=policy, reward_model=lambda s, a: [0.0] * len(s), reference_policy=reference
-            )
-            assert learner.update(given())["train/demonstration_loss"] > 0
+    ],
+)
+def test_settings_that_read_sampled_rows_allow_an_iteration_of_demonstrations(settings):
+    """Settings whose terms need a reference, an entropy, other log-probs or a critic, which demonstrations do not have."""
+    policy = RowScoring()
+    reference = None if "kl_coef" not in str(settings) else copy.deepcopy(policy)
+    config = GRPOConfig(seed=0, batch_size=2, num_epochs_per_update=2, **settings)
+    reward = lambda s, a: [0.0] * len(s)  # noqa: E731
+    learner = Learner(config=config, policy=policy, reward_model=reward, reference_policy=reference)
+    assert learner.update(given())["train/demonstration_loss"] > 0

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
-from tests.support.policies import RecordingSGD, RowScoring, SequencePolicy, gradient_of
+from grpo import ExperienceBatch, GRPOTrainer, ObjectiveConfig
+from tests.support.policies import RecordingSGD, RowScoring, gradient_of
+from tests.support.trainers import by_hand
 
 STATES = [0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 3]
 GROUP_IDS = [7, 7, 7, 1, 1, 1, 1, 5, 5, 2, 2, 2]
@@ -20,47 +21,27 @@ ACTIONS: list[tuple[int | None, ...]] = [
 ]  # fmt: skip
 REWARDS = [1.0, 0.0, 0.5, 2.0, 0.0, 1.0, 1.0, 0.3, 0.9, 0.0, 1.0, 0.0]
 MASK = torch.tensor([[t < len(a) and a[t] is not None for t in range(4)] for a in ACTIONS])
-AGGREGATIONS = ["row_mean", "step_mean", "fixed_length", "row_sum", "group_mean"]
 KL_COEF, ENTROPY_COEF, LENGTH, LEARNING_RATE = 0.3, 0.2, 6, 0.5
 
 
-def built(
-    kind: type[SequencePolicy], dtype: torch.dtype, aggregation: Any, entropy_aggregation: Any = None, **options: Any
-) -> tuple[GRPOTrainer, RecordingSGD]:
+def built(aggregation: Any, entropy_aggregation: Any) -> tuple[GRPOTrainer, RecordingSGD]:
     """A trainer for two passes over the batch, so that the second sees ratios other than 1; and its optimizer."""
     torch.manual_seed(5)
-    policy = kind(dtype=dtype)
+    policy = RowScoring(dtype=torch.float64)
     reference = copy.deepcopy(policy)
     with torch.no_grad():
         for tensor in reference.parameters():
             tensor.add_(0.3 * torch.randn_like(tensor))
+    objective = ObjectiveConfig(
+        kl_coef=KL_COEF,
+        entropy_coef=ENTROPY_COEF,
+        aggregation=aggregation,
+        entropy_aggregation=entropy_aggregation,
+        fixed_length=LENGTH if "fixed_length" in (aggregation, entropy_aggregation) else None,
+    )
     optimizer = RecordingSGD(policy, lr=LEARNING_RATE)
-    uses_length = "fixed_length" in (aggregation, entropy_aggregation)
-    config = GRPOConfig(
-        num_epochs_per_update=2,
-        max_grad_norm=None,
-        seed=1,
-        objective=ObjectiveConfig(
-            kl_coef=KL_COEF,
-            entropy_coef=ENTROPY_COEF,
-            aggregation=aggregation,
-            entropy_aggregation=entropy_aggregation,
-            fixed_length=LENGTH if uses_length else None,
-        ),
-        **options,
-    )
-    trainer = GRPOTrainer(
-        config=config,
-        policy=policy,
-        reward_model=lambda states, actions: [0.0] * len(states),
-        reference_policy=reference,
-        optimizer=optimizer,
-    )
-    return trainer, optimizer
-
-
-def batch() -> ExperienceBatch:
-    return ExperienceBatch.from_rows(list(STATES), list(ACTIONS), list(REWARDS), list(GROUP_IDS), mask=MASK)
+    config = {"group_size": 8, "num_epochs_per_update": 2, "seed": 1, "objective": objective}
+    return by_hand(policy=policy, config=config, reference_policy=reference, optimizer=optimizer)[0], optimizer
 
 
 def weight(aggregation: str, row: int, rows: list[int]) -> float:
@@ -104,29 +85,28 @@ def brute_force(
     return gradient_of(policy, loss)
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
-
-
-PAIRS = [*zip(AGGREGATIONS, [None, "row_sum", "step_mean", None, "step_mean"], strict=True)]
-"""Aggregations of the loss, and of the entropy; None: the same."""
-
-
-def test_the_gradient_of_an_unsplit_update_equals_brute_force(subtests: pytest.Subtests) -> None:
-    for aggregation, entropy_aggregation in PAIRS:
-        with subtests.test(aggregation=aggregation, entropy_aggregation=entropy_aggregation):
-            trainer, optimizer = built(RowScoring, torch.float64, aggregation, entropy_aggregation)
-            old = copy.deepcopy(trainer.policy)
-            trainer.update(batch())
-            first, second = optimizer.gradients
-            names = aggregation, entropy_aggregation or aggregation
-            assert relative(first, brute_force(copy.deepcopy(old), old, trainer.reference_policy, *names)) < 1e-10
-
-            after_first = copy.deepcopy(old)
-            with torch.no_grad():  # one step of plain SGD, by hand
-                start = 0
-                for tensor in after_first.parameters():
-                    stop = start + tensor.numel()
-                    tensor -= LEARNING_RATE * first[start:stop].view_as(tensor)
-                    start = stop
-            assert relative(second, brute_force(after_first, old, trainer.reference_policy, *names)) < 1e-10
+@pytest.mark.parametrize(
+    ("aggregation", "entropy_aggregation"),  # None: the same
+    [
+        ("row_mean", None),
+        ("step_mean", "row_sum"),
+        ("fixed_length", "step_mean"),
+        ("row_sum", None),
+        ("group_mean", "step_mean"),
+    ],
+)
+def test_the_gradient_of_an_unsplit_update_equals_brute_force(aggregation, entropy_aggregation):
+    trainer, optimizer = built(aggregation, entropy_aggregation)
+    old = copy.deepcopy(trainer.policy)
+    trainer.update(ExperienceBatch.from_rows(STATES, ACTIONS, REWARDS, GROUP_IDS, mask=MASK))
+    first, second = optimizer.gradients
+    names = aggregation, entropy_aggregation or aggregation
+    expected = brute_force(copy.deepcopy(old), old, trainer.reference_policy, *names)
+    assert (first - expected).norm() < 1e-10 * expected.norm()
+    after_first = copy.deepcopy(old)
+    with torch.no_grad():  # one step of plain SGD, by hand
+        tensors = [*after_first.parameters()]
+        for tensor, gradient in zip(tensors, first.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor -= LEARNING_RATE * gradient.view_as(tensor)
+    expected = brute_force(after_first, old, trainer.reference_policy, *names)
+    assert (second - expected).norm() < 1e-10 * expected.norm()

@@ -7,6 +7,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,8 +24,7 @@ from grpo import (
 )
 from grpo._updating.loss import MeteredObjective
 from grpo.metrics import Meter
-from tests.support.policies import TablePolicy
-from tests.support.trainers import SCRIPT, by_hand, quarters
+from tests.support.trainers import by_hand, quarters
 
 NAMED = {
     "kl_coef": ({"kl_coef": 0.5}, r"kl_coef=0\.5"),
@@ -60,9 +60,8 @@ def total(inputs: ObjectiveInputs) -> ObjectiveOutput:
 
 def that_reports(*names: str) -> Any:
     """An objective that reports these metrics."""
-    return lambda inputs: ObjectiveOutput(
-        loss=inputs.log_probs.sum(), metrics={name: torch.zeros(3, dtype=torch.float64) for name in names}
-    )
+    metrics = {name: torch.zeros(3, dtype=torch.float64) for name in names}
+    return lambda inputs: ObjectiveOutput(loss=inputs.log_probs.sum(), metrics=metrics)
 
 
 def warnings_of(settings: dict[str, Any], own: Any, *, has_critic: bool = True, num_calls: int = 1) -> list[str]:
@@ -77,131 +76,96 @@ def warnings_of(settings: dict[str, Any], own: Any, *, has_critic: bool = True, 
     return [str(warning.message) for warning in caught]
 
 
-# What it does not measure
-
-
 def test_metrics_a_user_objective_does_not_report_are_absent(tmp_path: Path) -> None:
     """loss = sum of A log pi over (a: 0, 1) and (b: 1, 0) with A = +-1/2: 0 at first; |gradient| = sqrt(4 (1/2)^2) = 1."""
     trainer, _ = by_hand(objective=total)
     with JSONLSink(tmp_path / "metrics.jsonl") as sink:
         (metrics,) = trainer.train(["a", "b"], num_iterations=1, sinks=[sink], progress=False)
-    unmeasured = {
-        f"train/{name}"
-        for name in (
-            "policy_loss", "kl_penalty", "kl_mean", "kl_std", "entropy_bonus", "entropy", "value_loss", "ratio_mean",
-            "ratio_std", "clip_fraction", "clip_fraction_low", "clip_fraction_high", "ratio_clamped_fraction",
-        )
-    }  # fmt: skip
-    assert not unmeasured & set(metrics)
+    unmeasured = [
+        "policy_loss", "kl_penalty", "kl_mean", "kl_std", "entropy_bonus", "entropy", "value_loss", "ratio_mean",
+        "ratio_std", "clip_fraction", "clip_fraction_low", "clip_fraction_high", "ratio_clamped_fraction",
+    ]  # fmt: skip
+    assert not {f"train/{name}" for name in unmeasured} & set(metrics)
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["train/total_loss"] == pytest.approx(0.0, abs=1e-12)
-    assert metrics["train/grad_norm"] == pytest.approx(1.0)
-    assert metrics["train/answer"] == 8.0
+    assert (metrics["train/grad_norm"], metrics["train/answer"]) == (pytest.approx(1.0), 8.0)
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert set(line) == {"iteration", *metrics}
-    assert line["train/answer"] == 8.0
+    assert (set(line), line["train/answer"]) == ({"iteration", *metrics}, 8.0)
 
 
-def test_an_unreported_user_loss_is_reported_as_the_sum_over_micro_batches() -> None:
+@pytest.mark.parametrize("size", [None, 1])
+def test_an_unreported_user_loss_is_reported_as_the_sum_over_micro_batches(size) -> None:
     """Rows of loss log 1/2 each: 4 log 1/2 for the update, in forwards of 4 rows or of 1."""
-    expected = 4 * math.log(0.5)
-    for size in (None, 1):
-        trainer, _ = by_hand(
-            objective=lambda inputs: ObjectiveOutput(loss=inputs.log_probs.sum(), metrics={}),
-            config={"micro_batch_size": size},
-        )
-        assert trainer.step(["a", "b"])["train/total_loss"] == pytest.approx(expected)
+    trainer, _ = by_hand(objective=that_reports(), config={"micro_batch_size": size})
+    assert trainer.step(["a", "b"])["train/total_loss"] == pytest.approx(4 * math.log(0.5))
 
 
 def test_metrics_of_a_user_objective_are_reported_as_it_returns_them() -> None:
     """It calls the built-in objective, so all that this one measures is measured; there is no critic."""
     loss = ObjectiveConfig(entropy_coef=0.1, entropy_estimator="score_function")
     ours, _ = by_hand(reference_policy=quarters(), config={"objective": loss})
-    theirs, _ = by_hand(
-        reference_policy=quarters(), config={"objective": loss}, objective=lambda inputs: grpo_objective(inputs, loss)
-    )
+    own = lambda inputs: grpo_objective(inputs, loss)  # noqa: E731
+    theirs, _ = by_hand(reference_policy=quarters(), config={"objective": loss}, objective=own)
     expected, found = ours.step(["a", "b"]), theirs.step(["a", "b"])
     names = [name for name in expected if name.startswith("train/") and name != "train/value_loss"]
     assert {name: found[name] for name in names} == {name: pytest.approx(expected[name]) for name in names}
 
 
-def test_an_objective_that_returns_no_objective_output_is_refused(subtests: pytest.Subtests) -> None:
-    for returned in [None, torch.tensor(1.0), (torch.tensor(1.0), {})]:
-        with subtests.test(returned=returned):
-            trainer, policy = by_hand(objective=lambda inputs, returned=returned: returned)
-            with pytest.raises(
-                ContractError, match=r"objective must return ObjectiveOutput\(loss=\.\.\., metrics=\.\.\.\); got"
-            ):
-                trainer.step(["a", "b"])
-            assert policy.logits.tolist() == [[0.0, 0.0]] * 2
+@pytest.mark.parametrize("returned", [None, torch.tensor(1.0), (torch.tensor(1.0), {})])
+def test_an_objective_that_returns_no_objective_output_is_refused(returned):
+    trainer, policy = by_hand(objective=lambda inputs: returned)
+    with pytest.raises(
+        ContractError, match=r"objective must return ObjectiveOutput\(loss=\.\.\., metrics=\.\.\.\); got"
+    ):
+        trainer.step(["a", "b"])
+    assert policy.logits.tolist() == [[0.0, 0.0]] * 2
 
 
-# What it drops
+@pytest.mark.parametrize("name", NAMED)
+def test_each_configured_term_missing_from_a_user_objective_is_named(name):
+    settings, pattern = NAMED[name]
+    (message,) = warnings_of(settings, total, has_critic=(name == "value loss"))
+    assert "objective=... replaces the whole loss, and does not report" in message
+    assert re.search(rf"the terms of {pattern}\. Compute these terms", message), message
+    assert warnings_of(settings, that_reports(REPORTED_AS[name]), has_critic=name == "value loss") == []
 
 
-def test_each_configured_term_missing_from_a_user_objective_is_named(
-    subtests: pytest.Subtests,
-) -> None:
-    for name in NAMED:
-        with subtests.test(name=name):
-            settings, pattern = NAMED[name]
-            has_critic = name == "value loss"
-            (message,) = warnings_of(settings, total, has_critic=has_critic)
-            assert "objective=... replaces the whole loss, and does not report" in message
-            assert re.search(rf"the terms of {pattern}\. Compute these terms", message), message
-
-
-def test_a_dropped_loss_of_the_policy_is_named(recwarn: pytest.WarningsRecorder) -> None:
-    config = ObjectiveConfig()
-    inputs = replace(inputs_for(config, has_critic=False), auxiliary_loss=torch.tensor([[1.0]]))
+def test_all_dropped_terms_are_named_in_one_warning_and_a_loss_of_the_policy_too(recwarn: pytest.WarningsRecorder):
+    settings = {key: value for part, _ in NAMED.values() for key, value in part.items()}
+    (message,) = warnings_of(settings, total, num_calls=3)
+    assert all(message.count(f"{key}=") == 1 for key in settings)
+    inputs = replace(inputs_for(ObjectiveConfig(), has_critic=False), auxiliary_loss=torch.tensor([[1.0]]))
     for own in (that_reports("auxiliary_loss"), total):
         MeteredObjective(GRPOConfig(), own, Meter()).of_sampled(inputs)
     (warning,) = recwarn
     assert "the terms of auxiliary_loss=" in str(warning.message)
 
 
-def test_all_dropped_terms_are_named_in_one_warning() -> None:
-    settings = {key: value for part, _ in NAMED.values() for key, value in part.items()}
-    (message,) = warnings_of(settings, total, num_calls=3)
-    assert all(message.count(f"{key}=") == 1 for key in settings)
-
-
-def test_a_term_whose_metric_is_reported_is_not_named(subtests: pytest.Subtests) -> None:
-    for name in NAMED:
-        with subtests.test(name=name):
-            settings, _ = NAMED[name]
-            assert warnings_of(settings, that_reports(REPORTED_AS[name]), has_critic=name == "value loss") == []
-
-
-def test_no_term_is_named_if_none_is_configured(subtests: pytest.Subtests) -> None:
-    for settings in [
-        {},
-        {"surrogate": "cispo"},  # part of the whole loss that is replaced
-        {"kl_coef": 0.0},
-        {"value_coef": 0.75},
-    ]:
-        with subtests.test(settings=settings):
-            assert warnings_of(settings, total, has_critic=False) == []
-
-
-def test_a_value_loss_that_is_switched_off_is_not_named() -> None:
-    assert warnings_of({"value_coef": 0.0}, total, has_critic=True) == []
-
-
-def test_the_built_in_objective_drops_nothing() -> None:
-    assert warnings_of({"entropy_coef": 0.5, "entropy_estimator": "score_function", "surrogate": "cispo"}, None) == []
+@pytest.mark.parametrize(
+    ("settings", "own", "has_critic"),
+    [
+        ({}, total, False),
+        ({"surrogate": "cispo"}, total, False),  # part of the whole loss that is replaced
+        ({"kl_coef": 0.0}, total, False),
+        ({"value_coef": 0.75}, total, False),
+        ({"value_coef": 0.0}, total, True),
+        (
+            {"entropy_coef": 0.5, "entropy_estimator": "score_function", "surrogate": "cispo"},
+            None,
+            True,
+        ),  # the built-in one
+    ],
+)
+def test_no_term_is_named_if_none_is_configured_or_dropped(settings, own, has_critic):
+    assert warnings_of(settings, own, has_critic=has_critic) == []
 
 
 def test_a_trainer_warns_once_of_dropped_terms_and_does_not_require_their_inputs() -> None:
     """The policy has neither entropy nor behaviour log-probs. Only the built-in objective reads them, so they are not required.
     The KL is on by default."""
-    settings = {"top_entropy_fraction": 0.5, "sampler_correction": "truncate", "surrogate": "clip_cov"}
-    trainer, policy = by_hand(
-        policy=TablePolicy(script=SCRIPT),
-        reference_policy=quarters(),
-        objective=total,
-        config={"objective": ObjectiveConfig(**settings), "batch_size": 2, "num_epochs_per_update": 2},
-    )
+    objective = ObjectiveConfig(top_entropy_fraction=0.5, sampler_correction="truncate", surrogate="clip_cov")
+    config = {"objective": objective, "batch_size": 2, "num_epochs_per_update": 2}
+    trainer, policy = by_hand(reference_policy=quarters(), objective=total, config=config)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -212,21 +176,10 @@ def test_a_trainer_warns_once_of_dropped_terms_and_does_not_require_their_inputs
     assert policy.logits.isfinite().all()
 
 
-# The compiler
-
-
 @pytest.mark.parametrize(("is_on", "num_compiled"), [(True, 1), (False, 0)])
-def test_the_objective_is_compiled_only_on_request(
-    is_on: bool, num_compiled: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled: list[Any] = []
-
-    def remembering(function: Any) -> Any:
-        compiled.append(function)
-        return function
-
-    monkeypatch.setattr(torch, "compile", remembering)
+def test_the_objective_is_compiled_only_on_request(is_on, num_compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = Mock(side_effect=lambda function: function)
+    monkeypatch.setattr(torch, "compile", compiled)
     trainer, policy = by_hand(objective=None, config={"compile_objective": is_on})
     trainer.step(["a", "b"])
-    assert len(compiled) == num_compiled
-    assert policy.logits.tolist() == [[0.125, -0.125]] * 2
+    assert (compiled.call_count, policy.logits.tolist()) == (num_compiled, [[0.125, -0.125]] * 2)

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,16 @@ from grpo import (
     ConfigError,
     ContractError,
     ExperienceBatch,
-    GRPOConfig,
     GRPOTrainer,
-    Learner,
     ObjectiveConfig,
     ObjectiveOutput,
     SampledActions,
     TrainingInterrupted,
 )
 from tests.support.imitated_ranks import ImitatedRank, on_ranks
-from tests.support.policies import EpisodePolicy, RecordingSGD, TablePolicy
+from tests.support.policies import EpisodePolicy, TablePolicy
 from tests.support.stopped_runs import Calls, by_signal
-from tests.support.trainers import state_of, trainer_of, without_time
+from tests.support.trainers import assert_same, state_of, trainer_of, updated, without_time
 
 SCRIPT = [[(0, 1), (1, 0, 1)], [(1,), (0, 1)]]
 """Two moves in each of two states, each with what the environment answered: 1, 2, 0 and 1 observations."""
@@ -52,8 +50,7 @@ class Foreseeing(TablePolicy):
         self.answers = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
 
     def score_actions(self, states: Any, actions: Any) -> ActionScores:
-        moves = [move for move, *_ in actions]
-        log_probs = self.get_log_probabilities(states, moves).unsqueeze(1)
+        log_probs = self.get_log_probabilities(states, [move for move, *_ in actions]).unsqueeze(1)
         width = max(len(answers) for _, *answers in actions) + self.extra
         foreseen = self.answers[[self.places[state] for state in states]].log_softmax(1)
         rows = [[foreseen[row, answer] for answer in answers] for row, (_, *answers) in enumerate(actions)]
@@ -81,30 +78,12 @@ def sampled(*rows: int) -> ExperienceBatch:
     return ExperienceBatch.from_rows(**{name: [values[i] for i in chosen] for name, values in ROWS.items()})
 
 
-def learned(
-    *batches: ExperienceBatch, policy: Any = None, own_loss: Any = None, engine: Any = None, **settings: Any
-) -> tuple[Tensor, dict[str, float], Any]:
+def learned(*batches: ExperienceBatch, policy: Any = None, **settings: Any) -> tuple[Tensor, dict[str, float], Any]:
     """The gradient of one update, its metrics, and the policy."""
     policy = Foreseeing() if policy is None else policy
-    optimizer = RecordingSGD(policy)
-    settings = {"objective": ObjectiveConfig(observation_coef=0.5), "group_size": 2, "max_grad_norm": None, **settings}
-    learner = Learner(
-        config=GRPOConfig(**settings),
-        policy=policy,
-        reward_model=lambda states, actions: [0.0] * len(states),
-        optimizer=optimizer,
-        objective=own_loss,
-        engine=engine,
-    )
-    metrics = learner.update(*(batches or [sampled()]))
-    return optimizer.gradients[0], metrics, policy
-
-
-def assert_close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-# By hand
+    settings = {"objective": ObjectiveConfig(observation_coef=0.5), **settings}
+    (gradient,), metrics = updated(policy, *(batches or [sampled()]), **settings)
+    return gradient, metrics, policy
 
 
 def test_each_row_counts_the_same_and_its_observations_share_its_weight() -> None:
@@ -114,56 +93,45 @@ def test_each_row_counts_the_same_and_its_observations_share_its_weight() -> Non
     advantages are 1/2, -1/2, -1/2, 1/2, for moves 0, 1, 1, 0."""
     gradient, metrics, _ = learned()
     moves = [-1 / 8, 1 / 8, -1 / 8, 1 / 8]
-    answers = [0.5 / 8, -0.5 / 8, 0.5 / 8, -0.5 / 8]
-    assert_close(gradient, torch.tensor([*moves, *answers], dtype=torch.float64))
+    assert_same(gradient, torch.tensor([*moves, *[0.5 / 8, -0.5 / 8, 0.5 / 8, -0.5 / 8]], dtype=torch.float64))
     assert metrics["train/observation_loss"] == pytest.approx(0.5 * math.log(2) * 3 / 4)
-    assert metrics["train/total_loss"] == pytest.approx(
-        metrics["train/policy_loss"] + metrics["train/observation_loss"]
-    )
+    parts = metrics["train/policy_loss"] + metrics["train/observation_loss"]
+    assert metrics["train/total_loss"] == pytest.approx(parts)
     assert metrics["steps/max"] == 1.0, "observations are no steps"
 
 
 def test_a_mean_over_observations_divides_by_their_number() -> None:
     """Four observations weigh 1/4 each, whatever the number of steps."""
-    objective = ObjectiveConfig(observation_coef=2.0, aggregation="step_mean")
-    gradient, metrics, _ = learned(objective=objective)
+    gradient, metrics, _ = learned(objective=ObjectiveConfig(observation_coef=2.0, aggregation="step_mean"))
     assert metrics["train/observation_loss"] == pytest.approx(2.0 * math.log(2))
     a, b = [(1 - 1 + 1) / 2, (-1 + 1 - 1) / 2], [1 / 2, -1 / 2]
-    assert_close(gradient[4:], 2.0 / 4 * torch.tensor([*a, *b], dtype=torch.float64))
+    assert_same(gradient[4:], 2.0 / 4 * torch.tensor([*a, *b], dtype=torch.float64))
 
 
 def test_a_policy_foresees_its_environment_also_where_no_row_has_an_advantage() -> None:
     """The rewards are all equal, so that without observations no row would be forwarded."""
-    rows = replace(sampled(), rewards=torch.zeros(4))
-    gradient, metrics, policy = learned(rows)
+    gradient, metrics, policy = learned(replace(sampled(), rewards=torch.zeros(4)))
     assert metrics["rows/skipped_zero_advantage"] == 0.0
-    assert_close(gradient[:4], torch.zeros(4, dtype=torch.float64))
+    assert_same(gradient[:4], torch.zeros(4, dtype=torch.float64))
     assert float(gradient[4:].abs().sum()) > 0
     assert policy.calls["score with gradient"] == 1
 
 
-# Splits and masks
-
-
-def test_no_split_and_no_padding_changes_the_gradient(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize(
+    ("size", "extra", "order"), [*((size, 0, []) for size in (1, 2, 3)), (None, 3, []), (None, 0, [2, 3, 1, 0])]
+)
+def test_no_split_no_padding_and_no_other_order_changes_the_gradient(size, extra, order) -> None:
     expected, metrics, _ = learned()
-    for size in (1, 2, 3):
-        with subtests.test(size=size):
-            found, same, _ = learned(micro_batch_size=size)
-            assert_close(found, expected)
-            assert same["train/observation_loss"] == pytest.approx(metrics["train/observation_loss"])
-    with subtests.test("further columns of padding"):
-        policy = Foreseeing()
-        policy.extra = 3
-        assert_close(learned(policy=policy)[0], expected)
-    with subtests.test("rows in another order"):
-        assert_close(learned(sampled(2, 3, 1, 0))[0], expected)
+    policy = Foreseeing()
+    policy.extra = extra
+    found, same, _ = learned(sampled(*order), policy=policy, micro_batch_size=size)
+    assert_same(found, expected)
+    assert same["train/observation_loss"] == pytest.approx(metrics["train/observation_loss"])
 
 
 def test_two_ranks_make_the_update_of_one_process() -> None:
     """Rows of 1 and 2 observations on one rank, and of 0 and 1 on the other."""
-    start = Foreseeing()
-    halves = [sampled(0, 1), sampled(2, 3)]
+    start, halves = Foreseeing(), [sampled(0, 1), sampled(2, 3)]
 
     def on_rank(engine: ImitatedRank) -> tuple[Tensor, dict[str, float]]:
         gradient, metrics, _ = learned(halves[engine.rank], policy=copy.deepcopy(start), engine=engine)
@@ -171,7 +139,7 @@ def test_two_ranks_make_the_update_of_one_process() -> None:
 
     expected, metrics, _ = learned()
     for gradient, found in on_ranks(2, on_rank):
-        assert_close(gradient, expected)
+        assert_same(gradient, expected)
         assert found["train/observation_loss"] == pytest.approx(metrics["train/observation_loss"])
 
 
@@ -183,8 +151,8 @@ def test_demonstrations_have_observations_too() -> None:
     assert metrics["train/observation_loss"] == pytest.approx(0.5 * math.log(2) * 4 / 5)
     assert metrics["train/demonstration_loss"] == pytest.approx(math.log(2))
     answers = torch.tensor([1 / 2, -1 / 2, 1.0, -1.0], dtype=torch.float64) * 0.5 / 5
-    assert_close(gradient[4:], answers)
-    assert_close(gradient[:4], torch.tensor([-1 / 8, 1 / 8, -1 / 8 + 1 / 2, 1 / 8 - 1 / 2], dtype=torch.float64))
+    assert_same(gradient[4:], answers)
+    assert_same(gradient[:4], torch.tensor([-1 / 8, 1 / 8, -1 / 8 + 1 / 2, 1 / 8 - 1 / 2], dtype=torch.float64))
     _, metrics, _ = learned(given)
     assert metrics["train/observation_loss"] == pytest.approx(0.5 * math.log(2))
     assert policy.calls["score"] == 3, "two passes of sampled rows, and one of the demonstration"
@@ -194,14 +162,13 @@ def test_without_the_coefficient_observations_are_never_read() -> None:
     class Poisoned(Foreseeing):
         def score_actions(self, states: Any, actions: Any) -> ActionScores:
             scores = super().score_actions(states, actions)
-            assert scores.observed_log_probs is not None
             return replace(scores, observed_log_probs=scores.observed_log_probs * math.nan)
 
     gradient, metrics, policy = learned(policy=Poisoned(), objective=ObjectiveConfig())
-    assert_close(gradient[4:], torch.zeros(4, dtype=torch.float64))
+    assert_same(gradient[4:], torch.zeros(4, dtype=torch.float64))
     assert "train/observation_loss" not in metrics
     assert policy.calls["score"] == 0
-    with pytest.raises(ContractError, match="log-probabilities of sampled steps must be finite"):
+    with pytest.raises(ContractError, match="log-probabilities of steps and observations must be finite"):
         learned(policy=Poisoned())
 
 
@@ -210,12 +177,9 @@ def test_an_objective_of_the_users_own_stands_beside_them() -> None:
         return ObjectiveOutput(loss=0.0 * inputs.log_probs.sum(), metrics={})
 
     gradient, metrics, _ = learned(own_loss=own)
-    assert_close(gradient[4:], learned()[0][4:])
-    assert_close(gradient[:4], torch.zeros(4, dtype=torch.float64))
+    assert_same(gradient[4:], learned()[0][4:])
+    assert_same(gradient[:4], torch.zeros(4, dtype=torch.float64))
     assert metrics["train/total_loss"] == metrics["train/observation_loss"]
-
-
-# Who is asked
 
 
 class Telling(Foreseeing):
@@ -227,28 +191,22 @@ class Telling(Foreseeing):
         return SampledActions(actions=actions, mask=mask, observed_mask=observed_mask)
 
 
-def test_a_sampler_that_tells_the_mask_saves_a_pass(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize(
+    ("kind", "coef", "num_passes"), [(Telling, 0.5, 0), (Telling, 0.0, 0), (Foreseeing, 0.5, 1), (Foreseeing, 0.0, 1)]
+)
+def test_a_sampler_that_tells_the_mask_saves_a_pass(kind, coef, num_passes):
     """`Foreseeing` is scored once to find its steps, with or without observations."""
-    for kind, coef, num_passes in ((Telling, 0.5, 0), (Telling, 0.0, 0), (Foreseeing, 0.5, 1), (Foreseeing, 0.0, 1)):
-        with subtests.test(kind=kind.__name__, coef=coef):
-            policy = kind()
-            trainer = trainer_of(policy, objective=ObjectiveConfig(observation_coef=coef), seed=0)
-            trainer.step(["a", "b"])
-            assert (policy.calls["score"], policy.calls["score with gradient"]) == (num_passes, 1)
+    policy = kind()
+    trainer_of(policy, objective=ObjectiveConfig(observation_coef=coef), seed=0).step(["a", "b"])
+    assert (policy.calls["score"], policy.calls["score with gradient"]) == (num_passes, 1)
 
 
 def test_the_policy_learns_the_answers_of_a_run_that_samples_ahead() -> None:
     """Each move is answered by its number, and the reward wants move 1 in both states: then the answer is 1."""
-    policy = Telling()
     objective = ObjectiveConfig(observation_coef=1.0, sampler_correction="none")
-    trainer = trainer_of(
-        policy,
-        lambda s, a: [float(x[0]) for x in a],
-        objective=objective,
-        iterations_ahead=1,
-        seed=0,
-        learning_rate=0.1,
-    )
+    settings = {"objective": objective, "iterations_ahead": 1, "seed": 0, "learning_rate": 0.1}
+    policy = Telling()
+    trainer = trainer_of(policy, lambda s, a: [float(x[0]) for x in a], **settings)
     trainer.train(["a", "b"], num_iterations=80, progress=False)
     assert policy.logits.softmax(1)[:, 1].min() > 0.9
     assert policy.answers.softmax(1)[:, 1].min() > 0.9
@@ -277,34 +235,50 @@ def test_a_stopped_run_continues_to_the_bit(at: int, tmp_path: Path) -> None:
     assert without_time(rest[-1]) == pytest.approx(without_time(history[-1]), abs=0, nan_ok=True)
 
 
-def test_what_cannot_work_is_refused(subtests: pytest.Subtests) -> None:
-    class Half(Foreseeing):
-        def score_actions(self, states: Any, actions: Any) -> ActionScores:
-            return replace(super().score_actions(states, actions), observed_mask=None)
+class Wrong(Foreseeing):
+    """Its scores are changed by a function."""
 
-    class Forgetting(Foreseeing):
-        def score_actions(self, states: Any, actions: Any) -> ActionScores:
-            scores = super().score_actions(states, actions)
-            nothing = {"observed_log_probs": None, "observed_mask": None}
-            return replace(scores, **nothing) if torch.is_grad_enabled() else scores
+    def __init__(self, change: Callable[[ActionScores], dict[str, Any]]) -> None:
+        super().__init__()
+        self.change = change
 
-    class Changing(Foreseeing):
-        def score_actions(self, states: Any, actions: Any) -> ActionScores:
-            scores = super().score_actions(states, actions)
-            assert scores.observed_mask is not None
-            return replace(scores, observed_mask=scores.observed_mask & (not torch.is_grad_enabled()))
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        scores = super().score_actions(states, actions)
+        return replace(scores, **self.change(scores))
 
-    cases: Sequence[tuple[Any, type[Exception], str]] = (
-        (TablePolicy, ConfigError, "observation_coef=0.5 needs log-probs of observations, and TablePolicy gives none"),
-        (Half, ContractError, "must return observed_log_probs and observed_mask together; got one of them"),
-        (Forgetting, ContractError, r"must return the observed_mask \[4, 2\] of the batch in an update; got none"),
-        (Changing, ContractError, r"of the batch in an update; got another one, \[4, 2\]"),
-    )
-    for kind, error, message in cases:
-        rows = sampled() if kind is not TablePolicy else replace(sampled(), actions=[0, 1, 1, 0])
-        with subtests.test(kind.__name__), pytest.raises(error, match=message):
-            learned(rows, policy=kind())
-    with subtests.test("steps"), pytest.raises(ConfigError, match="EpisodePolicy has split_steps"):
+
+NOTHING = {"observed_log_probs": None, "observed_mask": None}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda scores: {"observed_log_probs": scores.observed_log_probs.detach()},
+            "Wrong: observed_log_probs must carry a gradient, as log_probs do, or it teaches",
+        ),
+        (lambda scores: {"observed_mask": None}, "observed_log_probs and observed_mask together; got one of them"),
+        (
+            lambda scores: NOTHING if torch.is_grad_enabled() else {},
+            r"must score the batch's observations, .*: the policy scored none, .* has \[4, 2\]",
+        ),
+        (
+            lambda scores: {"observed_mask": scores.observed_mask & (not torch.is_grad_enabled())},
+            r"Wrong must score the batch's observations, .*score the same observations every time",
+        ),
+    ],
+)
+def test_wrong_observations_are_refused(change, message):
+    with pytest.raises(ContractError, match=message):
+        learned(policy=Wrong(change))
+
+
+def test_a_coefficient_without_observations_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"observation_coef=0\.5 needs log-probs of observations, and TablePolicy gives"
+    ):
+        learned(replace(sampled(), actions=[0, 1, 1, 0]), policy=TablePolicy())
+    with pytest.raises(ConfigError, match="EpisodePolicy has split_steps"):
         trainer_of(EpisodePolicy(), objective=ObjectiveConfig(observation_coef=0.1))
-    with subtests.test("negative"), pytest.raises(ConfigError, match="observation_coef must be >= 0"):
+    with pytest.raises(ConfigError, match="observation_coef must be >= 0"):
         ObjectiveConfig(observation_coef=-0.1)

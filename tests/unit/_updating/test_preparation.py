@@ -1,9 +1,9 @@
 """What surrounds the policy: seeds, devices, precision, folders of ranks, synced samplers, and references that move."""
 
-import copy
 import math
 import random
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -21,36 +21,23 @@ from tests.support.trainers import SCRIPT, by_hand, quarters
 pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
-# Seeds, devices, precision, folders
-
-
 class Rank(SeveralProcesses):
-    """One of two ranks. The first rank has drawn or been given the seed 5."""
+    """One of two ranks. The first rank has drawn or been given a seed."""
 
     num_ranks = 2
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, first_seed: int) -> None:
+        self.rank, self.first_seed = rank, first_seed
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return [5, value] if isinstance(value, int) else [value, value]
-
-
-class Movable:
-    """Remembers where it was moved."""
-
-    device: Any = None
-
-    def to(self, device: Any) -> None:
-        self.device = device
+        return [self.first_seed, value] if isinstance(value, int) else [value, value]
 
 
 def drawn_after(config: GRPOConfig, engine: Any) -> tuple[int, list[float]]:
     """The seed of rows and states, and the numbers that the global generators then draw."""
     torch.manual_seed(0)
     random.seed(0)
-    seed = prepare(config, engine, TablePolicy(), None, None)
-    return seed, [float(torch.rand(())), random.random()]
+    return prepare(config, engine, TablePolicy(), None, None), [float(torch.rand(())), random.random()]
 
 
 def after_seeding(seed: int) -> list[float]:
@@ -59,11 +46,8 @@ def after_seeding(seed: int) -> list[float]:
     return [float(torch.rand(())), random.random()]
 
 
-def test_a_seed_seeds_the_global_generators_and_the_data() -> None:
+def test_a_seed_seeds_the_generators_and_without_one_they_are_left_alone():
     assert drawn_after(GRPOConfig(seed=3), OneProcess()) == (3, after_seeding(3))
-
-
-def test_without_a_seed_one_process_draws_one_and_leaves_the_generators_alone() -> None:
     seed, numbers = drawn_after(GRPOConfig(), OneProcess())
     torch.manual_seed(0)
     assert seed == int(torch.randint(2**31, ()))
@@ -71,30 +55,20 @@ def test_without_a_seed_one_process_draws_one_and_leaves_the_generators_alone() 
     assert numbers == [float(torch.rand(())), random.random()]
 
 
-def test_ranks_share_the_seed_of_the_data_and_draw_other_numbers(subtests: pytest.Subtests) -> None:
-    for config in (GRPOConfig(), GRPOConfig(seed=5)):
-        for rank in (0, 1):
-            with subtests.test(seed=config.seed, rank=rank):
-                assert drawn_after(config, Rank(rank)) == (5, after_seeding(5 + rank))
-
-
-def test_seeds_wrap_around_after_the_largest_one() -> None:
-    class Last(Rank):
-        def gather_objects(self, value: Any) -> list[Any]:
-            return [2**64 - 1, value] if isinstance(value, int) else [value, value]
-
-    assert drawn_after(GRPOConfig(), Last(1)) == (2**64 - 1, after_seeding(0))
+@pytest.mark.parametrize(
+    ("seed", "rank", "first_seed", "own_seed"),
+    [(None, 0, 5, 5), (None, 1, 5, 6), (5, 0, 5, 5), (5, 1, 5, 6), (None, 1, 2**64 - 1, 0)],
+)
+def test_ranks_share_the_seed_of_the_data_and_draw_other_numbers(seed, rank, first_seed, own_seed) -> None:
+    """After the largest seed comes 0."""
+    assert drawn_after(GRPOConfig(seed=seed), Rank(rank, first_seed)) == (first_seed, after_seeding(own_seed))
 
 
 def test_models_are_moved_to_the_configured_device() -> None:
-    moved, left = Movable(), Movable()
-    prepare(GRPOConfig(device="cpu"), OneProcess(), TablePolicy(), moved, None)
-    prepare(GRPOConfig(), OneProcess(), TablePolicy(), left, None)
-    assert moved.device == "cpu"
-    assert left.device is None
-
-
-# A sampler with weights of its own
+    for config, moves in ((GRPOConfig(device="cpu"), [call("cpu")]), (GRPOConfig(), [])):
+        model = Mock(spec=["to"])
+        prepare(config, OneProcess(), TablePolicy(), model, None)
+        assert model.to.mock_calls == moves
 
 
 class Synced(TablePolicy):
@@ -113,9 +87,6 @@ def test_whoever_samples_in_another_thread_has_finished_before_each_sync() -> No
     assert finished == [0, 1]
 
 
-# References
-
-
 class WithReference(TablePolicy):
     """`ScoresReference`: probabilities 1/4 and 3/4."""
 
@@ -126,36 +97,24 @@ class WithReference(TablePolicy):
         return torch.tensor([0.25, 0.75], dtype=torch.float64).log()[torch.as_tensor(actions)]
 
 
-def test_the_kl_coefficient_and_the_reference_decide_the_kl_penalty(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize(
+    ("kl_coef", "passes_reference", "in_force"),
+    [(None, True, 0.04), (None, False, 0.0), (0.0, True, 0.0), (0.0, False, 0.0), (0.5, True, 0.5), (0.5, False, 0.5)],
+)
+def test_the_kl_coefficient_and_the_reference_decide_the_kl_penalty(kl_coef, passes_reference, in_force):
     """A capability alone switches nothing on; an explicit 0 scores no reference; `reference_policy` comes first."""
-    for kl_coef, passes_reference, in_force in [
-        (None, True, 0.04),
-        (None, False, 0.0),
-        (0.0, True, 0.0),
-        (0.0, False, 0.0),
-        (0.5, True, 0.5),
-        (0.5, False, 0.5),
-    ]:
-        with subtests.test(kl_coef=kl_coef, passes_reference=passes_reference, in_force=in_force):
-            reference = quarters() if passes_reference else None
-            policy = WithReference(script=SCRIPT)
-            trainer, _ = by_hand(
-                policy=policy, reference_policy=reference, config={"objective": ObjectiveConfig(kl_coef=kl_coef)}
-            )
-            metrics = trainer.step(["a", "b"])
-            assert metrics["train/kl_coef"] == in_force
-            scored_by_policy = policy.calls["reference"]
-            scored_by_reference = (
-                0 if reference is None else reference.calls["score"] + reference.calls["score with gradient"]
-            )
-            wanted = in_force > 0
-            assert (scored_by_reference, scored_by_policy) == (
-                int(wanted and passes_reference),
-                int(wanted and not passes_reference),
-            )
-            mean = (0.5 + math.log(2.0) - 1.0 + 1.5 + math.log(2.0 / 3.0) - 1.0) / 2
-            assert metrics["train/kl_penalty"] == pytest.approx(in_force * mean)
-            assert metrics["train/kl_mean"] == pytest.approx(mean if wanted else 0.0)
+    reference = quarters() if passes_reference else None
+    policy = WithReference(script=SCRIPT)
+    config = {"objective": ObjectiveConfig(kl_coef=kl_coef)}
+    metrics = by_hand(policy=policy, reference_policy=reference, config=config)[0].step(["a", "b"])
+    assert metrics["train/kl_coef"] == in_force
+    wanted = in_force > 0
+    assert policy.calls["reference"] == (wanted and not passes_reference)
+    if passes_reference:
+        assert reference.calls["score"] + reference.calls["score with gradient"] == wanted
+    mean = (0.5 + math.log(2.0) - 1.0 + 1.5 + math.log(2.0 / 3.0) - 1.0) / 2
+    assert metrics["train/kl_penalty"] == pytest.approx(in_force * mean)
+    assert metrics["train/kl_mean"] == pytest.approx(mean if wanted else 0.0)
 
 
 def test_a_reference_is_frozen_in_evaluation_and_stays_as_it_was() -> None:
@@ -169,20 +128,11 @@ def test_a_reference_is_frozen_in_evaluation_and_stays_as_it_was() -> None:
     assert not reference.training
 
 
-# A reference that moves
-
-
 def run(num_steps: int, **settings: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The policy's and the reference's logits after each step."""
-    policy = TablePolicy(script=[[0, 1], [1, 0]])
-    reference = copy.deepcopy(policy)
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=2, objective=ObjectiveConfig(kl_coef=0.1), **settings),
-        policy=policy,
-        reward_model=lambda states, actions: [1.0, 0.0, 0.0, 1.0],
-        reference_policy=reference,
-        optimizer=torch.optim.SGD(policy.parameters(), lr=1.0),
-    )
+    reference = TablePolicy(script=SCRIPT)
+    config = {"objective": ObjectiveConfig(kl_coef=0.1), **settings}
+    trainer, policy = by_hand(reference_policy=reference, config=config)
     ours, theirs = [], []
     for _ in range(num_steps):
         trainer.step(["a", "b"])
@@ -193,47 +143,37 @@ def run(num_steps: int, **settings: Any) -> tuple[list[torch.Tensor], list[torch
 
 def test_the_reference_is_copied_every_reference_sync_every_iterations() -> None:
     policy, reference = run(5, reference_sync_every=2)
-    zero = torch.zeros_like(policy[0])
-    expected = [zero, policy[1], policy[1], policy[3], policy[3]]
+    expected = [torch.zeros_like(policy[0]), policy[1], policy[1], policy[3], policy[3]]
     assert all(torch.equal(found, wanted) for found, wanted in zip(reference, expected, strict=True))
 
 
 def test_a_reference_move_equals_hand_worked_weights() -> None:
     policy, reference = TablePolicy(logits=[[1.0, 0.0]] * 2), TablePolicy(logits=[[0.0, 4.0]] * 2)
-    config = GRPOConfig(reference_sync_every=2, reference_mix=0.25)
-    moving = MovingReference(config, policy, reference, OneProcess())
+    moving = MovingReference(GRPOConfig(reference_sync_every=2, reference_mix=0.25), policy, reference, OneProcess())
     assert [moving.move(iteration) for iteration in (1, 2, 3)] == [False, True, False]
-    assert reference.logits.tolist() == [[0.25, 3.0]] * 2
-    assert policy.logits.tolist() == [[1.0, 0.0]] * 2
+    assert (reference.logits.tolist(), policy.logits.tolist()) == ([[0.25, 3.0]] * 2, [[1.0, 0.0]] * 2)
 
 
-def moving_in(dtype: torch.dtype, mix: float) -> tuple[MovingReference, TablePolicy, TablePolicy]:
-    """A policy of ones and a reference of zeros."""
-    policy = TablePolicy(logits=[[1.0, 1.0]] * 2, dtype=dtype)
-    reference = TablePolicy(logits=[[0.0, 0.0]] * 2, dtype=dtype)
-    return (
-        MovingReference(GRPOConfig(reference_sync_every=1, reference_mix=mix), policy, reference, OneProcess()),
-        policy,
-        reference,
-    )
+def moving_in(dtype: torch.dtype, mix: float) -> tuple[MovingReference, TablePolicy]:
+    """A reference of zeros, which follows a policy of ones."""
+    policy, reference = (TablePolicy(logits=[[value] * 2] * 2, dtype=dtype) for value in (1.0, 0.0))
+    config = GRPOConfig(reference_sync_every=1, reference_mix=mix)
+    return MovingReference(config, policy, reference, OneProcess()), reference
 
 
-def test_a_reference_in_half_precision_moves_in_small_steps(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_reference_in_half_precision_moves_in_small_steps(dtype):
     """(1 - .001)^2000 = .1352 of the way is left. Steps of .001 of 1 are lost near 1 in bfloat16, which has 8 bits."""
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        with subtests.test(dtype=dtype):
-            moving, _, reference = moving_in(dtype, 0.001)
-            for iteration in range(2_000):
-                moving.move(iteration + 1)
-            expected = torch.full((2, 2), 1 - 0.999**2_000, dtype=dtype)
-            torch.testing.assert_close(
-                reference.logits.detach(), expected, rtol=1e-3 if dtype != torch.bfloat16 else 8e-3, atol=0
-            )
-            assert bool(moving.state_dict()) == (dtype in (torch.float16, torch.bfloat16))
+    moving, reference = moving_in(dtype, 0.001)
+    for iteration in range(2_000):
+        moving.move(iteration + 1)
+    expected, rtol = torch.full((2, 2), 1 - 0.999**2_000, dtype=dtype), 8e-3 if dtype == torch.bfloat16 else 1e-3
+    torch.testing.assert_close(reference.logits.detach(), expected, rtol=rtol, atol=0)
+    assert bool(moving.state_dict()) == (dtype in (torch.float16, torch.bfloat16))
 
 
 def test_a_reference_that_other_code_has_changed_moves_from_there() -> None:
-    moving, _, reference = moving_in(torch.bfloat16, 0.5)
+    moving, reference = moving_in(torch.bfloat16, 0.5)
     moving.move(1)
     with torch.no_grad():
         reference.logits.fill_(-1.0)
@@ -245,13 +185,10 @@ def test_a_checkpoint_holds_the_exact_average(tmp_path: Any) -> None:
     """Two halves of a run give the reference of the unbroken run, although its steps are smaller than bfloat16 shows."""
 
     def made() -> GRPOTrainer:
-        policy = TablePolicy(logits=[[1.0, 0.0]] * 2, dtype=torch.bfloat16)
-        return GRPOTrainer(
-            config=GRPOConfig(reference_sync_every=1, reference_mix=0.001, seed=0, learning_rate=0.1),
-            policy=policy,
-            reward_model=lambda states, actions: [float(action) for action in actions],
-            reference_policy=TablePolicy(logits=[[0.0, 0.0]] * 2, dtype=torch.bfloat16),
-        )
+        policy, reference = (TablePolicy(logits=[[value, 0.0]] * 2, dtype=torch.bfloat16) for value in (1.0, 0.0))
+        config = GRPOConfig(reference_sync_every=1, reference_mix=0.001, seed=0, learning_rate=0.1)
+        reward = lambda states, actions: [float(action) for action in actions]  # noqa: E731
+        return GRPOTrainer(config=config, policy=policy, reward_model=reward, reference_policy=reference)
 
     whole = made()
     whole.train(["a", "b"], num_iterations=20, progress=False)

@@ -3,10 +3,12 @@
 import copy
 import math
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from grpo import ActionScores, ExperienceBatch, GRPOConfig, GRPOTrainer
 from tests.support.imitated_ranks import ImitatedRank, on_ranks
-from tests.support.out_of_memory import SmallMemory, scored_rows
+from tests.support.out_of_memory import SmallMemory, sampled_rows, scored_rows
 from tests.support.policies import GroupScoring, Planning, RecordingSGD, RowScoring, weights_of
 from tests.support.trainers import without_time
 
@@ -76,12 +78,9 @@ def in_forward(policy: Any, memory: SmallMemory) -> None:
     def rows_with_gradient(states: Any, actions: Any) -> int:
         return scored_rows(states, actions) if torch.is_grad_enabled() else 0
 
-    class Updates(SmallMemory):
-        def use(self, num_rows: int) -> None:
-            if num_rows:
-                memory.use(num_rows)
-
-    Updates().used_by(policy, "score_actions", rows_with_gradient)
+    updates = SmallMemory()
+    updates.use = lambda num_rows: memory.use(num_rows) if num_rows else None  # type: ignore[method-assign]
+    updates.used_by(policy, "score_actions", rows_with_gradient)
 
 
 def in_backward(policy: Any, memory: SmallMemory) -> None:
@@ -90,64 +89,64 @@ def in_backward(policy: Any, memory: SmallMemory) -> None:
 
 def after_backward(policy: Any, memory: SmallMemory) -> None:
     """When gradients of this forward pass have reached some parameters but not the last."""
-
-    def hook(_: Tensor) -> None:
-        memory.use(policy.rows_scored[-1])
-
-    policy.start.weight.register_hook(hook)
+    policy.start.weight.register_hook(lambda _: memory.use(policy.rows_scored[-1]))
 
 
 def assert_equal_runs(found: GRPOTrainer, expected: GRPOTrainer, tolerance: float = 0.0) -> None:
-    for one, other in zip(
-        found.optimizer_step.optimizer.gradients, expected.optimizer_step.optimizer.gradients, strict=True
-    ):  # type: ignore[union-attr]
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(weights_of(found.policy), weights_of(expected.policy), rtol=tolerance, atol=tolerance)
+    runs = [[*run.optimizer_step.optimizer.gradients, weights_of(run.policy)] for run in (found, expected)]
+    torch.testing.assert_close(*runs, rtol=tolerance, atol=tolerance)
 
 
-# One process
+def in_groups(policy: Any, memory: SmallMemory) -> None:
+    work = policy.score_groups
+
+    def wrapped(states: Any, actions: Any) -> ActionScores:
+        scores: ActionScores = work(states, actions)
+        if torch.is_grad_enabled():
+            memory.use(sum(map(len, actions)))
+        return scores
+
+    policy.score_groups = wrapped
 
 
 @pytest.mark.filterwarnings("ignore:Dropping. before any update:grpo.GRPOWarning")
 @pytest.mark.slow
-def test_a_replay_equals_smaller_micro_batches_to_the_last_bit(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("where", [in_forward, in_backward, after_backward])
+@pytest.mark.parametrize("failing", range(1, 5))
+def test_a_replay_equals_smaller_micro_batches_to_the_last_bit(where, failing):
     """Whichever of the four forward and backward passes of an iteration fails, with random numbers drawn in each."""
-    for where in (in_forward, in_backward, after_backward):
-        for failing in range(1, 5):
-            with subtests.test(where=where.__name__, failing=failing):
-                expected = made(Dropping, after=(failing - 1) // 2)
-                expected_metrics = expected.step(STATES)
-                expected_draw = torch.rand(3)
-                found, memory = made(Dropping), SmallMemory(fails_at=[failing])
-                where(found.policy, memory)
-                metrics = found.step(STATES)
-                assert memory.sizes == [4] * failing + [2] * (4 if failing > 2 else 8)
-                assert torch.equal(torch.rand(3), expected_draw)
-                assert_equal_runs(found, expected)
-                assert metrics.pop("train/out_of_memory") == 1.0
-                assert expected_metrics.pop("train/out_of_memory") == 0.0
-                assert without_time(metrics) == without_time(expected_metrics)
+    expected = made(Dropping, after=(failing - 1) // 2)
+    expected_metrics, expected_draw = expected.step(STATES), torch.rand(3)
+    found, memory = made(Dropping), SmallMemory(fails_at=[failing])
+    where(found.policy, memory)
+    metrics = found.step(STATES)
+    assert memory.sizes == [4] * failing + [2] * (4 if failing > 2 else 8)
+    assert torch.equal(torch.rand(3), expected_draw)
+    assert_equal_runs(found, expected)
+    assert (metrics.pop("train/out_of_memory"), expected_metrics.pop("train/out_of_memory")) == (1.0, 0.0)
+    assert without_time(metrics) == without_time(expected_metrics)
 
 
 @pytest.mark.slow
-def test_a_replay_has_the_gradient_of_the_run_without_an_error(subtests: pytest.Subtests) -> None:
-    cases: list[tuple[Any, dict[str, Any]]] = [
+@pytest.mark.parametrize("fits", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
         (RowScoring, {}),
         (RowScoring, {"micro_batch_size": None}),
         (RowScoring, {"batch_size": 3, "micro_batch_size": None}),
         (GroupScoring, {"micro_batch_size": None}),
         (Planned, {}),
-    ]
-    for kind, settings in cases:
-        for fits in (1, 2):
-            with subtests.test(kind=kind.__name__, settings=settings, fits=fits):
-                expected = made(kind, **settings)
-                expected.step(STATES)
-                found, memory = made(kind, **settings), SmallMemory(fits=fits)
-                (in_groups if kind is GroupScoring else in_forward)(found.policy, memory)
-                assert found.step(STATES)["train/out_of_memory"] >= 1.0
-                assert max(memory.sizes) > fits >= max(memory.sizes[-3:])
-                assert_equal_runs(found, expected, 1e-12)
+    ],
+)
+def test_a_replay_has_the_gradient_of_the_run_without_an_error(kind, settings, fits):
+    expected = made(kind, **settings)
+    expected.step(STATES)
+    found, memory = made(kind, **settings), SmallMemory(fits=fits)
+    (in_groups if kind is GroupScoring else in_forward)(found.policy, memory)
+    assert found.step(STATES)["train/out_of_memory"] >= 1.0
+    assert max(memory.sizes) > fits >= max(memory.sizes[-3:])
+    assert_equal_runs(found, expected, 1e-12)
 
 
 def test_rows_without_an_advantage_stay_out_of_the_replay() -> None:
@@ -165,18 +164,6 @@ def test_rows_without_an_advantage_stay_out_of_the_replay() -> None:
     assert_equal_runs(found, expected, 1e-12)
 
 
-def in_groups(policy: Any, memory: SmallMemory) -> None:
-    work = policy.score_groups
-
-    def wrapped(states: Any, actions: Any) -> ActionScores:
-        scores: ActionScores = work(states, actions)
-        if torch.is_grad_enabled():
-            memory.use(sum(map(len, actions)))
-        return scores
-
-    policy.score_groups = wrapped
-
-
 def test_each_part_of_a_policys_plan_is_halved() -> None:
     found, memory = made(Planned, num_epochs_per_update=1), SmallMemory(fits=4)
     in_forward(found.policy, memory)
@@ -188,8 +175,7 @@ def test_halvings_stay_for_the_rest_of_the_run_and_are_counted_once() -> None:
     found, memory = made(num_epochs_per_update=1, micro_batch_size=None), SmallMemory(fits=2)
     in_forward(found.policy, memory)
     counts = [found.step(STATES)["train/out_of_memory"] for _ in range(3)]
-    assert counts == [2.0, 0.0, 0.0]
-    assert memory.sizes == [8, 4] + [2] * 12
+    assert (counts, memory.sizes) == ([2.0, 0.0, 0.0], [8, 4] + [2] * 12)
 
 
 def test_a_single_row_that_does_not_fit_ends_the_update_with_the_weights_as_they_were() -> None:
@@ -203,11 +189,7 @@ def test_a_single_row_that_does_not_fit_ends_the_update_with_the_weights_as_they
     assert torch.equal(weights_of(found.policy), before)
 
 
-class Saved:
-    """A tensor that a forward pass keeps for its backward pass."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+class Saved(SimpleNamespace): ...  # which can be referenced weakly
 
 
 class Watched(RowScoring):
@@ -224,7 +206,7 @@ class Watched(RowScoring):
         self.num_alive.append(sum(one() is not None for one in self.saved))
 
         def pack(tensor: Tensor) -> Saved:
-            saved = Saved(tensor.detach())  # a tensor with its graph would hold itself
+            saved = Saved(tensor=tensor.detach())  # a tensor with its graph would hold itself
             self.saved.append(weakref.ref(saved))
             return saved
 
@@ -232,15 +214,14 @@ class Watched(RowScoring):
             return super().score_actions(states, actions)
 
 
-def test_a_failed_attempt_holds_no_tensors_when_the_next_begins(subtests: pytest.Subtests) -> None:
-    for where in (in_forward, in_backward):
-        with subtests.test(where=where.__name__):
-            found, memory = made(Watched, micro_batch_size=None, num_epochs_per_update=1), SmallMemory(fits=4)
-            where(found.policy, memory)
-            found.step(STATES)
-            assert memory.sizes == [8, 4, 4]
-            assert len(found.policy.saved) > 0
-            assert found.policy.num_alive == [0, 0, 0]
+@pytest.mark.parametrize("where", [in_forward, in_backward])
+def test_a_failed_attempt_holds_no_tensors_when_the_next_begins(where):
+    found, memory = made(Watched, micro_batch_size=None, num_epochs_per_update=1), SmallMemory(fits=4)
+    where(found.policy, memory)
+    found.step(STATES)
+    assert memory.sizes == [8, 4, 4]
+    assert len(found.policy.saved) > 0
+    assert found.policy.num_alive == [0, 0, 0]
 
 
 def test_log_probs_of_a_failed_attempt_are_not_checked() -> None:
@@ -264,23 +245,16 @@ def test_log_probs_of_a_failed_attempt_are_not_checked() -> None:
 
 
 def test_an_optimizer_that_runs_out_of_memory_is_not_repeated() -> None:
-    found = made()
-    calls: list[int] = []
-
-    def step(closure: Any = None) -> None:
-        calls.append(1)
-        raise torch.OutOfMemoryError("in the optimizer")
-
-    found.optimizer_step.optimizer.step = step  # type: ignore[union-attr]
+    found, step = made(), Mock(side_effect=torch.OutOfMemoryError("in the optimizer"))
+    found.optimizer_step.optimizer.step = step
     with pytest.raises(torch.OutOfMemoryError, match="in the optimizer"):
         found.step(STATES)
-    assert calls == [1]
-    assert found.collector.updating.num_halvings == 0
+    assert (step.call_count, found.collector.updating.num_halvings) == (1, 0)
 
 
 def test_repetitions_of_sampling_scoring_and_updates_add_up_in_one_metric() -> None:
     found = made()
-    SmallMemory(fails_at=[1, 2]).used_by(found.policy, "generate_actions", lambda states, number: len(states) * number)
+    SmallMemory(fails_at=[1, 2]).used_by(found.policy, "generate_actions", sampled_rows)
     SmallMemory(fails_at=[1, 6]).used_by(found.policy, "score_actions", scored_rows)  # a scoring, and an update
     assert found.step(STATES)["train/out_of_memory"] == 4.0
     assert found.step(STATES)["train/out_of_memory"] == 0.0
@@ -288,7 +262,7 @@ def test_repetitions_of_sampling_scoring_and_updates_add_up_in_one_metric() -> N
 
 def test_evaluations_are_repeated_with_fewer_rows() -> None:
     found, memory = made(), SmallMemory(fits=4)
-    memory.used_by(found.policy, "generate_actions", lambda states, number: len(states) * number)
+    memory.used_by(found.policy, "generate_actions", sampled_rows)
     found.evaluate(STATES)
     assert memory.sizes == [8, 4, 4]
     assert found.step(STATES)["train/out_of_memory"] == 1.0
@@ -309,68 +283,52 @@ def test_a_resumed_run_halves_again_only_if_its_memory_runs_out(tmp_path: Path) 
         torch.testing.assert_close(weights_of(second.policy), weights_of(first.policy), rtol=1e-5, atol=1e-7)
 
 
-# Two ranks, as threads
-
 ROLLOUTS = [
     {"states": [0, 0, 1, 1], "actions": [(1, 2), (0, 1), (2, 0), (1, 1)], "rewards": [0.0, 1.0, 0.0, 2.0]},
     {"states": [2, 2, 3, 3], "actions": [(2, 2), (1, 0), (0, 0), (2, 1)], "rewards": [1.0, 0.0, 3.0, 0.0]},
 ]
 
 
-def on_both_ranks(
-    fails: dict[int, Collection[int]],
-) -> tuple[list[GRPOTrainer], list[SmallMemory], list[dict[str, float]]]:
-    """One update of four rows on each of two ranks. `fails` says at which forward passes a rank runs out of memory."""
-    memories = [SmallMemory(fails_at=fails.get(rank, ())) for rank in range(2)]
-
-    def one_update(trainer: GRPOTrainer, rank: int) -> dict[str, float]:
-        in_forward(trainer.policy, memories[rank])
-        batch = ExperienceBatch.from_rows(
-            **ROLLOUTS[rank], group_ids=[0, 0, 1, 1], mask=torch.ones(4, 2, dtype=torch.bool)
-        )
-        return trainer.update(batch)
-
-    trainers, metrics = in_two_threads(one_update)
-    return trainers, memories, metrics
-
-
 def in_two_threads(work: Callable[[GRPOTrainer, int], Any]) -> tuple[list[GRPOTrainer], list[Any]]:
     """Call `work` on two ranks that start from the same weights. Return their trainers and what `work` returned."""
     torch.manual_seed(0)
-    policy = RowScoring(dtype=torch.float64)
-    twins = [copy.deepcopy(policy) for _ in range(2)]
+    start = RowScoring(dtype=torch.float64)
 
     def run(engine: ImitatedRank) -> tuple[GRPOTrainer, Any]:
-        policy = twins[engine.rank]
-        trainer = GRPOTrainer(
-            config=GRPOConfig(group_size=2, micro_batch_size=4, seed=1),
-            policy=policy,
-            reward_model=reward,
-            optimizer=RecordingSGD(policy),
-            engine=engine,
-        )
+        policy, config = copy.deepcopy(start), GRPOConfig(group_size=2, micro_batch_size=4, seed=1)
+        others = {"reward_model": reward, "optimizer": RecordingSGD(policy), "engine": engine}
+        trainer = GRPOTrainer(config=config, policy=policy, **others)
         return trainer, work(trainer, engine.rank)
 
     trainers, results = zip(*on_ranks(2, run), strict=True)
     return list(trainers), list(results)
 
 
-def test_all_ranks_replay_together_with_the_gradient_of_the_run_without_an_error(subtests: pytest.Subtests) -> None:
-    expected, _, _ = on_both_ranks({})
-    cases: list[tuple[dict[int, Collection[int]], list[list[int]], float]] = [
-        ({}, [[4], [4]], 0.0),
-        ({0: [1]}, [[4, 2, 2], [4, 2, 2]], 1.0),
-        ({1: [1]}, [[4, 2, 2], [4, 2, 2]], 1.0),
-        ({0: [1], 1: [1]}, [[4, 2, 2], [4, 2, 2]], 2.0),
-        ({0: [1], 1: [3]}, [[4, 2, 2, 1, 1, 1, 1], [4, 2, 2, 1, 1, 1, 1]], 2.0),
-    ]
-    for fails, sizes, count in cases:
-        with subtests.test(fails=fails):
-            trainers, memories, metrics = on_both_ranks(fails)
-            assert [memory.sizes for memory in memories] == sizes
-            assert [values["train/out_of_memory"] for values in metrics] == [count, count]
-            for trainer in trainers:
-                assert_equal_runs(trainer, expected[0], 1e-12)
+@pytest.mark.parametrize(
+    ("fails", "sizes", "count"),
+    [
+        # at which forward passes a rank runs out of memory
+        ({}, [4], 0.0),
+        ({0: [1]}, [4, 2, 2], 1.0),
+        ({1: [1]}, [4, 2, 2], 1.0),
+        ({0: [1], 1: [1]}, [4, 2, 2], 2.0),
+        ({0: [1], 1: [3]}, [4, 2, 2, 1, 1, 1, 1], 2.0),
+    ],
+)
+def test_all_ranks_replay_together_with_the_gradient_of_the_run_without_an_error(fails, sizes, count):
+    def one_update(trainer: GRPOTrainer, rank: int) -> float:
+        in_forward(trainer.policy, memories[rank])
+        mask = torch.ones(4, 2, dtype=torch.bool)
+        batch = ExperienceBatch.from_rows(**ROLLOUTS[rank], group_ids=[0, 0, 1, 1], mask=mask)
+        return trainer.update(batch)["train/out_of_memory"]
+
+    memories = [SmallMemory(), SmallMemory()]
+    (expected, _), _ = in_two_threads(one_update)
+    memories = [SmallMemory(fails_at=fails.get(rank, ())) for rank in range(2)]
+    trainers, counts = in_two_threads(one_update)
+    assert ([memory.sizes for memory in memories], counts) == ([sizes] * 2, [count] * 2)
+    for trainer in trainers:
+        assert_equal_runs(trainer, expected, 1e-12)
 
 
 def test_each_rank_keeps_the_sizes_that_fit_it_and_updates_have_one_size() -> None:
@@ -379,7 +337,7 @@ def test_each_rank_keeps_the_sizes_that_fit_it_and_updates_have_one_size() -> No
 
     def two_steps(trainer: GRPOTrainer, rank: int) -> list[float]:
         policy = trainer.policy
-        sampling[rank].used_by(policy, "generate_actions", lambda states, number: len(states) * number)
+        sampling[rank].used_by(policy, "generate_actions", sampled_rows)
         scoring[rank].used_by(policy, "score_actions", scored_rows)
         counts = [trainer.step(STATES)["train/out_of_memory"]]
         sampling[rank].sizes.clear()

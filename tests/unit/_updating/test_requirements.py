@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -31,8 +32,6 @@ from grpo.engine import OneProcess
 from grpo.surrogates import Clip, Dppo, Gmpo, Vespo
 from tests.support.policies import EpisodePolicy, TablePolicy
 
-# Arguments that contradict one another
-
 
 def check(config: GRPOConfig, policy: Any = None, **arguments: Any) -> None:
     given = {"lr_scheduler": None, "objective": None, "advantages": None, **arguments}
@@ -43,63 +42,57 @@ def of_objective(**settings: Any) -> GRPOConfig:
     return GRPOConfig(objective=ObjectiveConfig(**settings))
 
 
-OF_ROWS: list[dict[str, Any]] = [
-    {"surrogate": Clip(level="row")},
-    {"surrogate": Clip(level="row_sum")},
-    {"surrogate": Clip(level="row_step")},
-    {"surrogate": Gmpo()},
-    {"surrogate": Vespo()},
-    {"sampler_correction": Truncate(level="row")},
-    {"sampler_correction": Mask(level="row")},
-    {"off_policy_threshold": 0.1},
-]
-"""Settings of a loss that looks at whole rows."""
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"surrogate": Clip(level=level)} for level in ("row", "row_sum", "row_step")),
+        {"surrogate": Gmpo()},
+        {"surrogate": Vespo()},
+        {"sampler_correction": Truncate(level="row")},
+        {"sampler_correction": Mask(level="row")},
+        {"off_policy_threshold": 0.1},
+    ],
+)
+def test_a_loss_that_needs_whole_rows_is_refused_if_the_policy_splits_steps(settings):
+    with pytest.raises(ConfigError, match=r"A policy with split_steps\(\) is updated step by step"):
+        check(of_objective(**settings), EpisodePolicy())
+    check(of_objective(**settings))  # a policy that keeps its rows whole
+    check(of_objective(**settings), EpisodePolicy(), objective=lambda inputs: inputs)  # a loss of the user's
 
 
-def test_a_loss_that_needs_whole_rows_is_refused_if_the_policy_splits_steps(subtests: pytest.Subtests) -> None:
-    for settings in OF_ROWS:
-        with subtests.test(settings=settings):
-            with pytest.raises(ConfigError, match=r"A policy with split_steps\(\) is updated step by step"):
-                check(of_objective(**settings), EpisodePolicy())
-            check(of_objective(**settings))  # a policy that keeps its rows whole
-            check(of_objective(**settings), EpisodePolicy(), objective=lambda inputs: inputs)  # a loss of the user's
-    for settings in [{}, {"surrogate": Clip(level="none")}, {"sampler_correction": Truncate(level="step")}]:
-        with subtests.test(settings=settings):
-            check(of_objective(**settings), EpisodePolicy())  # a loss of steps
+@pytest.mark.parametrize(
+    "settings", [{}, {"surrogate": Clip(level="none")}, {"sampler_correction": Truncate(level="step")}]
+)
+def test_a_loss_of_steps_is_accepted_if_the_policy_splits_steps(settings):
+    check(of_objective(**settings), EpisodePolicy())
 
 
-def test_two_settings_that_both_set_the_learning_rate_are_refused(subtests: pytest.Subtests) -> None:
-    for settings in ({"lr_schedule": "linear"}, {"warmup_ratio": 0.5}):
-        with subtests.test(settings=settings):
-            with pytest.raises(ConfigError, match=r"lr_scheduler and config\.lr_schedule"):
-                check(GRPOConfig(**settings), lr_scheduler=object())
-            check(GRPOConfig(**settings))
-    check(GRPOConfig(), lr_scheduler=torch.optim.lr_scheduler.LRScheduler.__new__(torch.optim.lr_scheduler.LRScheduler))
+SCHEDULER = torch.optim.lr_scheduler.LRScheduler.__new__(torch.optim.lr_scheduler.LRScheduler)
 
 
-def test_compile_objective_with_a_user_objective_is_refused() -> None:
-    config = GRPOConfig(compile_objective=True)
-    with pytest.raises(ConfigError, match=r"pass torch\.compile\(objective\)"):
-        check(config, objective=lambda inputs: inputs)
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        (GRPOConfig(lr_schedule="linear"), {"lr_scheduler": SCHEDULER}, r"lr_scheduler and config\.lr_schedule"),
+        (GRPOConfig(warmup_ratio=0.5), {"lr_scheduler": SCHEDULER}, r"lr_scheduler and config\.lr_schedule"),
+        (GRPOConfig(compile_objective=True), {"objective": lambda inputs: inputs}, r"pass torch\.compile\(objective\)"),
+        (
+            GRPOConfig(advantage=AdvantageConfig(credit="gae")),
+            {"advantages": lambda batch: batch},
+            r"advantages=\.\.\. replaces the estimator that computes the critic's targets",
+        ),
+    ],
+)
+def test_arguments_that_contradict_the_settings_are_refused(config, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        check(config, **arguments)
     check(config)
-    check(GRPOConfig(), objective=lambda inputs: inputs)
+    check(GRPOConfig(), **arguments)
 
 
-def test_gae_with_user_advantages_is_refused() -> None:
-    config = GRPOConfig(advantage=AdvantageConfig(credit="gae"))
-    with pytest.raises(
-        ConfigError, match=r"advantages=\.\.\. replaces the estimator that computes the critic's targets"
-    ):
-        check(config, advantages=lambda batch: batch)
-    check(config)
-    check(GRPOConfig(), advantages=lambda batch: batch)
-
-
-# What a batch has to hold
-
-
-def test_required_scores_follow_from_the_config(subtests: pytest.Subtests) -> None:
-    for config, expected in [
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
         (GRPOConfig(), set()),
         (GRPOConfig(replay_iterations=1), {"old_log_probs"}),
         (of_objective(top_entropy_fraction=0.9), {"old_log_probs", "entropy"}),
@@ -108,43 +101,34 @@ def test_required_scores_follow_from_the_config(subtests: pytest.Subtests) -> No
         (GRPOConfig(advantage=AdvantageConfig(credit="gae")), {"values"}),
         (GRPOConfig(advantage=AdvantageConfig(credit="gigpo")), {"state_keys"}),
         (GRPOConfig(advantage=AdvantageConfig(credit="return_to_go")), set()),
-    ]:
-        with subtests.test(expected=expected, config=config):
-            assert required_scores(config, has_own_loss=False) == expected
+    ],
+)
+def test_required_scores_follow_from_the_config(config, expected):
+    assert required_scores(config, has_own_loss=False) == expected
 
 
-def test_a_user_loss_requires_no_scores_for_selecting_steps(subtests: pytest.Subtests) -> None:
-    for config, expected in [
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
         (of_objective(top_entropy_fraction=0.9), set()),
         (of_objective(surrogate="kl_cov"), set()),
         (GRPOConfig(replay_iterations=1), {"old_log_probs"}),
         (GRPOConfig(advantage=AdvantageConfig(credit="gae")), {"values"}),
-    ]:
-        with subtests.test(expected=expected, config=config):
-            assert required_scores(config, has_own_loss=True) == expected
+    ],
+)
+def test_a_user_loss_requires_no_scores_for_selecting_steps(config, expected):
+    assert required_scores(config, has_own_loss=True) == expected
 
 
-# References
-
-
-def test_a_reference_that_shares_trainable_parameters_is_refused() -> None:
+def test_a_reference_that_shares_trainable_parameters_is_refused_and_three_are_named() -> None:
     policy = TablePolicy()
+    for name in ("a", "b", "c"):
+        policy.register_parameter(name, torch.nn.Parameter(torch.zeros(1)))
+    message = r"reference_policy shares parameters with policy \(logits, a, b\).*deepcopy"
     for reference in (policy, copy.copy(policy)):
-        with pytest.raises(ConfigError, match=r"reference_policy shares parameters with policy \(logits\).*deepcopy"):
+        with pytest.raises(ConfigError, match=message):
             require_reference(GRPOConfig(), policy, reference)
     require_reference(GRPOConfig(), policy, copy.deepcopy(policy))
-
-
-def test_the_error_names_at_most_three_shared_parameters() -> None:
-    class Several(TablePolicy):
-        def __init__(self) -> None:
-            super().__init__()
-            for name in ("a", "b", "c"):
-                self.register_parameter(name, torch.nn.Parameter(torch.zeros(1)))
-
-    policy = Several()
-    with pytest.raises(ConfigError, match=r"with policy \(logits, a, b\), so it would move with it"):
-        require_reference(GRPOConfig(), policy, copy.copy(policy))
 
 
 def test_a_frozen_parameter_may_be_shared() -> None:
@@ -157,16 +141,6 @@ def test_a_frozen_parameter_may_be_shared() -> None:
         require_reference(GRPOConfig(), policy, reference)
     shared.requires_grad_(False)
     require_reference(GRPOConfig(), policy, reference)
-
-
-def test_a_policy_without_parameters_may_not_be_its_own_reference() -> None:
-    class Fixed(TablePolicy):
-        def get_parameters(self) -> dict[str, Tensor]:
-            return {}
-
-    policy = Fixed()
-    with pytest.raises(ConfigError, match=r"with policy \(it is the same object\)"):
-        require_reference(GRPOConfig(), policy, policy)
 
 
 def test_empty_parameters_do_not_count_as_shared() -> None:
@@ -194,9 +168,6 @@ def test_a_moving_reference_needs_to_exist_and_to_have_the_policys_parameters() 
     require_reference(moving, TablePolicy(), TablePolicy())
 
 
-# The KL term
-
-
 class WithReference(TablePolicy):
     """`ScoresReference`."""
 
@@ -208,107 +179,73 @@ def kl_coef_of(config: GRPOConfig, policy: Any = None, reference: Any = None, *,
     return first_kl_coef(config, policy or TablePolicy(), reference, has_own_loss=has_own_loss)
 
 
-def test_the_first_kl_coefficient_follows_from_the_config_and_the_reference(subtests: pytest.Subtests) -> None:
-    """A reference alone switches the term on; a policy's own reference does not."""
-    for kl_coef, policy, reference, expected in [
-        (None, TablePolicy(), TablePolicy(), 0.04),
-        (None, TablePolicy(), None, 0.0),
-        (None, WithReference(), None, 0.0),
-        (0.0, TablePolicy(), TablePolicy(), 0.0),
-        (0.5, TablePolicy(), TablePolicy(), 0.5),
-        (0.5, WithReference(), None, 0.5),
-    ]:
-        with subtests.test(kl_coef=kl_coef, policy=policy, has_reference=reference is not None):
-            assert kl_coef_of(of_objective(kl_coef=kl_coef), policy, reference) == expected
-
-
 def test_a_kl_term_without_a_reference_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"objective\.kl_coef=0\.04 needs a reference.*reference_policy=.*kl_coef=0\.$"
-    ):
+    message = r"objective\.kl_coef=0\.04 needs a reference.*reference_policy=.*kl_coef=0\.$"
+    with pytest.raises(ConfigError, match=message):
         kl_coef_of(of_objective(kl_coef=0.04))
     controlled = GRPOConfig(objective=ObjectiveConfig(kl_coef=0.04), kl_control=KLControl())
     with pytest.raises(ConfigError, match=r"set kl_coef=0 and kl_control=None\."):
         kl_coef_of(controlled)
 
 
-def test_the_exact_kl_needs_no_reference_and_refuses_one() -> None:
-    config = of_objective(kl_coef=0.04, kl_estimator="exact")
-    assert kl_coef_of(config) == 0.04
-    with pytest.raises(ConfigError, match=r"kl_estimator='exact' .* would ignore reference_policy"):
-        kl_coef_of(config, reference=TablePolicy())
-
-
-def test_a_kl_control_without_a_kl_term_is_refused() -> None:
+def test_a_kl_control_without_a_kl_term_and_a_reference_beside_the_exact_kl_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"config\.kl_control needs a KL term to control"):
         kl_coef_of(GRPOConfig(kl_control=KLControl()))
     assert kl_coef_of(GRPOConfig(kl_control=KLControl()), reference=TablePolicy()) == 0.04
     assert kl_coef_of(GRPOConfig()) == 0.0
+    exact = of_objective(kl_coef=0.04, kl_estimator="exact")
+    assert kl_coef_of(exact) == 0.04
+    with pytest.raises(ConfigError, match=r"kl_estimator='exact' .* would ignore reference_policy"):
+        kl_coef_of(exact, reference=TablePolicy())
 
 
-def test_k1_warns_if_it_is_the_kl_term_of_the_loss(subtests: pytest.Subtests) -> None:
-    for kl_coef, has_reference, has_own_loss, estimator, warns in [
-        (0.1, True, False, "k1", True),
-        (None, True, False, "k1", True),
-        (None, False, False, "k1", False),
-        (0.0, True, False, "k1", False),
-        (0.1, True, True, "k1", False),
-        (0.1, True, False, "k2", False),
-    ]:
-        with subtests.test(kl_coef=kl_coef, has_reference=has_reference, own=has_own_loss, estimator=estimator):
-            config = of_objective(kl_coef=kl_coef, kl_estimator=estimator)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                kl_coef_of(config, reference=TablePolicy() if has_reference else None, has_own_loss=has_own_loss)
-            assert [warning.category for warning in caught] == [GRPOWarning] * warns
-            assert all("gradient of zero in expectation" in str(warning.message) for warning in caught)
+@pytest.mark.parametrize(("kl_coef", "has_reference", "has_own_loss", "estimator", "warns"), [
+    (0.1, True, False, "k1", True), (None, True, False, "k1", True), (None, False, False, "k1", False),
+    (0.0, True, False, "k1", False), (0.1, True, True, "k1", False), (0.1, True, False, "k2", False),
+])  # fmt: skip
+def test_k1_warns_if_it_is_the_kl_term_of_the_loss(kl_coef, has_reference, has_own_loss, estimator, warns):
+    config = of_objective(kl_coef=kl_coef, kl_estimator=estimator)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kl_coef_of(config, reference=TablePolicy() if has_reference else None, has_own_loss=has_own_loss)
+    assert [warning.category for warning in caught] == [GRPOWarning] * warns
+    assert all("gradient of zero in expectation" in str(warning.message) for warning in caught)
 
 
-# Probabilities
+@pytest.mark.parametrize(
+    "actions",
+    [torch.full((3,), 0.3), torch.full((3, 2), 0.3), [0.5, 1.0], [[0.1, 0.2], [0.3, 0.4]], [torch.full((2,), 0.3)] * 2],
+)
+def test_real_valued_actions_have_no_probabilities(actions):
+    with pytest.raises(ConfigError, match=r"objective.surrogate=Dppo\(.*\) needs actions with probabilities"):
+        require_discrete(Dppo(), actions)
 
 
-def test_real_valued_actions_have_no_probabilities(subtests: pytest.Subtests) -> None:
-    for actions in [torch.randn(3), torch.randn(3, 2), [0.5, 1.0], [[0.1, 0.2], [0.3, 0.4]], [torch.randn(2)] * 2]:
-        with (
-            subtests.test(actions=actions),
-            pytest.raises(ConfigError, match=r"objective.surrogate=Dppo\(.*\) needs actions with probabilities"),
-        ):
-            require_discrete(Dppo(), actions)
+@pytest.mark.parametrize(
+    "actions", [torch.tensor([1, 2]), [1, 2], [(1, 2), (3,)], ["left", "right"], [()], [], [2.0, 3.0]]
+)
+def test_discrete_actions_of_any_kind_have_probabilities(actions):
+    """Whole numbers may well be classes."""
+    assert require_discrete(Dppo(), actions) is None
 
 
-def test_discrete_actions_of_any_kind_have_probabilities(subtests: pytest.Subtests) -> None:
-    whole = [2.0, 3.0]  # whole numbers may well be classes
-    for actions in [torch.tensor([1, 2]), [1, 2], [(1, 2), (3,)], ["left", "right"], [()], [], whole]:
-        with subtests.test(actions=actions):
-            try:
-                require_discrete(Dppo(), actions)
-            except ConfigError as error:
-                pytest.fail(f"{actions} are refused: {error}")
-
-
-def test_log_probs_above_rounding_are_densities(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize(
+    ("largest", "is_refused"), [(-0.5, False), (0.0, False), (5e-6, False), (2e-5, True), (1.0, True)]
+)
+def test_log_probs_above_rounding_are_densities(largest, is_refused):
     """Log-probs outside the mask are not looked at. The largest one is named."""
-    for largest, is_refused in [(-0.5, False), (0.0, False), (5e-6, False), (2e-5, True), (1.0, True)]:
-        with subtests.test(largest=largest, is_refused=is_refused):
-            log_probs, mask = torch.tensor([[-1.0, largest], [7.0, 7.0]]), torch.tensor([[True, True], [False, False]])
-            if is_refused:
-                message = rf"surrogate=Dppo.*at most 0; got {largest:.3g}, which only a density"
-                with pytest.raises(ContractError, match=message):
-                    require_probabilities(Dppo(), log_probs, mask)
-            else:
-                require_probabilities(Dppo(), log_probs, mask)
-
-
-# Frozen policies
+    log_probs, mask = torch.tensor([[-1.0, largest], [7.0, 7.0]]), torch.tensor([[True, True], [False, False]])
+    message = rf"surrogate=Dppo.*at most 0; got {largest:.3g}, which only a density"
+    with pytest.raises(ContractError, match=message) if is_refused else nullcontext():
+        require_probabilities(Dppo(), log_probs, mask)
 
 
 def test_a_policy_whose_parameters_are_all_frozen_is_refused() -> None:
     policy = EpisodePolicy()
     for value in policy.get_parameters().values():
         value.requires_grad_(False)
-    with pytest.raises(
-        ConfigError, match=r"EpisodePolicy\.get_parameters\(\) must hold a tensor that requires a gradient; all"
-    ):
+    message = r"EpisodePolicy\.get_parameters\(\) must hold a tensor that requires a gradient; all"
+    with pytest.raises(ConfigError, match=message):
         check(GRPOConfig(), policy)
 
 
@@ -320,3 +257,5 @@ def test_a_frozen_reference_and_a_policy_without_parameters_are_accepted() -> No
     require_reference(GRPOConfig(reference_sync_every=1), policy, reference)
     policy.get_parameters = dict
     check(GRPOConfig(), policy)
+    with pytest.raises(ConfigError, match=r"with policy \(it is the same object\)"):
+        require_reference(GRPOConfig(), policy, policy)

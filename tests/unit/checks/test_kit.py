@@ -4,6 +4,12 @@ For every rule there is a policy or a reward that breaks just that: `test_rules.
 """
 
 import copy
+import inspect
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,7 +17,9 @@ import torch
 
 from grpo.checks import check_policy
 from grpo.checks.kit import POLICY_RULES
-from grpo.errors import ConfigError, ContractError
+from grpo.checks.probe import first_difference
+from grpo.checks.report import CheckReport, CheckResult, Rule, Verdict, absent, failed, passed, run_rules
+from grpo.errors import ConfigError, ContractError, RewardError
 from tests.support.checked_policies import (
     SEQUENCE_STATES,
     STATES,
@@ -27,36 +35,28 @@ from tests.support.checked_policies import (
     table,
 )
 
+OPTIONAL = {
+    *("sync_sampler", "score_actions", "score_groups", "sample_actions", "sampled samples", "entropy"),
+    *("plan_micro_batches", "split_steps", "penalty", "reference", "state", "values", "kl", "state_keys"),
+}
+
 
 @pytest.mark.slow
-def test_conforming_policy_passes_every_check_that_applies(subtests):
-    cases = [
-        (
-            Table(),
-            STATES,
-            {
-                *("sync_sampler", "score_actions", "score_groups", "sample_actions", "sampled samples", "entropy"),
-                *("plan_micro_batches", "split_steps", "penalty", "reference", "state", "values", "kl", "state_keys"),
-            },
-        ),
-        (
-            Gaussian(),
-            STATES,
-            {
-                *("sync_sampler", "score_actions", "score_groups", "sample_actions", "sampled samples", "entropy"),
-                *("plan_micro_batches", "split_steps", "penalty", "reference", "values", "kl", "state_keys"),
-            },
-        ),
+@pytest.mark.parametrize(
+    ("policy", "states", "not_passed"),
+    [
+        (Table(), STATES, OPTIONAL),
+        (Gaussian(), STATES, OPTIONAL - {"state"}),
         (Sequences(), SEQUENCE_STATES, {"split_steps"}),
         (Episodes(), SEQUENCE_STATES, {"generated samples", "sampled samples", "samples after an update"}),
-    ]
-    for policy, states, not_passed in cases:
-        with subtests.test(policy=type(policy).__name__):
-            report = check_policy(policy, states, num_samples=2048, strict=True)
-            assert report.ok
-            others = {name: status for name, status in statuses(report).items() if status != "passed"}
-            assert set(others) == set(not_passed)
-            assert set(others.values()) <= {"absent", "skipped"}  # the entropy of a policy that has none is skipped
+    ],
+)
+def test_conforming_policy_passes_every_check_that_applies(policy, states, not_passed):
+    report = check_policy(policy, states, num_samples=2048, strict=True)
+    assert report.ok
+    others = {name: status for name, status in statuses(report).items() if status != "passed"}
+    assert set(others) == not_passed
+    assert set(others.values()) <= {"absent", "skipped"}  # the entropy of a policy that has none is skipped
 
 
 SLOWER = [pytest.param(policy, marks=pytest.mark.slow) for policy in (Squashed, Plane)]
@@ -76,14 +76,6 @@ def test_together_the_conforming_policies_pass_every_check():
     ]
     seen = {result.name for report in reports for result in report.results if result.status == "passed"}
     assert seen == {rule.name for rule in POLICY_RULES}
-
-
-def test_rules_that_need_a_failed_one_are_skipped_and_the_others_run():
-    report = check_policy(table(generate_actions=raising), STATES)
-    assert report["parameters"].status == "passed"
-    assert report["log-prob shape"].message == "Needs 'number of actions', which failed."
-    assert report["log-prob dtype"].message == "Needs 'log-prob shape', which was skipped."
-    assert report["gradient"].status == "skipped"
 
 
 class Stirring(Sequences):
@@ -122,39 +114,21 @@ def test_the_kit_restores_everything_in_the_policys_state_dict():
     assert torch.equal(policy.generator.get_state(), torch.Generator().manual_seed(0).get_state())
 
 
-@pytest.mark.slow
-def test_conforming_samplers_are_not_accused_whatever_the_seed(subtests):
-    for kind in [Table, Gaussian, Squashed, Plane]:
-        with subtests.test(kind=kind):
-            for seed in range(4):
-                policy = kind()
-                if isinstance(policy, Gaussian):
-                    policy.generator.manual_seed(seed)
-                assert check_policy(policy, STATES, num_samples=1024, seed=seed)["generated samples"].status == "passed"
-
-
-def test_the_same_seed_gives_the_same_report():
-    assert check_policy(Table(), STATES) == check_policy(Table(), STATES)
-
-
 def test_rules_can_be_left_out():
     report = check_policy(table(generate_actions=greedy), STATES, skip=["generated samples"], strict=True)
     assert report["generated samples"].message == "Left out by skip=."
     assert check_policy(Table(), STATES, num_samples=0)["generated samples"].message == "num_samples=0."
     with pytest.raises(ConfigError, match=r"skip must contain names of checks, \['methods'.*got \['samples'\]"):
         check_policy(Table(), STATES, skip=["samples"])
-
-
-def test_empty_states_are_refused():
     with pytest.raises(ConfigError, match="at least one state"):
         check_policy(Table(), [])
+    assert check_policy(Table(), STATES) == check_policy(Table(), STATES)  # the same seed
 
 
 def test_strict_raises_with_all_failures():
     policy = table(generate_actions=greedy, __deepcopy__=raising)
-    with pytest.raises(
-        ContractError, match=r"(?s)breaks 2 of 30 rules:\n- generated samples: .*\n- deepcopy: .*not today"
-    ):
+    message = r"(?s)breaks 2 of 30 rules:\n- generated samples: .*\n- deepcopy: .*not today"
+    with pytest.raises(ContractError, match=message):
         check_policy(policy, STATES, strict=True)
     report = check_policy(policy, STATES)
     assert not report.ok
@@ -163,14 +137,125 @@ def test_strict_raises_with_all_failures():
         report.raise_for_failures()
 
 
-def test_the_report_prints_as_an_aligned_table():
-    lines = str(check_policy(table(to=raising), STATES)).splitlines()
-    assert lines[0] == "check_policy(Broken): 15 passed, 11 absent, 3 skipped, 1 failed"
-    assert lines[1].startswith("  passed   methods                  Broken has generate_actions")
-    [failure] = [line for line in lines if line.startswith("  FAILED")]
-    assert failure.startswith("  FAILED   to                       No exception was expected; RuntimeError: not today")
-    assert max(map(len, lines)) <= 120
-    absent = next(
-        i for i, line in enumerate(lines) if line.startswith("  optional, not implemented: sync_sampler, score_")
+# Rules that need other rules, exceptions in a user's code, and the printed report
+
+
+def users_method() -> Verdict:
+    raise ValueError("no arm 7")
+
+
+USERS_LINE = inspect.getsourcelines(users_method)[1] + 1
+
+
+def results_of(*rules: Rule, skip=(), prepare=lambda: None) -> dict[str, tuple[str, str]]:
+    found = run_rules(rules, "subject", prepare=prepare, skip=skip)
+    return {result.name: (result.status, result.message) for result in found}
+
+
+def always(verdict: Verdict) -> Callable[[object], Verdict]:
+    return lambda subject: verdict
+
+
+def test_an_exception_is_reported_with_the_line_that_raised_it_or_in_the_words_of_this_library() -> None:
+    place = f"{__file__}:{USERS_LINE} in users_method"
+    message = f"No exception was expected; ValueError: no arm 7 was raised at {place}. Fix what raised it."
+    assert results_of(Rule("sampling", lambda subject: users_method())) == {"sampling": ("failed", message)}
+    refuses = Mock(side_effect=RewardError("Rewards must be finite."))
+    assert results_of(Rule("rewards", refuses)) == {"rewards": ("failed", "Rewards must be finite.")}
+
+
+def test_only_rules_that_need_a_failed_rule_are_skipped() -> None:
+    found = results_of(
+        Rule("first", always(failed("Broken."))),
+        Rule("second", always(passed("Good.")), needs=("first",)),
+        Rule("third", always(passed("Good.")), needs=("second",)),
+        Rule("alone", always(passed("Good."))),
+        Rule("optional", always(absent("score_groups"))),
+        Rule("on top", always(passed("Good.")), needs=("alone", "optional")),
     )
-    assert all(line[35] == " " and line[36] != " " for line in lines[1:absent])
+    assert found == {
+        "first": ("failed", "Broken."),
+        "second": ("skipped", "Needs 'first', which failed."),
+        "third": ("skipped", "Needs 'second', which was skipped."),
+        "alone": ("passed", "Good."),
+        "optional": ("absent", "There is no score_groups(), which is optional."),
+        "on top": ("passed", "Good."),
+    }
+
+
+def test_a_rule_that_was_left_out_blocks_no_other() -> None:
+    second = Rule("second", always(passed("Good.")), needs=("first",))
+    found = results_of(Rule("first", always(failed("Broken."))), second, skip=("first",))
+    assert found == {"first": ("skipped", "Left out by skip=."), "second": ("passed", "Good.")}
+
+
+def test_rules_that_need_another_rule_are_prepared_and_what_that_raises_is_their_failure() -> None:
+    rules = [Rule("first", always(passed(""))), Rule("second", always(passed("")), needs=("first",))]
+    prepare = Mock()
+    results_of(*rules, prepare=prepare)
+    assert prepare.call_count == 1
+    found = results_of(*rules, prepare=Mock(side_effect=ContractError("The rows differ.")))
+    assert found == {"first": ("passed", ""), "second": ("failed", "The rows differ.")}
+
+
+REPORT = CheckReport(
+    subject="check_policy(Mine)",
+    results=(
+        CheckResult(name="sampling", status="passed", message="Fine."),
+        CheckResult(name="gradient", status="failed", message="word " * 30),
+        CheckResult(name="values", status="absent", message="There is no values()."),
+        CheckResult(name="kl", status="absent", message="There is no kl()."),
+        CheckResult(name="empty", status="passed", message=""),
+    ),
+)
+
+
+def test_the_printed_report_counts_aligns_and_wraps_at_120_characters() -> None:
+    assert str(REPORT).split("\n") == [
+        "check_policy(Mine): 2 passed, 1 failed, 2 absent",
+        "  passed   sampling  Fine.",
+        "  FAILED   gradient  " + " ".join(["word"] * 20),
+        "                     " + " ".join(["word"] * 10),
+        "  passed   empty",
+        "  optional, not implemented: values, kl",
+    ]
+    assert str(CheckReport(subject="check_policy(Mine)", results=())) == "check_policy(Mine): "
+
+
+# The place where two values differ: a policy's state and its checkpoint, or what a reward has changed
+
+
+ONES = torch.ones(2)
+
+PLACES: list[tuple[Any, Any, str]] = [
+    (ONES, torch.ones(2), ""),
+    (ONES, torch.tensor([1.0, 2.0]), "state"),
+    (ONES, torch.ones(2, 1), "state"),
+    ([1.0, 1.0], ONES, "state"),
+    (np.array([1, 2]), np.array([1, 2]), ""),
+    (np.array([1, 2]), np.array([1, 3]), "state"),
+    ({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 2}}, ""),
+    ({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}}, "state['b']['c']"),
+    ({"a": 1}, {"b": 1}, "state"),
+    ({"a": 1, "b": 2}, {"a": 1}, "state"),
+    (1, {"a": 1}, "state"),
+    ([1, ONES], (1, ONES), ""),
+    ([1, [2, 3]], [1, [2, 4]], "state[1][1]"),
+    ([0, 2], [1, 3], "state[0]"),
+    ([1], [1, 2], "state"),
+    (1, [1], "state"),
+    (math.nan, math.nan, ""),
+    (math.nan, 1.0, "state"),
+    (1.0, math.nan, "state"),
+    ("a", "b", "state"),
+    (SimpleNamespace(a=[1]), SimpleNamespace(a=[1]), ""),
+    (SimpleNamespace(a=[1]), SimpleNamespace(a=[2]), "state['a'][0]"),
+    (object(), object(), ""),
+    (object(), 1, "state"),
+]
+"""What a policy holds, what its checkpoint holds, and the first place where they differ."""
+
+
+@pytest.mark.parametrize(("found", "expected", "place"), PLACES)
+def test_the_first_place_where_two_states_differ_is_named(found, expected, place):
+    assert first_difference(found, expected, "state") == place

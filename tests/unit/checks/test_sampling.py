@@ -9,29 +9,26 @@ import torch
 from grpo.checks.sampling import action_key, as_numbers, chi_square_p_value, judge_samples, kolmogorov_smirnov
 
 
-def test_the_chi_square_p_value_equals_scipys(subtests):
+@pytest.mark.parametrize(("statistic", "degrees"), [(0.5, 1), (10.0, 3), (80.0, 20), (500.0, 400)])
+def test_the_chi_square_p_value_equals_scipys(statistic, degrees):
     stats = pytest.importorskip("scipy.stats")
-    for statistic, degrees in [(0.5, 1), (10.0, 3), (80.0, 20), (500.0, 400)]:
-        with subtests.test(statistic=statistic, degrees=degrees):
-            assert chi_square_p_value(statistic, degrees) == pytest.approx(stats.chi2.sf(statistic, degrees), rel=1e-9)
+    assert chi_square_p_value(statistic, degrees) == pytest.approx(stats.chi2.sf(statistic, degrees), rel=1e-9)
 
 
-def test_the_kolmogorov_smirnov_distance_and_p_value_equal_scipys(subtests):
+@pytest.mark.parametrize("power", [1.0, 1.05, 1.3])
+def test_the_kolmogorov_smirnov_distance_and_p_value_equal_scipys(power):
     stats = pytest.importorskip("scipy.stats")
-    for power in [1.0, 1.05, 1.3]:
-        with subtests.test(power=power):
-            uniforms = torch.rand(2000, dtype=torch.float64) ** power
-            distance, p_value = kolmogorov_smirnov(uniforms)
-            exact = stats.kstest(uniforms.numpy(), "uniform")
-            assert distance == pytest.approx(exact.statistic, rel=1e-12)
-            assert p_value == pytest.approx(exact.pvalue, rel=0.05)
+    uniforms = torch.rand(2000, dtype=torch.float64) ** power
+    distance, p_value = kolmogorov_smirnov(uniforms)
+    exact = stats.kstest(uniforms.numpy(), "uniform")
+    assert distance == pytest.approx(exact.statistic, rel=1e-12)
+    assert p_value == pytest.approx(exact.pvalue, rel=0.05)
 
 
 def test_numbers_that_are_spread_evenly_have_the_least_distance():
     # the middles of ten equal parts are 1/20 away from the steps on either side
     distance, p_value = kolmogorov_smirnov((torch.arange(10, dtype=torch.float64) + 0.5) / 10)
-    assert distance == pytest.approx(0.05, rel=1e-12)
-    assert p_value == 1.0
+    assert (distance, p_value) == (pytest.approx(0.05, rel=1e-12), 1.0)
 
 
 def judged(actions, probabilities, score=None):
@@ -41,8 +38,7 @@ def judged(actions, probabilities, score=None):
 
 def test_verdicts_on_counts_equal_hand_worked_p_values():
     # 60 and 40 of 100 where 50 and 50 are expected: 100/50 + 100/50 = 4 with one degree of freedom: p = .0455
-    fair = {"a": 0.5, "b": 0.5}
-    verdict = judged(["a"] * 60 + ["b"] * 40, fair)
+    verdict = judged(["a"] * 60 + ["b"] * 40, {"a": 0.5, "b": 0.5})
     assert verdict.status == "passed"
     assert verdict.message == "100 samples in 2 cells agree with exp(log_probs): chi-square p = 0.046."
     # 50, 10 and 40 where 50, 30 and 20 are expected: 0 + 400/30 + 400/20 = 100/3 with two degrees: p = exp(-50/3)
@@ -92,8 +88,7 @@ def test_a_density_that_is_too_large_by_half_fails():
     """
 
     def score(actions):
-        inside = (actions >= 0) & (actions <= 1)
-        return torch.where(inside.squeeze(1), math.log(1.5), -math.inf)
+        return torch.where(((actions >= 0) & (actions <= 1)).squeeze(1), math.log(1.5), -math.inf)
 
     samples = torch.linspace(0, 1, 400, dtype=torch.float64).unsqueeze(1)
     verdict = judge_samples("Policy.act", samples, score(samples), score)
@@ -105,32 +100,33 @@ def test_actions_are_equal_by_value():
     assert action_key(torch.tensor([[1, 2]])) == action_key(np.array([[1, 2]])) == ((1, 2), 1, 2)
     assert action_key(torch.tensor([[1, 2]])) != action_key(torch.tensor([1, 2]))
     assert action_key(["a", (1, torch.tensor(2))]) == action_key(("a", [1, torch.tensor(2)]))
-    assert action_key({"b": 1, "a": [2]}) == action_key({"a": (2,), "b": 1})
-    assert action_key("a") == "a"
+    assert (action_key({"b": 1, "a": [2]}), action_key("a")) == (action_key({"a": (2,), "b": 1}), "a")
     assert action_key([{1}]) is action_key({"a": {1}}) is None
 
 
-def test_numeric_actions_are_converted_to_numbers_and_back(subtests):
-    cases = {
-        "tensor": torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
-        "array": np.array([[1.0, 2.0], [3.0, 4.0]]),
-        "tensors": [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])],
-        "arrays": [np.array([1.0, 2.0]), np.array([3.0, 4.0])],
-        "lists": [[1.0, 2.0], [3.0, 4.0]],
-        "tuples": [(1.0, 2.0), (3.0, 4.0)],
-        "numbers": [1.0, 3.0],
-        "numpy numbers": [np.float32(1.0), np.float32(3.0)],
-    }
-    for name, actions in cases.items():
-        with subtests.test(kind=name):
-            values, rebuild = as_numbers(actions)
-            assert values.dtype == torch.float64
-            assert values.tolist() == ([[1], [3]] if "numbers" in name else [[1, 2], [3, 4]])
-            again = rebuild(values)
-            assert type(again) is type(actions)
-            assert type(again[0]) is type(actions[0])
-            assert np.asarray(again[1]).tolist() == np.asarray(actions[1]).tolist()
-    shapes = [torch.tensor([1.0]), torch.tensor([1.0, 2.0])]
-    kinds = [torch.tensor([1.0]), np.array([1.0])]
-    for wrong in ([1, 2], ["a"], [()], [(1.0, 2)], shapes, kinds, torch.tensor([1, 2]), torch.zeros(2, 0)):
-        assert as_numbers(wrong) is None
+NUMBERS = [[1.0, 2.0], [3.0, 4.0]]
+
+
+@pytest.mark.parametrize(("actions", "expected"), [
+    (torch.tensor(NUMBERS), NUMBERS), (np.array(NUMBERS), NUMBERS), ([*map(torch.tensor, NUMBERS)], NUMBERS),
+    ([*map(np.array, NUMBERS)], NUMBERS), (NUMBERS, NUMBERS), ([*map(tuple, NUMBERS)], NUMBERS),
+    ([1.0, 3.0], [[1.0], [3.0]]), ([np.float32(1.0), np.float32(3.0)], [[1.0], [3.0]]),
+])  # fmt: skip
+def test_numeric_actions_are_converted_to_numbers_and_back(actions, expected):
+    values, rebuild = as_numbers(actions)
+    assert (values.dtype, values.tolist()) == (torch.float64, expected)
+    again = rebuild(values)
+    assert (type(again), type(again[0])) == (type(actions), type(actions[0]))
+    assert np.asarray(again[1]).tolist() == np.asarray(actions[1]).tolist()
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [
+        *([1, 2], ["a"], [()], [(1.0, 2)], torch.tensor([1, 2]), torch.zeros(2, 0)),
+        [torch.tensor([1.0]), torch.tensor([1.0, 2.0])],
+        [torch.tensor([1.0]), np.array([1.0])],
+    ],
+)
+def test_actions_that_are_no_numbers_of_one_shape_and_kind_are_not_converted(actions):
+    assert as_numbers(actions) is None

@@ -19,8 +19,7 @@ def pairs(num: int, first: torch.Tensor = FIRST, second: torch.Tensor = SECOND) 
     """Pairs (a, b) with a ~ first and b ~ second[a], and a number of no meaning that makes them all different."""
     torch.manual_seed(0)
     a = torch.multinomial(first, num, replacement=True)
-    b = torch.multinomial(second[a], 1).squeeze(1)
-    return torch.stack([a, b, torch.arange(num)], 1)
+    return torch.stack([a, torch.multinomial(second[a], 1).squeeze(1), torch.arange(num)], 1)
 
 
 def per_step(actions: torch.Tensor) -> ActionScores:
@@ -72,11 +71,11 @@ def test_entries_that_the_log_prob_does_not_depend_on_are_not_compared() -> None
     assert judged(pairs(2000), first_only).status == "skipped"
 
 
-def test_permuted_pairs_with_one_log_prob_are_compared_given_the_other_entry(subtests) -> None:
+@pytest.mark.parametrize(("power", "status"), [(1.0, "passed"), (0.3, "failed")])
+def test_permuted_pairs_with_one_log_prob_are_compared_given_the_other_entry(power, status):
     """Which of 40 values stand together: p(a, b) = c exp(s_a + s_b) for a < b, and 780 pairs, too rare to count."""
     every = torch.tensor(list(itertools.combinations(range(40), 2)))
-    scores = torch.linspace(-2, 2, 40, dtype=torch.float64)
-    log_probs = scores[every].sum(1).log_softmax(0)
+    log_probs = torch.linspace(-2, 2, 40, dtype=torch.float64)[every].sum(1).log_softmax(0)
     table = torch.full((40, 40), -torch.inf, dtype=torch.float64)
     table[every[:, 0], every[:, 1]] = log_probs
 
@@ -85,10 +84,8 @@ def test_permuted_pairs_with_one_log_prob_are_compared_given_the_other_entry(sub
         return ActionScores(log_probs=found, mask=torch.ones_like(found, dtype=torch.bool))
 
     torch.manual_seed(1)
-    for power, status in ((1.0, "passed"), (0.3, "failed")):
-        with subtests.test(power=power):
-            drawn = every[torch.multinomial((power * log_probs).softmax(0), 900, replacement=True)]
-            assert judged(drawn, score).status == status
+    drawn = every[torch.multinomial((power * log_probs).softmax(0), 900, replacement=True)]
+    assert judged(drawn, score).status == status
 
 
 class Objects(Table):
@@ -101,20 +98,19 @@ class Objects(Table):
         return self.logits.log_softmax(0)[[id(action) % 4 for action in actions]]
 
 
-def test_a_report_that_compared_no_samples_begins_with_not_checked() -> None:
-    for policy, num_samples, reason in (
-        (Objects(), 64, "64 of 64 sampled actions differ"),
-        (Table(), 0, "num_samples=0."),
-    ):
-        lines = " ".join(str(check_policy(policy, STATES, num_samples=num_samples)).split())
-        header = lines.split(" passed methods")[0]
-        assert "NOT CHECKED: whether samples come from exp(log_probs)" in header
-        assert reason in header
-        assert "Try a small instance" in header
-    assert "NOT CHECKED" not in str(check_policy(Table(), STATES, num_samples=256))
-    assert "NOT CHECKED" not in str(
-        check_policy(table(generate_actions=lambda self, s, n: [[0] * n for _ in s]), STATES)
-    )
+@pytest.mark.parametrize(
+    ("policy", "num_samples", "reason"),
+    [(Objects(), 64, "64 of 64 sampled actions differ"), (Table(), 0, "num_samples=0.")],
+)
+def test_a_report_that_compared_no_samples_begins_with_not_checked(policy, num_samples, reason) -> None:
+    header = " ".join(str(check_policy(policy, STATES, num_samples=num_samples)).split()).split(" passed methods")[0]
+    for words in ("NOT CHECKED: whether samples come from exp(log_probs)", reason, "Try a small instance"):
+        assert words in header
+
+
+@pytest.mark.parametrize("policy", [Table(), table(generate_actions=lambda self, s, n: [[0] * n for _ in s])])
+def test_a_report_that_compared_samples_does_not_begin_with_not_checked(policy) -> None:
+    assert "NOT CHECKED" not in str(check_policy(policy, STATES, num_samples=256))
 
 
 def test_samples_of_a_policy_that_fails_before_them_are_not_checked() -> None:

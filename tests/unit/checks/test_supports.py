@@ -198,8 +198,7 @@ def found(make: Make, start: tuple[float, ...], sampler: Make | None = None, sam
 def test_a_right_policy_is_not_accused(name: str) -> None:
     report = found(*RIGHT[name])
     assert report.ok, str(report)
-    status = report["generated samples"].status
-    assert status == ("skipped" if name in NOT_TESTED else "passed"), str(report)
+    assert report["generated samples"].status == ("skipped" if name in NOT_TESTED else "passed"), str(report)
 
 
 @pytest.mark.filterwarnings("ignore:Singular sample detected")

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from grpo import ActionScores, GRPOConfig, GRPOTrainer, GRPOWarning, presets
-from grpo.distillation import Hinted, Teachers, exact_kl, no_reward
+from grpo.distillation import Hinted, Teacher, Teachers, exact_kl, no_reward
+from grpo.divergence import kl_k2
 from grpo.errors import ConfigError, ContractError, ProtocolError
+from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import RowScoring, TablePolicy
 
 pytestmark = pytest.mark.usefixtures("without_type_checks")
@@ -38,26 +41,18 @@ def rights(policy: TablePolicy, states: str = "ab", actions: tuple[int, ...] = (
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3", "k3_weighted"])
-def test_a_student_becomes_its_teacher_without_a_reward_or_a_complaint(
-    estimator: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_student_becomes_its_teacher_without_a_reward_or_a_complaint(estimator: str, caplog) -> None:
     student = TablePolicy()
     with caplog.at_level(logging.INFO, logger="grpo"):
         trainer = train(student, TablePolicy(logits=KNOWS), objective={"kl_estimator": estimator})
     assert min(rights(student)) > 0.98
-    assert caplog.messages == []
-    assert trainer.evaluate(["a", "b"])["eval/avg_reward"] == 0.0
+    assert (caplog.messages, trainer.evaluate(["a", "b"])["eval/avg_reward"]) == ([], 0.0)
 
 
 def test_k1_has_no_expected_gradient_and_the_trainer_says_so() -> None:
     """The mean of its gradient over the actions is 0, so all that moves the student is noise."""
     with pytest.warns(GRPOWarning, match=r"kl_estimator='k1' as a loss has a gradient of zero in expectation"):
-        GRPOTrainer(
-            config=recipe(objective={"kl_estimator": "k1"}),
-            policy=TablePolicy(),
-            reference_policy=TablePolicy(logits=KNOWS),
-            reward_model=no_reward,
-        )
+        train(TablePolicy(), TablePolicy(logits=KNOWS), num_iterations=1, objective={"kl_estimator": "k1"})
 
 
 class KnowsTeacher(TablePolicy):
@@ -72,6 +67,30 @@ class KnowsTeacher(TablePolicy):
         own, its = (policy._logits_of(states).log_softmax(1) for policy in (self, *self.teacher))
         kl = exact_kl(own, its).unsqueeze(1)
         return ActionScores(log_probs=log_probs, mask=torch.ones_like(log_probs, dtype=torch.bool), kl=kl)
+
+
+def test_an_exact_kl_without_a_gradient_is_refused_where_it_is_to_teach() -> None:
+    class Detached(KnowsTeacher):
+        def score_actions(self, states: Any, actions: Any) -> ActionScores:
+            scores = super().score_actions(states, actions)
+            return replace(scores, kl=scores.kl.detach())
+
+    policy = Detached(TablePolicy(logits=KNOWS))
+    message = "Detached: kl must carry a gradient, as log_probs do, or it teaches nothing"
+    with pytest.raises(ContractError, match=message):
+        train(policy, None, objective={"kl_estimator": "exact"})
+    train(policy, None, objective={"kl_estimator": "exact", "kl_coef": 0.0}, num_iterations=1)
+
+
+@pytest.mark.parametrize("bad", [-math.inf, math.nan])
+def test_a_teacher_that_excludes_an_action_is_named(bad: float) -> None:
+    class Excludes(TablePolicy):
+        def get_log_probabilities(self, states: Any, actions: Any) -> Tensor:
+            log_probs = super().get_log_probabilities(states, actions)
+            return torch.where(torch.tensor(actions) == 1, bad, log_probs)
+
+    with pytest.raises(ContractError, match=r"reference Excludes: ref_log_probs .* must be finite; rows .* from below"):
+        train(TablePolicy(), Excludes(), num_iterations=1)
 
 
 def test_an_exact_kl_needs_no_luck_in_the_sampled_actions() -> None:
@@ -92,6 +111,25 @@ def test_a_hint_teaches_the_policy_to_do_without_it() -> None:
     assert rights(policy, "AB") == before
 
 
+class Joined(TablePolicy):
+    """States o (the first task), and n and N (a second one, without and with a hint). o is row 0, and n is rows 0 and 1."""
+
+    def _logits_of(self, states: Any) -> Tensor:
+        features = {"o": [1.0, 0.0, 0.0], "n": [1.0, 1.0, 0.0], "N": [0.0, 0.0, 1.0]}
+        return torch.tensor([features[state] for state in states], dtype=self.logits.dtype) @ self.logits
+
+
+@pytest.mark.parametrize(("states", "keeps"), [("n", False), ("no", True)])
+def test_states_of_the_first_task_without_a_hint_keep_it(states: str, keeps: bool) -> None:
+    """The policy takes action 0 in o, and action 1 in N. What teaches it action 1 in n moves o, too, unless o is among the
+    states, where its first weights are the teacher."""
+    policy = Joined("onN", logits=[[3.0, -3.0], [0.0, 0.0], [-3.0, 3.0]])
+    teacher = Hinted(copy.deepcopy(policy), lambda states, actions: [s.replace("n", "N") for s in states], is_copy=True)
+    train(policy, teacher, states, num_iterations=80, objective={"kl_estimator": "k3"})
+    assert rights(policy, "n", (1,))[0] > 0.98
+    assert (rights(policy, "o", (0,))[0] > 0.98) is keeps
+
+
 def test_a_hint_may_be_a_comment_on_the_action() -> None:
     """An error text: the state `wrong` follows the wrong actions, and there the policy avoids action 1."""
     policy = TablePolicy(["a", "wrong", "fine"], logits=[[0.0, 0.0], [2.0, -2.0], [0.0, 0.0]])
@@ -103,8 +141,7 @@ def test_a_hint_may_be_a_comment_on_the_action() -> None:
         return comments
 
     train(policy, Hinted(policy, comment), "a", num_iterations=1)
-    assert {row[0] for row in seen} == {"a"}
-    assert {row[1:] for row in seen} == {(0, "fine"), (1, "wrong")}
+    assert ({row[0] for row in seen}, {row[1:] for row in seen}) == ({"a"}, {(0, "fine"), (1, "wrong")})
     scores = Hinted(policy, comment).score_actions(["a", "a"], [0, 1])
     assert scores.log_probs.exp().squeeze(1).tolist() == pytest.approx([0.5, 0.018], abs=1e-3)
 
@@ -112,12 +149,9 @@ def test_a_hint_may_be_a_comment_on_the_action() -> None:
 def test_the_teacher_has_the_weights_that_the_policy_has_when_it_samples() -> None:
     """Its states are those of the policy, so it is the policy itself: the KL is 0 at every iteration."""
     policy = TablePolicy()
-    trainer = GRPOTrainer(
-        config=recipe(learning_rate=0.5),
-        policy=policy,
-        reference_policy=Hinted(policy, lambda states, actions: states),
-        reward_model=lambda states, actions: [float(action) for action in actions],
-    )
+    reward = lambda states, actions: [float(action) for action in actions]  # noqa: E731
+    parts = {"reference_policy": Hinted(policy, lambda states, actions: states), "reward_model": reward}
+    trainer = GRPOTrainer(config=recipe(learning_rate=0.5), policy=policy, **parts)
     before = rights(policy)
     history = [trainer.step(["a", "b"] * 4) for _ in range(3)]
     assert rights(policy) != before
@@ -134,6 +168,15 @@ def test_a_copy_is_saved_and_follows_the_policy_where_the_settings_say_so() -> N
     assert not torch.equal(policy.logits, start)
     torch.testing.assert_close(teacher.policy.logits, (start + policy.logits) / 2)
     assert trainer.state_dict()["reference"]["logits"] is teacher.policy.logits
+
+
+def test_a_hinted_policy_is_evaluated_without_dropout() -> None:
+    policy = torch.nn.ModuleDict({"dropout": torch.nn.Dropout()})
+    policy.get_log_probabilities = policy.generate_actions = lambda states, actions: torch.zeros(2)
+    policy.get_parameters = dict
+    hinted = Hinted(policy, lambda states, actions: states, is_copy=True)
+    assert (policy.train()["dropout"].training, hinted.eval() is hinted) == (True, True)
+    assert not policy["dropout"].training
 
 
 def test_the_policy_itself_is_no_copy() -> None:
@@ -191,16 +234,14 @@ def test_each_state_has_its_teacher_and_each_teacher_one_pass() -> None:
     assert scores.mask.tolist() == [[True, True, False], [True, False, False], [True, True, True]]
     assert scores.log_probs[scores.mask].tolist() == [-1.0, -1.0, -4.0, -1.0, -1.0, -1.0]
     assert teachers.get_log_probabilities(states, actions).tolist() == [-2.0, -4.0, -3.0]
-    assert short.calls[0] == (["s1", "s2"], ["ab", "def"])
-    assert long.calls[0] == (["l1"], ["c"])
+    assert (short.calls[0], long.calls[0]) == ((["s1", "s2"], ["ab", "def"]), (["l1"], ["c"]))
     assert teachers.generate_actions(states, 2) == [["-1.0 in s1"] * 2, ["-4.0 in l1"] * 2, ["-1.0 in s2"] * 2]
 
 
 def test_a_student_learns_from_several_teachers() -> None:
     """Each teacher knows one state, and would teach the wrong action in the other."""
     teachers = Teachers(
-        lambda state: state,
-        {"a": TablePolicy(logits=[[3.0, -3.0]] * 2), "b": TablePolicy(logits=[[-3.0, 3.0]] * 2)},
+        lambda state: state, {name: TablePolicy(logits=[row] * 2) for name, row in zip("ab", KNOWS, strict=True)}
     )
     student = TablePolicy()
     trainer = train(student, teachers)
@@ -208,30 +249,183 @@ def test_a_student_learns_from_several_teachers() -> None:
     assert set(trainer.state_dict()["reference"]) == {"a.logits", "b.logits"}
 
 
-def test_wrong_teachers_are_refused(subtests: pytest.Subtests) -> None:
-    policy = TablePolicy()
-    cases: list[tuple[type[Exception], str, Any]] = [
+@pytest.mark.parametrize("form", ["a tensor [N]", "a list of numbers", "a list of tensors [T]"])
+def test_a_function_teaches(form: str) -> None:
+    """A teacher without weights: what is saved of it is nothing."""
+    knows = torch.tensor(KNOWS).log_softmax(1)
+
+    def log_probs(states: Any, actions: Any) -> Any:
+        found = knows[["ab".index(state) for state in states], actions]
+        return found if "N" in form else found.tolist() if "numbers" in form else found.unsqueeze(1).unbind()
+
+    student = TablePolicy()
+    trainer = train(student, Teacher(log_probs))
+    assert min(rights(student)) > 0.98
+    assert "reference" not in trainer.state_dict() or trainer.state_dict()["reference"] == {}
+
+
+def test_a_function_scores_rows_of_different_lengths() -> None:
+    def log_probs(states: Any, actions: Any) -> list[Tensor]:
+        return [torch.full((len(action),), -state) for state, action in zip(states, actions, strict=True)]
+
+    teacher = Teacher(log_probs)
+    scores = teacher.score_actions([1.0, 2.0], ["abc", "d"])
+    assert scores.mask.tolist() == [[True, True, True], [True, False, False]]
+    assert scores.log_probs[scores.mask].tolist() == [-1.0, -1.0, -1.0, -2.0]
+    assert teacher.get_log_probabilities([1.0, 2.0], ["abc", "d"]).tolist() == [-3.0, -2.0]
+
+
+POLICY = TablePolicy()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "make"),
+    [
         (ProtocolError, "Hinted: policy", lambda: Hinted(object(), lambda states, actions: states)),
-        (ConfigError, r"hint must be a function of \(states, actions\)", lambda: Hinted(policy, lambda state: state)),
+        (ConfigError, r"hint must be a function of \(states, actions\)", lambda: Hinted(POLICY, lambda state: state)),
         (ConfigError, "teachers must be a dict of policies by name", lambda: Teachers(lambda state: 0, {})),
-        (ConfigError, "choose must be a function of a state", lambda: Teachers(lambda a, b: 0, {0: policy})),
+        (ConfigError, "choose must be a function of a state", lambda: Teachers(lambda a, b: 0, {0: POLICY})),
         (ProtocolError, "Teachers: the teacher 'x'", lambda: Teachers(lambda state: "x", {"x": object()})),
         (
             ContractError,
             r"hint\(states, actions\): states must have one entry per row = 2",
-            lambda: Hinted(policy, lambda states, actions: states[:1]).score_actions(["a", "b"], [0, 1]),
+            lambda: Hinted(POLICY, lambda states, actions: states[:1]).score_actions(["a", "b"], [0, 1]),
         ),
         (
             ContractError,
             "choose must return one of .*'x'.*; got 'y' for state 1",
-            lambda: Teachers("xy".__getitem__, {"x": policy}).score_actions([0, 1], [0, 1]),
+            lambda: Teachers("xy".__getitem__, {"x": POLICY}).score_actions([0, 1], [0, 1]),
         ),
         (
             ContractError,
-            "Hinted only scores actions",
-            lambda: Hinted(policy, lambda states, actions: states).generate_actions(["a"], 1),
+            r"choose must return one of .*'x'.*; got \['x'\] for state 0",
+            lambda: Teachers(lambda state: ["x"], {"x": POLICY}).score_actions([0], [0]),
         ),
-    ]
-    for kind, words, make in cases:
-        with subtests.test(words=words), pytest.raises(kind, match=words):
-            make()
+        (ConfigError, r"log_probs must be a function of \(states, actions\)", lambda: Teacher(lambda state: state)),
+        (
+            ContractError,
+            r"log_probs\(states, actions\): log_probs must have one entry per row = 2",
+            lambda: Teacher(lambda states, actions: [0.0]).score_actions(["a", "b"], [0, 1]),
+        ),
+        *(
+            (
+                ContractError,
+                r"must return a float or floats \[T\] per row; got",
+                lambda wrong=wrong: Teacher(lambda states, actions: [wrong]).score_actions(["a"], [0]),
+            )
+            for wrong in (torch.zeros(2, 3), None, "x", 1, [[0.0], [0.0, 1.0]])
+        ),
+        (ContractError, "Teacher only scores actions", lambda: Teacher(lambda s, a: s).generate_actions(["a"], 1)),
+        (
+            ContractError,
+            "Hinted only scores actions",
+            lambda: Hinted(POLICY, lambda states, actions: states).generate_actions(["a"], 1),
+        ),
+    ],
+)
+def test_wrong_teachers_are_refused(kind, words, make) -> None:
+    with pytest.raises(kind, match=words):
+        make()
+
+
+# The exact KL to a teacher: values and gradients worked out by hand, and what joining choices does to them
+
+
+PI = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+TEACHER = torch.tensor([0.1, 0.8, 0.1], dtype=torch.float64)
+
+
+def test_the_value_and_the_gradient_of_three_choices_worked_out_by_hand() -> None:
+    """.5 log 5 + .25 log(5/16) + .25 log 2.5 = .8047 - .2908 + .2291 = .7430.
+
+    dKL / dlogit_a = pi_a (log(pi_a / teacher_a) - KL): .5 (1.6094 - .7430) = .4332 for the first choice.
+    """
+    kl = 0.5 * math.log(5) + 0.25 * math.log(0.3125) + 0.25 * math.log(2.5)
+    expected = [p * (math.log(p / q) - kl) for p, q in zip(PI.tolist(), TEACHER.tolist(), strict=True)]
+    assert (kl, expected[0]) == (pytest.approx(0.7430, abs=1e-4), pytest.approx(0.4332, abs=1e-4))
+    logits = PI.log().requires_grad_()
+    value = exact_kl(logits.log_softmax(0), TEACHER.log())
+    value.backward()
+    assert (value.item(), logits.grad.tolist()) == (pytest.approx(kl), pytest.approx(expected))
+
+
+def test_the_gradient_is_the_expected_gradient_of_k2() -> None:
+    """The sum over the choices of pi(a) times the gradient of k2 at a."""
+    logits = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    teacher = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).log_softmax(0)
+    (exact,) = torch.autograd.grad(exact_kl(logits.log_softmax(0), teacher), logits)
+    log_probs = logits.log_softmax(0)
+    k2 = kl_k2((log_probs - teacher).unsqueeze(0)).squeeze(0)
+    (sampled,) = torch.autograd.grad((log_probs.exp().detach() * k2).sum(), logits)
+    torch.testing.assert_close(sampled, exact)
+
+
+def test_the_likeliest_choices_of_the_teacher_and_one_term_for_the_rest() -> None:
+    """top=1 keeps the second choice, .25 against .8; the rest has .75 and .2: .25 log(.3125) + .75 log 3.75 = .7005.
+
+    The two joined choices have .5 and .25 of the rest's .75, and get 2/3 and 1/3 of its gradient.
+    """
+    kl = 0.25 * math.log(0.3125) + 0.75 * math.log(3.75)
+    assert kl == pytest.approx(0.7005, abs=1e-4)
+    logits = PI.log().requires_grad_()
+    value = exact_kl(logits.log_softmax(0), TEACHER.log(), top=1)
+    value.backward()
+    rest = 0.75 * (math.log(3.75) - kl)
+    expected = [rest * 2 / 3, 0.25 * (math.log(0.3125) - kl), rest / 3]
+    assert (value.item(), logits.grad.tolist()) == (pytest.approx(kl), pytest.approx(expected))
+
+
+def test_more_choices_bring_the_sum_nearer_to_the_exact_kl_from_below() -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_probs = (3 * torch.randn(5, 4, 40, dtype=torch.float64, generator=generator)).log_softmax(-1)
+    teacher = (3 * torch.randn(5, 4, 40, dtype=torch.float64, generator=generator)).log_softmax(-1)
+    exact = exact_kl(log_probs, teacher)
+    values = [exact_kl(log_probs, teacher, top=top) for top in (1, 2, 5, 10, 20, 39)]
+    assert exact.shape == (5, 4)
+    for fewer, more in zip(values, [*values[1:], exact], strict=True):
+        assert bool((fewer <= more + 1e-12).all())
+    torch.testing.assert_close(values[-1], exact)  # the rest is one choice, so nothing is joined
+    assert torch.equal(exact_kl(log_probs, teacher, top=40), exact)
+    assert torch.equal(exact_kl(log_probs, teacher, top=1000), exact)
+
+
+@pytest.mark.parametrize("top", [None, 1, 2])
+def test_a_choice_that_neither_can_take_adds_nothing_and_has_no_gradient(top: int | None) -> None:
+    logits = torch.tensor([0.0, 1.0, -torch.inf], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([1.0, 0.0, -torch.inf], dtype=torch.float64)
+    kl = exact_kl(logits.log_softmax(0), teacher.log_softmax(0), top=top)
+    kl.backward()
+    assert kl.item() == pytest.approx(exact_kl(logits[:2].log_softmax(0), teacher[:2].log_softmax(0)).item())
+    assert logits.grad[2] == 0
+    assert bool(logits.grad.isfinite().all())
+
+
+def test_no_gradient_reaches_the_teacher() -> None:
+    logits, teacher = PI.log().requires_grad_(), TEACHER.log().requires_grad_()
+    exact_kl(logits.log_softmax(0), teacher.log_softmax(0), top=2).backward()
+    assert teacher.grad is None
+
+
+ONE_SHAPE = "log_probs and teacher_log_probs must have one shape"
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "teacher_log_probs", "words"),
+    [
+        (PI.log(), TEACHER[:2].log(), ONE_SHAPE),
+        (PI.log().numpy(), TEACHER.log().numpy(), ONE_SHAPE),
+        (torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), ONE_SHAPE),
+        (  # a sum of e + e^2 + e^3 is that of logits, and .9 that of a teacher without one of its choices
+            torch.tensor([1.0, 2.0, 3.0]),
+            TEACHER.log(),
+            r"log_probs must be the log-probs of all choices, .*; got a sum of 30\.2\.",
+        ),
+        (PI.log(), torch.tensor([0.1, 0.8, 0.0]).double().log(), r"teacher_log_probs must be .*; got a sum of 0\.9\."),
+        (PI, PI, r"log_probs must be .*; got a sum of 4\.22\."),
+    ],
+)
+def test_wrong_arguments_are_refused(log_probs, teacher_log_probs, words):
+    with as_users_run_it(), pytest.raises(ContractError, match=f"exact_kl: {words}"):
+        exact_kl(log_probs, teacher_log_probs)
+    with pytest.raises(ConfigError, match=r"exact_kl: top must be >= 1; got 0"):
+        exact_kl(PI.log(), TEACHER.log(), top=0)

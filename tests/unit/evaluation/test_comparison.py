@@ -1,7 +1,9 @@
 """Measuring and comparing policies: hand-worked numbers, what both sides share, and what a measurement leaves unchanged."""
 
 import copy
+import itertools
 import math
+import os
 import random
 from typing import Any
 
@@ -23,7 +25,8 @@ from grpo import (
     compare_policies,
 )
 from grpo._common.global_state import capture_random_state
-from grpo.evaluation import Answer, paired_interval
+from grpo.evaluation import Answer, measure_policy, paired_interval, pass_at_k
+from grpo.evaluation.attempts import bootstrap_intervals, numbers_of_attempts
 from tests.support.comparisons import (
     AFTER,
     BEFORE,
@@ -37,15 +40,12 @@ from tests.support.comparisons import (
 )
 from tests.support.policies import DuckPolicy, ExactSampling, TablePolicy, VectorPolicy, digest, weights_of
 
-# Numbers
-
 
 def test_the_report_equals_hand_worked_means_differences_and_outcomes() -> None:
     report = compared(BEFORE, AFTER)
     assert report.mean_reward_before == pytest.approx((0.25 + 1.0 + 0.5) / 3)
     assert report.mean_reward_after == pytest.approx((0.75 + 0.5 + 0.5) / 3)
-    assert report.improvement == pytest.approx(0.0)
-    assert report.improvement_percent == pytest.approx(0.0)
+    assert (report.improvement, report.improvement_percent) == (pytest.approx(0.0), pytest.approx(0.0))
     rows = [(state.label, state.before, state.after, state.difference, state.outcome) for state in report.states]
     assert rows == [
         ("up", 0.25, 0.75, 0.5, "improved"),
@@ -57,8 +57,9 @@ def test_the_report_equals_hand_worked_means_differences_and_outcomes() -> None:
     assert report.components_before == report.components_after == {}
 
 
-def test_the_improvement_is_a_percentage_only_of_a_positive_mean_before(subtests: pytest.Subtests) -> None:
-    cases = [
+@pytest.mark.parametrize(
+    ("before", "after", "percent"),
+    [
         (2, 3, 50.0),  # 100 (3 - 2) / 2
         (4, 0, -100.0),
         (4, -2, -150.0),
@@ -67,10 +68,10 @@ def test_the_improvement_is_a_percentage_only_of_a_positive_mean_before(subtests
         (-2, 2, None),
         (0, 5, None),  # of nothing
         (0, 0, None),
-    ]
-    for before, after, percent in cases:
-        with subtests.test(before=before, after=after, percent=percent):
-            assert compared([[before]], [[after]]).improvement_percent == percent
+    ],
+)
+def test_the_improvement_is_a_percentage_only_of_a_positive_mean_before(before, after, percent) -> None:
+    assert compared([[before]], [[after]]).improvement_percent == percent
 
 
 def test_a_baseline_that_is_only_rounding_has_no_percentage() -> None:
@@ -91,30 +92,26 @@ def test_a_report_keeps_one_answer_of_each_policy_in_each_state_with_its_reward(
     assert [state.answer_after.text for state in report.states] == ["1", "1", "0"]  # the first actions of AFTER
 
 
+DROP: dict[str, Any] = {"reward": RewardConfig(non_finite="drop")}
+
+
 def test_the_answer_is_the_first_action_that_has_a_reward() -> None:
-    rewards = paying(math.nan, 2.0, 3.0)
-    found = measured(
-        Looked(["a", "b"], script=[[0, 2, 1], [1, 2, 0]]),
-        ["a", "b"],
-        rewards,
-        num_actions_per_state=3,
-        batch_size=1,
-        reward=RewardConfig(non_finite="drop"),
-    )
+    policy, rewards = Looked(["a", "b"], script=[[0, 2, 1], [1, 2, 0]]), paying(math.nan, 2.0, 3.0)
+    found = measured(policy, ["a", "b"], rewards, num_actions_per_state=3, batch_size=1, **DROP)
     assert found.answers == (Answer(text="2", reward=3.0), Answer(text="1", reward=2.0))
 
 
-def test_answers_are_text_for_people(subtests: pytest.Subtests) -> None:
-    cases: list[tuple[Any, str]] = [
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
         ("x" * 2_000, "x" * 2_000),
         ("x" * 1_500 + "y" * 1_500, "x" * 1_000 + " [... 1,000 more ...] " + "y" * 1_000),
         (torch.tensor([0.5, 1.0]), "[0.5, 1.0]"),
-    ]
-    for action, text in cases:
-        with subtests.test(text=text):
-            policy = TablePolicy(["s"], script=[[action]])
-            answers = measured(policy, ["s"], lambda states, actions: [1.0], num_actions_per_state=1).answers
-            assert answers[0].text == text
+    ],
+)
+def test_answers_are_text_for_people(action, text) -> None:
+    policy = TablePolicy(["s"], script=[[action]])
+    assert measured(policy, ["s"], lambda states, actions: [1.0], num_actions_per_state=1).answers[0].text == text
 
 
 def test_differences_from_rounding_count_as_unchanged() -> None:
@@ -124,65 +121,46 @@ def test_differences_from_rounding_count_as_unchanged() -> None:
     assert [state.outcome for state in report.states] == ["unchanged", "improved"]
 
 
-def test_one_state_has_no_interval() -> None:
+def test_the_interval_is_that_of_the_paired_differences_and_one_state_has_none():
+    # Differences 0 and 1, whatever the rewards: resampled means are 0, .5, 1 with probability 1/4, 1/2, 1/4.
+    report = compared([[5], [-5]], [[5], [-4]])
+    assert (report.confidence, report.confidence_interval) == (0.95, (0.0, 1.0))
+    assert compared([[5], [-5]], [[5], [-4]], confidence=0.4).confidence_interval == (0.5, 0.5)
     report = compared([[0]], [[1]])
     assert report.confidence_interval is None
     assert report.improvement == 1.0
     assert "none from one state" in str(report)
-
-
-def test_the_interval_is_that_of_the_paired_differences() -> None:
-    """Differences 0 and 1, whatever the rewards: resampled means are 0, .5, 1 with probability 1/4, 1/2, 1/4."""
-    report = compared([[5], [-5]], [[5], [-4]])
-    assert report.confidence == 0.95
-    assert report.confidence_interval == (0.0, 1.0)
-    assert compared([[5], [-5]], [[5], [-4]], confidence=0.4).confidence_interval == (0.5, 0.5)
-
-
-def test_the_interval_follows_the_seed() -> None:
-    differences = np.arange(12.0) ** 2
-    for seed in (0, 7):
-        expected = paired_interval(differences, confidence=0.95, seed=seed)
-        assert (
-            of_many(12, lambda states, actions: [action**2 for action in actions], seed).confidence_interval == expected
-        )
-    assert expected != paired_interval(differences, confidence=0.95, seed=0)
-
-
-def test_paired_intervals_equal_hand_worked_bounds() -> None:
     assert paired_interval(np.array([0.25, 0.25, 0.25]), confidence=0.99, seed=3) == (0.25, 0.25)
     # 60 % and two states: quantiles .2 and .8 lie within the outer quarters
     assert paired_interval(np.array([0.0, 1.0]), confidence=0.6, seed=0) == (0.0, 1.0)
     assert paired_interval(np.array([7.0]), confidence=0.95, seed=0) is None
 
 
+def test_the_interval_follows_the_seed() -> None:
+    differences = np.arange(12.0) ** 2
+    expected = [paired_interval(differences, confidence=0.95, seed=seed) for seed in (0, 7)]
+    squares = lambda states, actions: [action**2 for action in actions]  # noqa: E731
+    assert [of_many(12, squares, seed).confidence_interval for seed in (0, 7)] == expected
+    assert expected[0] != expected[1]
+
+
 def test_for_many_states_the_interval_is_the_normal_one() -> None:
     """Mean -+ 1.96 s / sqrt(B), by the central limit theorem; 400 states are resampled in several blocks."""
     differences = np.random.default_rng(0).normal(0.3, 2.0, size=400)
-    low, high = paired_interval(differences, confidence=0.95, seed=1) or (math.nan, math.nan)
+    low, high = paired_interval(differences, confidence=0.95, seed=1)
     half = 1.96 * differences.std() / math.sqrt(400)
     assert low == pytest.approx(differences.mean() - half, abs=0.05 * half)
     assert high == pytest.approx(differences.mean() + half, abs=0.05 * half)
-    wider = paired_interval(differences, confidence=0.99, seed=1)
-    assert wider is not None
-    assert wider[0] < low < high < wider[1]
-    assert paired_interval(differences, confidence=0.95, seed=1) == (low, high)
-    assert paired_interval(differences, confidence=0.95, seed=2) != (low, high)
-
-
-# Parts of the reward
+    lower, higher = paired_interval(differences, confidence=0.99, seed=1)
+    assert lower < low < high < higher
 
 
 def test_parts_are_reported_unweighted() -> None:
     """right = action: 7/12 and 7/12; twice = 2 action, weighed .25: total 1.5 action."""
-    reward = WeightedRewards(
-        {"right": action_itself, "twice": lambda states, actions: [2.0 * action for action in actions]},
-        {"right": 1.0, "twice": 0.25},
-    )
-    report = compared(BEFORE, [[1] * 4] * 3, reward_model=reward)
+    parts = {"right": action_itself, "twice": lambda states, actions: [2.0 * action for action in actions]}
+    report = compared(BEFORE, [[1] * 4] * 3, reward_model=WeightedRewards(parts, {"right": 1.0, "twice": 0.25}))
     assert report.components_before == pytest.approx({"right": 7 / 12, "twice": 14 / 12})
-    assert report.components_after == {"right": 1.0, "twice": 2.0}
-    assert report.mean_reward_after == 1.5
+    assert (report.components_after, report.mean_reward_after) == ({"right": 1.0, "twice": 2.0}, 1.5)
     assert "twice" in str(report)
 
 
@@ -213,17 +191,13 @@ class Looked(TablePolicy):
 
 def test_a_reward_part_is_averaged_over_the_states_it_applies_to() -> None:
     """Part "odd" applies to state "odd" alone. Actions (0, 2) give the mean 20, and actions (3, 1) the mean of 30 and 10."""
-    states = ["even", "odd"]
+    states, options = ["even", "odd"], {"num_actions_per_state": 2, "batch_size": 1, "progress": False}
     sides = [Looked(states, script=[[1, 1], row]) for row in ([0, 2], [3, 1])]
-    report = compare_policies(*sides, states, Ragged(), num_actions_per_state=2, batch_size=1, progress=False)
+    report = compare_policies(*sides, states, Ragged(), **options)
     assert report.components_before == {"all": 1.0, "odd": 20.0}
     assert report.components_after == {"all": 1.5, "odd": 20.0}
-    nothing = Looked(states, script=[[1, 1], [0, 0]])
-    report = compare_policies(
-        nothing, sides[0], states, Ragged(), num_actions_per_state=2, batch_size=1, progress=False
-    )
-    assert report.components_before == {"all": 0.5}
-    assert report.components_after == {"all": 1.0, "odd": 20.0}
+    report = compare_policies(Looked(states, script=[[1, 1], [0, 0]]), sides[0], states, Ragged(), **options)
+    assert (report.components_before, report.components_after) == ({"all": 0.5}, {"all": 1.0, "odd": 20.0})
     line = next(line for line in str(report).splitlines() if line.endswith("  odd") and "20.0000" in line)
     assert line.split() == ["-", "20.0000", "-", "odd"]
 
@@ -243,42 +217,26 @@ class ThreeSteps(ExactSampling):
         return SampledActions(actions=[["a", "b", "c"]], mask=mask)
 
 
-def test_rewards_per_step_are_summed_over_the_policys_own_steps() -> None:
-    """Steps pay 1, 10, 100 and nothing that is read off the mask: 1, 11, 111."""
-    reward = WeightedRewards(
-        {"steps": lambda states, actions: [[1.0, math.nan, math.nan], [1.0, 10.0, math.inf], [1.0, 10.0, 100.0]]}
-    )
+def test_rewards_per_step_are_summed_over_the_policys_own_steps_of_the_rows_that_are_left():
+    # Steps pay 1, 10, 100 and nothing that is read off the mask: 1, 11, 111.
+    steps = [[1.0, math.nan, math.nan], [1.0, 10.0, math.inf], [1.0, 10.0, 100.0]]
+    reward = WeightedRewards({"steps": lambda states, actions: steps})
     found = measured(ThreeSteps(), ["s"], reward, num_actions_per_state=3)
     assert found.rewards.tolist() == [[1.0, 11.0, 111.0]]
-    assert found.components["steps"].tolist() == [[1.0, 11.0, 111.0]]
-    assert found.mean_reward == 41.0
-
-
-def test_the_steps_of_a_left_out_row_are_left_out_too() -> None:
-    """The first row is left out: 11 and 111, mean 61."""
-    found = measured(
-        ThreeSteps(),
-        ["s"],
-        lambda states, actions: [[math.nan, 5.0, 5.0], [1.0, 10.0, 5.0], [1.0, 10.0, 100.0]],
-        num_actions_per_state=3,
-        reward=RewardConfig(non_finite="drop"),
-    )
+    assert (found.components["steps"].tolist(), found.mean_reward) == ([[1.0, 11.0, 111.0]], 41.0)
+    # The first row is left out: 11 and 111, mean 61.
+    steps = [[math.nan, 5.0, 5.0], [1.0, 10.0, 5.0], [1.0, 10.0, 100.0]]
+    found = measured(ThreeSteps(), ["s"], lambda states, actions: steps, num_actions_per_state=3, **DROP)
     assert found.rewards[0, 1:].tolist() == [11.0, 111.0]
     assert found.rewards[0, 0].isnan()
     assert found.mean_reward == 61.0
 
 
-# Random numbers, gradients, modes
-
-
-def test_both_policies_are_measured_with_the_same_random_numbers() -> None:
-    policy = TablePolicy(STATES, 50)
-    for batch_size in (1, 2, 3):
-        report = compare_policies(
-            policy, copy.deepcopy(policy), STATES, action_itself, batch_size=batch_size, progress=False
-        )
-        assert report.num_unchanged == 3
-        assert report.improvement == 0.0
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_both_policies_are_measured_with_the_same_random_numbers(batch_size) -> None:
+    policy, options = TablePolicy(STATES, 50), {"batch_size": batch_size, "progress": False}
+    report = compare_policies(policy, copy.deepcopy(policy), STATES, action_itself, **options)
+    assert (report.num_unchanged, report.improvement) == (3, 0.0)
 
 
 def test_measuring_is_repeatable_and_follows_the_seed() -> None:
@@ -325,33 +283,30 @@ def test_measuring_trains_nothing_and_keeps_no_gradient() -> None:
     worth = torch.ones((), requires_grad=True)
     policy = Watching(STATES)
     before = weights_of(policy)
-    found = measured(policy, reward_model=watching)
-    assert not found.rewards.requires_grad
+    assert not measured(policy, reward_model=watching).rewards.requires_grad
     assert torch.equal(weights_of(policy), before)
     assert policy.logits.grad is None
     assert policy.calls == {"generate": 1}  # and nothing was scored
 
 
-def test_measuring_restores_the_training_mode(subtests: pytest.Subtests) -> None:
-    policy = VectorPolicy(dropout=0.5)
-    seen = []
+@pytest.mark.parametrize("training", [True, False])
+def test_measuring_restores_the_training_mode(training):
+    policy, seen = VectorPolicy(dropout=0.5), []
 
     def reward(states: Any, actions: Any) -> list[float]:
         seen.append(policy.training or policy.net[2].training)
         return action_itself(states, actions)
 
-    for training in [True, False]:
-        with subtests.test(training=training):
-            policy.train(training)
-            policy.net[2].train(not training)
-            measured(policy, torch.zeros(2, 3), reward)
-            assert not seen.pop()
-            assert seen == []
-            assert policy.training is training
-            assert policy.net[2].training is not training
-            with pytest.raises(RewardError):
-                measured(policy, torch.zeros(2, 3), lambda states, actions: None)
-            assert policy.training is training
+    policy.train(training)
+    policy.net[2].train(not training)
+    measured(policy, torch.zeros(2, 3), reward)
+    assert not seen.pop()
+    assert seen == []
+    assert policy.training is training
+    assert policy.net[2].training is not training
+    with pytest.raises(RewardError):
+        measured(policy, torch.zeros(2, 3), lambda states, actions: None)
+    assert policy.training is training
 
 
 def test_the_mode_of_a_policy_that_is_no_module_is_restored_if_it_reports_one() -> None:
@@ -375,23 +330,17 @@ def test_a_separate_sampler_receives_the_weights_before_measuring() -> None:
     assert policy.calls == {"sync": 1, "generate": 3}
 
 
-# Before and after
-
-
 def test_before_and_after_training_of_one_policy() -> None:
     policy = TablePolicy(STATES)
     before = measured(policy, num_actions_per_state=64, seed=5)
     config = GRPOConfig(seed=0, learning_rate=0.3, num_states_per_iteration=3)
-    GRPOTrainer(config=config, policy=policy, reward_model=action_itself).train(
-        STATES, num_iterations=20, progress=False
-    )
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=action_itself)
+    trainer.train(STATES, num_iterations=20, progress=False)
     report = compare_policies(before, policy, STATES, action_itself, progress=False)
     assert report.mean_reward_before == pytest.approx(0.5, abs=0.1)
     assert report.mean_reward_after > 0.9
-    assert report.num_improved == 3
-    assert report.confidence_interval is not None
     assert report.confidence_interval[0] > 0.3
-    assert (report.num_actions_per_state, report.seed) == (64, 5)  # as it was measured
+    assert (report.num_improved, report.num_actions_per_state, report.seed) == (3, 64, 5)  # as it was measured
 
 
 def test_an_earlier_measurement_gives_the_same_report_as_the_policy() -> None:
@@ -403,15 +352,25 @@ def test_an_earlier_measurement_gives_the_same_report_as_the_policy() -> None:
     assert compare_policies(earlier, after, STATES, action_itself, **options) == expected
 
 
-def test_options_that_differ_from_the_earlier_measurement_are_refused(subtests: pytest.Subtests) -> None:
-    cases = [
-        ({"num_actions_per_state": 4}, "num_actions_per_state must be 8, as `original` was measured; got 4"),
-        ({"batch_size": 1}, "batch_size must be 32"),
-        ({"seed": 1}, "seed must be 0"),
-    ]
-    for option, message in cases:
-        with subtests.test(option=option, message=message), pytest.raises(ConfigError, match=message):
-            compare_policies(measured(TablePolicy(STATES)), TablePolicy(STATES), STATES, action_itself, **option)
+@pytest.mark.parametrize(
+    ("is_measured", "option", "message"),
+    [
+        (True, {"num_actions_per_state": 4}, "num_actions_per_state must be 8, as `original` was measured; got 4"),
+        (True, {"batch_size": 1}, "batch_size must be 32"),
+        (True, {"seed": 1}, "seed must be 0"),
+        (False, {"num_actions_per_state": 0}, "num_actions_per_state must be >= 1; got 0"),
+        (False, {"batch_size": 0}, "batch_size must be >= 1; got 0"),
+        (False, {"seed": -1}, "seed must be >= 0; got -1"),
+        (False, {"confidence": 0.0}, "confidence must be > 0 and < 1; got 0.0"),
+        (False, {"confidence": 1.0}, "confidence must be > 0 and < 1; got 1.0"),
+    ],
+)
+def test_options_out_of_range_or_other_than_those_of_the_earlier_measurement_are_refused(is_measured, option, message):
+    policy = TablePolicy(STATES)
+    with pytest.raises(ConfigError, match=message):
+        compare_policies(
+            measured(policy) if is_measured else policy, TablePolicy(STATES), STATES, action_itself, **option
+        )
 
 
 def test_states_that_differ_from_the_earlier_measurement_are_refused() -> None:
@@ -424,31 +383,23 @@ def test_states_that_differ_from_the_earlier_measurement_are_refused() -> None:
     assert policy.calls == {"generate": 1}  # found out before anything was sampled
 
 
-def vectors(kind: str) -> Any:
-    values = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    return {"list": values, "tensor": torch.tensor(values), "array": np.array(values)}[kind]
-
-
-def test_states_may_be_a_list_a_tensor_or_an_array(subtests: pytest.Subtests) -> None:
-    for kind in ["list", "tensor", "array"]:
-        with subtests.test(kind=kind):
-            policy = VectorPolicy()
-            before = measured(policy, vectors(kind), batch_size=1)
-            assert before.rewards.shape == (2, 8)
-            assert compare_policies(before, policy, vectors(kind), action_itself, progress=False).num_unchanged == 2
-            changed = vectors(kind)
-            changed[1][2] += 1e-6
-            with pytest.raises(ContractError, match="state 1"):
-                compare_policies(before, policy, changed, action_itself, progress=False)
+@pytest.mark.parametrize("kind", [copy.deepcopy, torch.tensor, np.array])
+def test_states_may_be_a_list_a_tensor_or_an_array(kind):
+    policy, values = VectorPolicy(), [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    before = measured(policy, kind(values), batch_size=1)
+    assert before.rewards.shape == (2, 8)
+    assert compare_policies(before, policy, kind(values), action_itself, progress=False).num_unchanged == 2
+    changed = kind(values)
+    changed[1][2] += 1e-6
+    with pytest.raises(ContractError, match="state 1"):
+        compare_policies(before, policy, changed, action_itself, progress=False)
 
 
 def test_fingerprints_of_states_depend_on_their_contents() -> None:
     def fingerprint(state: Any) -> str:
-        policy = TablePolicy(script=[[0]])
-        return measured(policy, [state], num_actions_per_state=1).fingerprints[0]
+        return measured(TablePolicy(script=[[0]]), [state], num_actions_per_state=1).fingerprints[0]
 
-    class Opaque:
-        pass
+    class Opaque: ...
 
     row = {"prompt": "1+1=", "answer": 2, "vector": torch.ones(2, dtype=torch.bfloat16)}
     assert fingerprint(row) == fingerprint({**row, "vector": torch.ones(2, dtype=torch.bfloat16)})
@@ -464,22 +415,6 @@ def test_fingerprints_of_states_depend_on_their_contents() -> None:
     others += [torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32)]  # the same bytes
     assert len({fingerprint(state) for state in [row, *others]}) == 1 + len(others)
     assert fingerprint(Opaque()) == fingerprint(Opaque())  # nothing is known of it but its type
-
-
-# What is refused, left out, or called by name
-
-
-def test_numbers_out_of_range_are_refused_by_name(subtests: pytest.Subtests) -> None:
-    cases = [
-        ({"num_actions_per_state": 0}, "num_actions_per_state must be >= 1; got 0"),
-        ({"batch_size": 0}, "batch_size must be >= 1; got 0"),
-        ({"seed": -1}, "seed must be >= 0; got -1"),
-        ({"confidence": 0.0}, "confidence must be > 0 and < 1; got 0.0"),
-        ({"confidence": 1.0}, "confidence must be > 0 and < 1; got 1.0"),
-    ]
-    for option, message in cases:
-        with subtests.test(option=option, message=message), pytest.raises(ConfigError, match=message):
-            compare_policies(TablePolicy(STATES), TablePolicy(STATES), STATES, action_itself, **option)
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:
@@ -502,21 +437,20 @@ def test_rows_without_a_reward_can_be_left_out() -> None:
     before, after, reward_model = [[2, 1], [0, 0]], [[1, 1], [1, 1]], paying(0.0, 1.0, math.nan)
     with pytest.raises(RewardError, match="finite"):
         compared(before, after, reward_model)
-    report = compared(before, after, reward_model, reward=RewardConfig(non_finite="drop"))
+    report = compared(before, after, reward_model, **DROP)
     assert [(state.before, state.after) for state in report.states] == [(1.0, 1.0), (0.0, 1.0)]
     assert report.reward_failures_before["rows/dropped"] == 1.0
     assert report.reward_failures_after["rows/dropped"] == 0.0
     assert "rows/dropped: 1 before, 0 after" in str(report)
     assert "rewards/zeroed" not in str(report)
-    tiny = compared([[2, 0]], [[1, 1]], paying(0.0, 1e-9, math.nan), reward=RewardConfig(non_finite="drop"))
+    tiny = compared([[2, 0]], [[1, 1]], paying(0.0, 1e-9, math.nan), **DROP)
     assert tiny.states[0].outcome == "improved"  # 1e-9 is much for a state whose largest reward is 1e-9
 
 
 def test_a_state_without_any_reward_is_an_error() -> None:
     policy = scripted([[0, 1], [2, 2], [1, 1]])
-    options: dict[str, Any] = {"num_actions_per_state": 2, "reward": RewardConfig(non_finite="drop")}
     with pytest.raises(RewardError, match=r"all 2 rows of state\(s\) \[1\] were left out, .* 'down'"):
-        measured(policy, STATES, paying(0.0, 1.0, math.nan), **options)
+        measured(policy, STATES, paying(0.0, 1.0, math.nan), num_actions_per_state=2, **DROP)
 
 
 def test_the_progress_bar_counts_states_and_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -524,3 +458,102 @@ def test_the_progress_bar_counts_states_and_can_be_left_out(capsys: pytest.Captu
     assert capsys.readouterr().err == ""
     measured(TablePolicy(STATES), batch_size=2, progress=True)
     assert "3/3" in capsys.readouterr().err
+
+
+def test_a_measurement_calls_a_reward_with_a_deadline_in_another_process() -> None:
+    def process(states: Any, actions: Any) -> list[int]:
+        return [os.getpid()] * len(actions)
+
+    options: dict[str, Any] = {"reward": RewardConfig(timeout=60.0), "progress": False}
+    (measured,) = measure_policy(TablePolicy(), ["a"], process, num_actions_per_state=1, **options).rewards.unique()
+    assert measured.item() not in (os.getpid(), 0)
+
+
+# avg@k and pass@k: by hand, against all subsets of attempts, and through both measurements
+
+
+NAN = math.nan
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_pass() -> None:
+    """All C(6, k) subsets of six attempts with 0 to 6 passes."""
+    rewards = torch.tril(torch.ones(7, 6, dtype=torch.float64), diagonal=-1)
+    for k in range(1, 7):
+        subsets = list(itertools.combinations(range(6), k))
+        expected = [sum(any(row[i] for i in subset) for subset in subsets) / len(subsets) for row in rewards.tolist()]
+        assert pass_at_k(rewards, k, 1.0).tolist() == pytest.approx(expected)
+
+
+def test_attempts_without_a_reward_do_not_count() -> None:
+    """One pass of two known attempts: pass@1 is 1/2, and pass@2 is 1. No pass of three: 0."""
+    rewards = torch.tensor([[1.0, NAN, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    assert pass_at_k(rewards, 1, 1.0).tolist() == [0.5, 0.0]
+    assert pass_at_k(rewards, 2, 1.0).tolist() == [1.0, 0.0]
+    with pytest.raises(ConfigError, match=r"pass@3 needs 3 attempts at each state; a state has 2"):
+        pass_at_k(rewards, 3, 1.0)
+    with pytest.raises(ConfigError, match=r"pass_at_k: k must be >= 1"):
+        pass_at_k(rewards, 0, 1.0)
+    assert numbers_of_attempts(rewards) == [1, 2]
+
+
+def test_the_numbers_of_attempts_double_up_to_all() -> None:
+    found = [numbers_of_attempts(torch.zeros(2, size).double()) for size in (1, 2, 3, 8, 12)]
+    assert found == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8], [1, 2, 4, 8, 12]]
+
+
+def test_intervals_of_several_columns_draw_the_same_states() -> None:
+    columns = np.random.default_rng(0).normal(size=(50, 3))
+    found = bootstrap_intervals(columns, confidence=0.9, seed=4)
+    assert found == [pytest.approx(paired_interval(column, confidence=0.9, seed=4)) for column in columns.T]
+    assert bootstrap_intervals(columns[:1], confidence=0.9, seed=4) == [None] * 3
+
+
+def test_a_measurement_has_both_with_intervals() -> None:
+    """Means .25, 1 and .5. Of three states, the lowest is drawn three times in 1 of 27 resamples, more than 2.5 %."""
+    found = measured(scripted(BEFORE), num_actions_per_state=4)
+    average, two = found.average(), found.pass_at(2)
+    assert (average.value, average.interval) == (pytest.approx(7 / 12), (0.25, 1.0))
+    assert (two.value, two.interval) == (pytest.approx(7 / 9), pytest.approx((0.5, 1.0)))
+    low, high = found.average(confidence=0.5).interval
+    assert high - low < 0.5
+    with pytest.raises(ConfigError, match=r"pass@5 needs 5 attempts"):
+        found.pass_at(5)
+    with pytest.raises(ConfigError, match=r"confidence must be > 0 and < 1; got 1"):
+        found.average(confidence=1)
+
+
+def test_what_passes_must_be_said_unless_all_rewards_are_0_or_1() -> None:
+    found = measured(scripted(BEFORE), reward_model=paying(0.2, 0.8), num_actions_per_state=4)
+    with pytest.raises(ConfigError, match=r"pass_reward must say from which reward on an attempt passes"):
+        found.pass_at(1)
+    assert found.pass_at(1, pass_reward=0.8).value == pytest.approx(7 / 12)
+    assert (found.pass_at(1, pass_reward=0.81).value, found.pass_at(1, pass_reward=-1).value) == (0.0, 1.0)
+
+
+def test_a_comparison_has_both_policies_and_their_difference() -> None:
+    report = compared(BEFORE, AFTER)
+    assert (report.pass_reward, [at.k for at in report.pass_at_k]) == (1.0, [1, 2, 4])
+    two = report.pass_at_k[1]
+    assert (two.before, two.after, two.difference) == pytest.approx((7 / 9, 8 / 9, 1 / 9))
+    assert (two.difference_interval, report.avg_at_k.k) == (pytest.approx((-1 / 6, 1 / 2)), 4)
+    assert report.avg_at_k.difference_interval == report.confidence_interval
+    expected = measured(scripted(BEFORE), num_actions_per_state=4).average(confidence=0.5).interval
+    assert compared(BEFORE, AFTER, confidence=0.5).avg_at_k.before_interval == pytest.approx(expected)
+
+
+def test_rewards_on_a_scale_have_no_pass_unless_it_is_given() -> None:
+    without = compared(BEFORE, AFTER, paying(0.5, 1.0))
+    assert (without.pass_at_k, without.pass_reward) == ((), None)
+    given = compared(BEFORE, AFTER, paying(0.5, 1.0), pass_reward=0.9)
+    assert [at.before for at in given.pass_at_k] == [at.before for at in compared(BEFORE, AFTER).pass_at_k]
+    assert given.pass_reward == 0.9
+
+
+def test_dropped_rows_lower_the_largest_k() -> None:
+    """One of four actions of the first state has no reward, so three are left."""
+
+    def reward(states: list[str], actions: list[int]) -> list[float]:
+        return [NAN if row == 2 else float(action) for row, action in enumerate(actions)]
+
+    report = compared(BEFORE, AFTER, reward, **DROP)
+    assert ([at.k for at in report.pass_at_k], report.avg_at_k.k) == ([1, 2, 3], 4)

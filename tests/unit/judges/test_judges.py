@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from grpo import GRPOConfig, GRPOTrainer, PairwiseRewards, RewardConfig, WeightedRewards
-from grpo._rewarding.calls import KeptRewards, RewardCalls
+from grpo._retrying.calls import RetriedCalls
+from grpo._rewarding.calls import KeptRewards
 from grpo.errors import ConfigError, ContractError, RewardError
 from grpo.judges import JudgeReport, KnownPair, ListwiseJudge, RubricJudge, measure_judge
-from grpo.rewards import ask_for_rewards, call_in_process
+from grpo.rewards import ask_for_rewards
 from tests.support.policies import TablePolicy
 
 pytestmark = pytest.mark.usefixtures("without_type_checks")
@@ -20,30 +21,24 @@ pytestmark = pytest.mark.usefixtures("without_type_checks")
 def ask(judge: Any, actions: list[Any], group_ids: list[int], **settings: Any) -> KeptRewards:
     """As the trainer asks."""
     states = [f"state {group}" for group in group_ids]
-    calls = RewardCalls(judge, RewardConfig(**settings), in_process=call_in_process)
-    return calls(states, actions, group_ids=torch.tensor(group_ids))
+    return RetriedCalls(judge, RewardConfig(**settings))(states, actions, group_ids=torch.tensor(group_ids))
 
 
-def ranked(answer: Any, num_actions: int) -> list[float]:
-    """The rewards of a group whose judge gives this answer."""
-    return ask(ListwiseJudge(lambda state, actions: answer), ["?"] * num_actions, [0] * num_actions).values.tolist()
-
-
-def test_an_action_earns_the_share_of_the_others_that_it_beats(subtests: pytest.Subtests) -> None:
-    """With four actions: 3, 2, 1 and 0 of 3. Actions beside one another share what their places earn."""
-    cases: list[tuple[Any, list[float]]] = [
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
         ([2, 0, 1, 3], [2 / 3, 1 / 3, 1.0, 0.0]),
         ((3, 1, 2, 0), [0.0, 2 / 3, 1 / 3, 1.0]),
         (torch.tensor([0, 1, 2, 3]), [1.0, 2 / 3, 1 / 3, 0.0]),
         ([2, [0, 3], 1], [1 / 2, 0.0, 1.0, 1 / 2]),  # (1 behind + 1 beside / 2) / 3
         ([[0, 1, 2], [3]], [2 / 3, 2 / 3, 2 / 3, 0.0]),  # (1 + 2 / 2) / 3
         ([[3, 2, 1, 0]], [0.5, 0.5, 0.5, 0.5]),
-    ]
-    for answer, expected in cases:
-        with subtests.test(answer=str(answer)):
-            found = ranked(answer, 4)
-            assert found == pytest.approx(expected)
-            assert sum(found) / 4 == pytest.approx(0.5)
+    ],
+)
+def test_an_action_earns_the_share_of_the_others_that_it_beats(answer, expected) -> None:
+    """With four actions: 3, 2, 1 and 0 of 3. Actions beside one another share what their places earn."""
+    found = ask(ListwiseJudge(lambda state, actions: answer), ["?"] * 4, [0] * 4).values.tolist()
+    assert (found, sum(found) / 4) == (pytest.approx(expected), pytest.approx(0.5))
 
 
 def test_a_ranking_pays_what_all_comparisons_would_pay() -> None:
@@ -81,44 +76,38 @@ MALFORMED: list[Any] = [
 """Answers for a group of two that are no ranking."""
 
 
-def test_rubbish_for_one_group_loses_the_rows_of_this_group(
-    caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
-) -> None:
-    for answer in MALFORMED:
-        with subtests.test(answer=repr(answer)):
-            caplog.clear()
-            judge = ListwiseJudge(lambda state, actions, answer=answer: answer if state == "state 1" else [1, 0])
-            found = ask(judge, list("abcdef"), [0, 0, 1, 1, 2, 2])
-            assert found.values.tolist() == [0.0, 1.0, 0.0, 1.0]
-            assert found.kept is not None
-            assert found.kept.tolist() == [True, True, False, False, True, True]
-            assert found.metrics["judge/malformed"] == 2
-            assert found.metrics["judge/failed"] == 0
-            assert found.metrics["rows/dropped"] == 2
-            (message,) = caplog.messages
-            assert "1 of 3 answers are lost, and so are their rows, which judge/malformed counts" in message
-            assert "a ranking must have each place from 0 to 1 once, the best first; got" in message
+@pytest.mark.parametrize("answer", MALFORMED)
+def test_rubbish_for_one_group_loses_the_rows_of_this_group(caplog, answer):
+    judge = ListwiseJudge(lambda state, actions: answer if state == "state 1" else [1, 0])
+    found = ask(judge, list("abcdef"), [0, 0, 1, 1, 2, 2])
+    assert found.values.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert found.kept.tolist() == [True, True, False, False, True, True]
+    assert [found.metrics[name] for name in ("judge/malformed", "judge/failed", "rows/dropped")] == [2, 0, 2]
+    (message,) = caplog.messages
+    assert "1 of 3 answers are lost, and so are their rows, which judge/malformed counts" in message
+    assert "a ranking must have each place from 0 to 1 once, the best first; got" in message
 
 
-def test_a_judge_that_fails_for_one_group_loses_its_rows_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    def rank(state: str, actions: list[str]) -> list[int]:
-        if state == "state 1":
-            raise ConnectionError("the server is busy")
-        return [0, 1]
+def busy(state: str, actions: list[str]) -> list[int]:
+    if state == "state 1":
+        raise ConnectionError("the server is busy")
+    return [0, 1]
 
-    async def awaited(state: str, actions: list[str]) -> list[int]:
-        await asyncio.sleep(0)
-        return rank(state, actions)
 
-    for function in (rank, awaited):
-        caplog.clear()
-        judge = ListwiseJudge(function)
-        for _ in range(2):
-            found = ask(judge, list("abcd"), [0, 0, 1, 1])
-            assert found.values.tolist() == [1.0, 0.0]
-            assert (found.metrics["judge/failed"], found.metrics["judge/malformed"]) == (2, 0)
-        (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-        assert "ConnectionError: the server is busy (Logged once.)" in record.message
+async def awaited(state: str, actions: list[str]) -> list[int]:
+    await asyncio.sleep(0)
+    return busy(state, actions)
+
+
+@pytest.mark.parametrize("function", [busy, awaited])
+def test_a_judge_that_fails_for_one_group_loses_its_rows_and_says_so_once(function, caplog) -> None:
+    judge = ListwiseJudge(function)
+    for _ in range(2):
+        found = ask(judge, list("abcd"), [0, 0, 1, 1])
+        assert found.values.tolist() == [1.0, 0.0]
+        assert (found.metrics["judge/failed"], found.metrics["judge/malformed"]) == (2, 0)
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "ConnectionError: the server is busy (Logged once.)" in record.message
 
 
 def test_a_judge_that_fails_everywhere_is_a_failed_call() -> None:
@@ -139,8 +128,7 @@ def test_deadlines_end_calls_of_both_kinds() -> None:
         return [0, 1]
 
     found = ask(ListwiseJudge(slow), list("abcd"), [0, 0, 1, 1], timeout=0.3, num_retries=0, on_failure="drop")
-    assert found.values.tolist() == [1.0, 0.0]
-    assert found.metrics["rows/dropped"] == 2
+    assert (found.values.tolist(), found.metrics["rows/dropped"]) == ([1.0, 0.0], 2)
     plain = ask(ListwiseJudge(lambda state, actions: [1, 0]), list("ab"), [0, 0], timeout=60.0)
     assert plain.values.tolist() == [0.0, 1.0]
 
@@ -169,7 +157,7 @@ def test_a_rubric_is_a_weighted_mean_of_what_applies() -> None:
         {"right": 1, "clear": 0.5, "invented": False},
         {"right": True, "clear": 1.0, "invented": 0.5},
         {"right": 1, "clear": None, "invented": 0},
-        {"right": 0, "clear": 0, "invented": 1},
+        {"right": torch.tensor(False), "clear": torch.tensor(0.0), "invented": torch.tensor(1)},  # of a comparison
     )
     assert found.values.tolist() == [3.5 / 4, 3.0 / 4, 1.0, -0.5]
     assert found.components["right"].tolist() == [1.0, 1.0, 1.0, 0.0]
@@ -179,8 +167,7 @@ def test_a_rubric_is_a_weighted_mean_of_what_applies() -> None:
 
 def test_a_rubric_that_does_not_apply_gives_no_reward() -> None:
     found = scored({"right": 1, "clear": 1, "invented": 0}, {"right": None, "clear": None, "invented": 1})
-    assert found.values.tolist() == [1.0]
-    assert found.metrics["rows/dropped"] == 1
+    assert (found.values.tolist(), found.metrics["rows/dropped"]) == ([1.0], 1)
 
 
 @pytest.mark.parametrize(
@@ -195,17 +182,18 @@ def test_a_rubric_that_does_not_apply_gives_no_reward() -> None:
 )
 def test_rubbish_loses_its_row(answer: Any, words: str, caplog: pytest.LogCaptureFixture) -> None:
     found = scored({"right": 1, "clear": 1, "invented": 0}, answer)
-    assert found.values.tolist() == [1.0]
-    assert found.metrics["judge/malformed"] == 1
+    assert (found.values.tolist(), found.metrics["judge/malformed"]) == ([1.0], 1)
     with pytest.raises(RewardError, match=words):
         ask(RubricJudge(lambda state, action: answer, WEIGHTS), [0], [0], num_retries=0)
 
 
-def test_wrong_judges_are_refused(subtests: pytest.Subtests) -> None:
-    def fill(state: Any, action: Any) -> dict[str, float]:
-        return {"a": 1.0}
+def fill(state: str, action: str) -> dict[str, float]:
+    return {"right": float("right" in action), "short": 1.0}
 
-    cases: list[tuple[str, Any]] = [
+
+@pytest.mark.parametrize(
+    ("words", "make"),
+    [
         (
             r"ListwiseJudge: judge must be a function of \(state, actions\); got",
             lambda: ListwiseJudge(lambda state: [0]),
@@ -219,24 +207,28 @@ def test_wrong_judges_are_refused(subtests: pytest.Subtests) -> None:
             r"ListwiseJudge\(<lambda>\) must know which rows are a group",
             lambda: ListwiseJudge(lambda state, actions: [0, 1]).compute_rewards(["s"] * 2, ["a", "b"]),
         ),
-    ]
-    for words, make in cases:
-        with subtests.test(words=words), pytest.raises(ConfigError, match=words):
-            make()
+    ],
+)
+def test_wrong_judges_are_refused(words, make) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def by_right(state: str, actions: list[str]) -> list[int]:
+    """A right ranking of two actions."""
+    return [int("right" not in actions[0]), int("right" in actions[0])]
 
 
 PAIRS = [KnownPair(state="add", better=f"{number} right", worse=f"{number}") for number in range(10)]
 
 
-def measured(judge: Any, pairs: Any = None, **settings: Any) -> JudgeReport:
-    return measure_judge(judge, pairs or PAIRS, **settings)
+def measured(judge: Any, **settings: Any) -> JudgeReport:
+    return measure_judge(judge, PAIRS, **settings)
 
 
 def test_a_right_judge_is_right_in_both_orders() -> None:
     """Wilson's interval of 10 of 10: 10 / (10 + 1.96^2) = .7225."""
-    report = measured(
-        ListwiseJudge(lambda state, actions: [int("right" not in actions[0]), int("right" in actions[0])])
-    )
+    report = measured(ListwiseJudge(by_right))
     assert (report.accuracy, report.ties, report.flipped, report.first_preferred) == (1.0, 0.0, 0.0, 0.5)
     assert report.interval == (pytest.approx(0.7225, abs=1e-4), 1.0)
     assert report.is_informative
@@ -257,12 +249,10 @@ def test_ties_count_half_and_lost_pairs_not_at_all() -> None:
         number = int(actions[0].split()[0])
         if number < 2:
             raise ConnectionError
-        return [[0, 1]] if number < 4 else [int("right" not in actions[0]), int("right" in actions[0])]
+        return [[0, 1]] if number < 4 else by_right(state, actions)
 
     report = measured(ListwiseJudge(rank), confidence=0.9)
-    assert (report.num_pairs, report.num_lost) == (10, 2)
-    assert report.accuracy == 7 / 8
-    assert report.ties == 2 / 8
+    assert (report.num_pairs, report.num_lost, report.accuracy, report.ties) == (10, 2, 7 / 8, 2 / 8)
     assert "90% interval" in str(report)
     assert "2 pairs had no verdict" in str(report)
 
@@ -280,39 +270,37 @@ def test_a_pair_with_one_verdict_counts_by_it() -> None:
     assert report.first_preferred == 1 / 11
 
 
-def test_any_reward_can_be_measured(subtests: pytest.Subtests) -> None:
-    def has_word(states: Any, actions: Any) -> list[float]:
-        return [float("right" in action) for action in actions]
+def longer(states: Any, first: Any, second: Any) -> list[float]:
+    return [float(len(a) > len(b)) for a, b in zip(first, second, strict=True)]
 
-    def fill(state: str, action: str) -> dict[str, float]:
-        return {"right": float("right" in action), "short": 1.0}
 
-    def compare(states: Any, first: Any, second: Any) -> list[float]:
-        return [float(len(a) > len(b)) for a, b in zip(first, second, strict=True)]
-
-    for judge in (has_word, RubricJudge(fill, {"right": 1.0, "short": 0.1}), PairwiseRewards(compare)):
-        with subtests.test(judge=judge):
-            assert measured(judge).accuracy == 1.0
+@pytest.mark.parametrize(
+    "judge",
+    [
+        lambda states, actions: [float("right" in action) for action in actions],
+        RubricJudge(fill, {"right": 1.0, "short": 0.1}),
+        PairwiseRewards(longer),
+    ],
+)
+def test_any_reward_can_be_measured(judge) -> None:
+    assert measured(judge).accuracy == 1.0
 
 
 def test_wrong_pairs_are_refused() -> None:
-    with pytest.raises(ContractError, match=r"pairs must be a list of KnownPair, at least one"):
-        measure_judge(ListwiseJudge(lambda state, actions: [0, 1]), [])
-    with pytest.raises(ContractError, match=r"pairs must be a list of KnownPair"):
-        measure_judge(ListwiseJudge(lambda state, actions: [0, 1]), [("state", "better", "worse")])
+    for pairs in ([], [("state", "better", "worse")], None):
+        with pytest.raises(ContractError, match=r"pairs must be a list of KnownPair, at least one"):
+            measure_judge(ListwiseJudge(by_right), pairs)
     with pytest.raises(ConfigError, match=r"confidence must be > 0 and < 1; got 1"):
-        measured(ListwiseJudge(lambda state, actions: [0, 1]), confidence=1)
+        measured(ListwiseJudge(by_right), confidence=1)
+
+    def never(state: Any, actions: Any) -> Any:
+        raise ConnectionError
+
     with pytest.raises(ConnectionError):
-        measured(ListwiseJudge(_never))
-
-
-def _never(state: Any, actions: Any) -> Any:
-    raise ConnectionError
+        measured(ListwiseJudge(never))
 
 
 def test_a_judge_can_be_asked_without_a_trainer() -> None:
-    answer = ask_for_rewards(
-        ListwiseJudge(lambda state, actions: [1, 0]), ["s"] * 2, ["a", "b"], group_ids=torch.tensor([0, 0])
-    )
-    assert answer.values.tolist() == [0.0, 1.0]
-    assert set(answer.lost) == {"judge/failed", "judge/malformed"}
+    judge, group_ids = ListwiseJudge(lambda state, actions: [1, 0]), torch.tensor([0, 0])
+    answer = ask_for_rewards(judge, ["s"] * 2, ["a", "b"], group_ids=group_ids)
+    assert (answer.values.tolist(), set(answer.lost)) == ([0.0, 1.0], {"judge/failed", "judge/malformed"})

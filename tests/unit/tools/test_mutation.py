@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutation import listed_as_equivalent, mirror_of, mutants_of, stages_of
+from tools.mutation import failure_of, listed_as_equivalent, mirror_of, mutants_of, stages_of
 
 CHANGES = {
     "a + b": ["a - b"],
@@ -99,3 +99,17 @@ def test_the_listed_mutants_are_still_in_the_source() -> None:
     }
     assert set(listed) <= today
     assert all(reason.endswith(".") for reason in listed.values())
+
+
+def test_files_with_slow_tests_only_notice_nothing_and_a_failing_or_broken_file_is_returned(tmp_path: Path) -> None:
+    texts = {
+        "slow": "import pytest\n@pytest.mark.slow\ndef test_it(): assert False",
+        "right": "def test_it(): assert True",
+        "wrong": "def test_it(): assert not 'so'",
+        "broken": "import no_such_module",
+    }
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    for name, text in texts.items():
+        (tmp_path / f"test_{name}.py").write_text(text)
+    slow, right, wrong, broken = (failure_of(tmp_path, [f"test_{name}.py"], 60) for name in texts)
+    assert (slow, right, "not 'so'" in str(wrong), "no_such_module" in str(broken)) == (None, None, True, True)

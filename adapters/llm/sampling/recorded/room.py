@@ -176,17 +176,12 @@ class Room:
             part.copy_(value)
 
 
-class Recorded:
-    """A step that a GPU records when it is made, and replays. Elsewhere it runs."""
-
-    def __init__(self, step: Callable[[], None], room: Room) -> None:
-        self._step = step
-        if room.column.device.type == "cuda":
-            with torch.cuda.device(room.column.device):
-                self._step = _captured(step, room)
-
-    def __call__(self) -> None:
-        self._step()
+def recorded_step(step: Callable[[], None], room: Room) -> Callable[[], None]:
+    """The step as a GPU records and replays it. Elsewhere the step itself."""
+    if room.column.device.type != "cuda":
+        return step
+    with torch.cuda.device(room.column.device):
+        return _captured(step, room)
 
 
 def _captured(step: Callable[[], None], room: Room) -> Callable[[], None]:

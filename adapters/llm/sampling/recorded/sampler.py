@@ -5,7 +5,7 @@ once, in views of the same memory. The step draws as `DecodingSampler` does, so 
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from adapters.llm.sampling.sampling_config import SamplingConfig
 from adapters.llm.sampling.token_draw import TokenDraw
 
 from .model import FusedNorms, NarrowWeights, dependencies, fixed_experts, obstacle, without_cached_casts
-from .room import HostReads, NotRecordable, Recorded, Room
+from .room import HostReads, NotRecordable, Room, recorded_step
 
 COLUMNS = 128
 """Number of columns by which a step grows. From 1,024 columns on, it grows by twice as many, from 2,048 on by four times ..."""
@@ -204,12 +204,12 @@ class RecordedSampler(DecodingSampler):
                     room.recordings[size] = self._recorded(room, *size)
                 room.recordings[size]()
 
-    def _recorded(self, room: Room, num_rows: int, num_columns: int) -> Recorded:
+    def _recorded(self, room: Room, num_rows: int, num_columns: int) -> Callable[[], None]:
         step = room.step_of(num_rows, num_columns)
         if not room.recordings:  # other sizes run the same operations
             with room.unchanged(), HostReads():
                 step()
-        return Recorded(step, room)
+        return recorded_step(step, room)
 
     def _rounded(self, num_rows: int) -> int:
         """The number of rows of the first step: a power of two, and at most `max_rows`."""

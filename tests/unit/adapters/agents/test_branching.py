@@ -1,32 +1,24 @@
 """Groups that branch: what is sampled and forwarded once, which rows result, and which advantages their tokens get."""
 
 import asyncio
-import itertools
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from adapters.agents import AgentPolicy, Branching, Conversation, EnvironmentReward, rollouts
-from adapters.llm import SampledTokens
-from grpo import AdvantageConfig, AdvantageEstimator, GRPOConfig, GRPOTrainer, RewardConfig
+from grpo import AdvantageConfig, AdvantageEstimator, GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError, ContractError
 from grpo.types import ExperienceBatch
-from tests.support.agents import (
-    FORGETFUL,
-    Echo,
-    Scripted,
-    Tools,
-    chat_tokenizer,
-    language_model,
-    says_call,
-    scores_one_by_one,
-)
+from tests.support.agent_parts import before_each_batch, changed, model_with, rows_of
+from tests.support.agents import CHATML, FORGETFUL, Echo, Scripted, Tools, language_model, says_call, scores_one_by_one
 from tests.support.llm_models import FLOAT32_GRADIENT, forward_shapes, gradients, relative_difference
 
 BINARY = Branching(at=(1, 2), width=(2, 2))
@@ -48,14 +40,25 @@ class Forkable(Echo):
         return f"I heard {'|'.join(self.said)}", *rest, info
 
 
-def rows_of(sampled: Any) -> list[Conversation]:
-    return [row for group in sampled.actions for row in group]
-
-
 def branched(policy: Any, make: Any = Forkable, *, states: Any = ("you", "me"), size: int = 4, **options: Any) -> Any:
     torch.manual_seed(0)
     agent = AgentPolicy(policy, make, **{"branch": BINARY} | options)
     return agent, agent.sample_actions(list(states), size)
+
+
+def said_in(row: Conversation) -> str:
+    """The first letter of each turn."""
+    return "".join(message["content"][0] for message in row.messages if message["role"] == "assistant")
+
+
+def ending(turns: int) -> Any:
+    """An environment that ends after this number of turns, or at a message with an x."""
+
+    def step(self: Any, action: Any) -> Any:
+        observation, reward, _, truncated, info = Forkable.step(self, action)
+        return observation, reward, "x" in action["content"] or self.count == turns, truncated, info
+
+    return changed(Forkable, step=step)
 
 
 @cache
@@ -66,64 +69,46 @@ def script() -> Scripted:
 def scripted(turns: Any, make: Any = Forkable, *, size: int = 2, **options: Any) -> Any:
     """Rows of one group. One conversation is held at a time, to its end. The branches of the first fork come first."""
     script().turns = list(turns)
-    _, sampled = branched(
-        script().policy, make, states=["you"], size=size, **{"branch": ONCE, "concurrency": 1} | options
-    )
-    return rows_of(sampled), sampled.metrics
+    options = {"branch": ONCE, "concurrency": 1} | options
+    _, sampled = branched(script().policy, make, states=["you"], size=size, **options)
+    return rows_of(sampled.actions), sampled.metrics
 
 
 # Conversations
 
 
 def test_branches_share_what_comes_before_the_fork_and_nothing_after() -> None:
-    rows, metrics = scripted(list("abcdefg"), size=4, branch=BINARY)
+    """Two branches after the first turn, and three after the second."""
+    rows, metrics = scripted(list("abcdefghi"), size=6, branch=Branching(at=(1, 2), width=(2, 3)))
     heard = [[m["content"] for m in row.messages if m["role"] == "user"] for row in rows]
     assert heard == [
         ["Hello you", "I heard a", f"I heard a|{second}", f"I heard a|{second}|{third}"]
-        for second, third in ("bc", "bf", "de", "dg")
+        for second, third in ("bc", "bf", "bg", "de", "dh", "di")
     ]
-    assert [row.rewards for row in rows] == [(1.0, 2.0, 3.0)] * 4
-    assert [[turn.state_key for turn in row.turns] for row in rows] == [
-        ["()", "(1, 0)", "(2, 0)"],
-        ["()", "(1, 0)", "(2, 0)"],
-        ["()", "(1, 0)", "(2, 2)"],
-        ["()", "(1, 0)", "(2, 2)"],
-    ]
+    assert [row.rewards for row in rows] == [(1.0, 2.0, 3.0)] * 6
+    keys = [[turn.state_key for turn in row.turns] for row in rows]
+    assert keys == [["()", "(1, 0)", "(2, 0)"]] * 3 + [["()", "(1, 0)", "(2, 3)"]] * 3
     assert not any(turn.continues for row in rows for turn in row.turns)
     assert {row.ended_by for row in rows} == {"environment"}
-    # 1 + 2 + 4 turns of a letter and an end
-    assert (metrics["agents/turns"], metrics["agents/tokens"], metrics["agents/ended_by_environment"]) == (7, 14, 4)
-
-
-def test_forks_may_have_different_widths() -> None:
-    rows, metrics = scripted(list("abcdefghi"), size=6, branch=Branching(at=(1, 2), width=(2, 3)))
-    assert [row.turns[2].state_key for row in rows] == ["(2, 0)"] * 3 + ["(2, 3)"] * 3
-    assert metrics["agents/turns"] == 1 + 2 + 6
+    # 1 + 2 + 6 turns of a letter and an end
+    assert (metrics["agents/turns"], metrics["agents/tokens"], metrics["agents/ended_by_environment"]) == (9, 18, 6)
 
 
 def test_a_conversation_that_ends_before_a_fork_stands_for_all_its_rows(subtests: pytest.Subtests) -> None:
-    class Ends(Forkable):
-        def step(self, action: Any) -> Any:
-            observation, reward, _, truncated, info = super().step(action)
-            return observation, reward, "x" in action["content"] or self.count == 3, truncated, info
-
     for turns, expected, num_turns in (
         ("x", ["x", "x", "x", "x"], 1),
         ("axbcd", ["ax", "ax", "abc", "abd"], 5),
         ("abcxd", ["abc", "abd", "ax", "ax"], 5),
     ):
         with subtests.test(turns=turns):
-            rows, metrics = scripted(list(turns), Ends, size=4, branch=BINARY)
-            said = ["".join(m["content"] for m in row.messages if m["role"] == "assistant") for row in rows]
-            assert said == expected
-            assert metrics["agents/turns"] == num_turns
-            assert metrics["agents/ended_by_environment"] == 4
+            rows, metrics = scripted(list(turns), ending(3), size=4, branch=BINARY)
+            assert list(map(said_in, rows)) == expected
+            assert (metrics["agents/turns"], metrics["agents/ended_by_environment"]) == (num_turns, 4)
             policy = script().policy
-            scores = AgentPolicy(policy, Ends).score_actions([None] * 4, rows)
+            scores = AgentPolicy(policy, Forkable).score_actions([None] * 4, rows)
             for row, log_probs in zip(rows, scores.log_probs, strict=True):
-                torch.testing.assert_close(
-                    log_probs[: len(row)], scores_one_by_one(policy.model, row), atol=1e-5, rtol=0
-                )
+                expected_log_probs = scores_one_by_one(policy.model, row)
+                torch.testing.assert_close(log_probs[: len(row)], expected_log_probs, atol=1e-5, rtol=0)
 
 
 def test_conversations_fork_between_tool_calls_and_with_async_environments() -> None:
@@ -136,12 +121,10 @@ def test_conversations_fork_between_tool_calls_and_with_async_environments() -> 
             await asyncio.sleep(0)
             self.said = state
 
-    call = says_call()
+    call, called = says_call(), ["assistant", "tool"]
     rows, metrics = scripted([call, "a", call, "b"], Caller)
-    assert [[m["role"] for m in row.messages] for row in rows] == [
-        ["user", "assistant", "tool", "assistant", "user"],
-        ["user", "assistant", "tool", "assistant", "tool", "assistant", "user"],
-    ]
+    roles = [[m["role"] for m in row.messages] for row in rows]
+    assert roles == [["user", *called * times, "assistant", "user"] for times in (1, 2)]
     assert [row.rewards for row in rows] == [(0.0, 1.0), (0.0, 0.0, 1.0)]
     assert all(len(row.segments) == 1 for row in rows)
     assert metrics["agents/failed_calls"] == 0
@@ -151,8 +134,7 @@ def test_conversations_fork_between_tool_calls_and_with_async_environments() -> 
 
 def test_single_conversations_do_not_branch() -> None:
     agent = AgentPolicy(language_model(max_new_tokens=20), Echo, branch=BINARY)  # no snapshot() is needed
-    (conversations,) = agent.generate_actions(["you"], 3)
-    assert [row.turns[0].state_key for row in conversations] == [None] * 3
+    assert [row.turns[0].state_key for row in agent.generate_actions(["you"], 3)[0]] == [None] * 3
     trainer = GRPOTrainer(config=GRPOConfig(group_size=4), policy=agent, reward_model=EnvironmentReward())
     assert "eval/avg_reward" in trainer.evaluate(["you", "me"], num_actions_per_state=1)
 
@@ -162,27 +144,19 @@ def test_concurrency_changes_no_token() -> None:
     found = []
     for concurrency in (1, 3, 64):
         _, sampled = branched(policy, size=4, concurrency=concurrency)
-        found.append([([s.token_ids for s in row.segments], row.turns, row.messages) for row in rows_of(sampled)])
+        rows = rows_of(sampled.actions)
+        found.append([([s.token_ids for s in row.segments], row.turns, row.messages) for row in rows])
     assert found[0] == found[1] == found[2]
     assert len({str(tokens) for tokens, *_ in found[0]}) > 5
 
 
-def test_each_branch_has_random_numbers_of_its_own() -> None:
+def test_each_branch_has_random_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """After equal turns, branches of different trees do not sample the same tokens."""
-    asked: list[tuple[tuple[int, ...], int]] = []
-    real = script().policy.sample_tokens
-
-    class Listening:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(script().policy, name)
-
-        def sample_tokens(self, prompts: Any, *, seeds: Any, **options: Any) -> Any:
-            asked.extend(zip(map(tuple, prompts), seeds, strict=True))
-            return real(prompts, seeds=seeds, **options)
-
-    script().turns = list("aaaaaaaaaaaaaaaa")
-    branched(Listening(), states=["you"], size=8)
-    assert len({seed for _, seed in asked}) == len(asked) == 14
+    asked = Mock(wraps=script().policy.sample_tokens)
+    monkeypatch.setattr(script().policy, "sample_tokens", asked)
+    scripted("a" * 14, size=8, branch=BINARY)
+    seeds = [seed for call in asked.call_args_list for seed in call.kwargs["seeds"]]
+    assert len(set(seeds)) == len(seeds) == 14
 
 
 def test_the_number_of_open_environments_is_bounded() -> None:
@@ -204,28 +178,6 @@ def test_the_number_of_open_environments_is_bounded() -> None:
 # Failures
 
 
-class Failing(Forkable):
-    """Fails at a message, in a method."""
-
-    method, word = "step", "x"
-
-    def step(self, action: Any) -> Any:
-        self.fail("step", action["content"])
-        return super().step(action)
-
-    def snapshot(self) -> Any:
-        self.fail("snapshot", self.said[-1])
-        return super().snapshot()
-
-    def restore(self, state: Any) -> None:
-        self.fail("restore", self.word)
-        super().restore(state)
-
-    def fail(self, method: str, word: str) -> None:
-        if method == self.method and word == self.word:
-            raise KeyError("lost")
-
-
 @pytest.mark.parametrize(
     ("method", "turns", "lost"),
     [
@@ -237,8 +189,12 @@ class Failing(Forkable):
     ],
 )
 def test_a_failure_loses_the_rows_below_it(method: str, turns: str, lost: list[bool]) -> None:
-    make = type("Failing", (Failing,), {"method": method})
-    rows, metrics = scripted(list(turns), make)
+    def fails(self: Any, *given: Any) -> Any:
+        if method == "restore" or "x" in (given[0]["content"] if given else self.said):
+            raise KeyError("lost")
+        return getattr(Forkable, method)(self, *given)
+
+    rows, metrics = scripted(list(turns), changed(Forkable, **{method: fails}))
     assert [row.reward != row.reward for row in rows] == lost
     assert [row.ended_by == "error" for row in rows] == lost
     assert metrics["agents/ended_by_error"] == sum(lost)
@@ -248,11 +204,8 @@ def test_a_hanging_branch_loses_its_row_only(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(rollouts, "GRACE_SECONDS", 0.05)
     release = threading.Event()
 
-    class Hangs(Forkable):
-        def restore(self, state: Any) -> None:
-            release.wait(20)
-
-    rows, metrics = scripted(list("abc"), Hangs, timeout=0.2)
+    hangs = changed(Forkable, restore=lambda self, state: release.wait(20))
+    rows, metrics = scripted(list("abc"), hangs, timeout=0.2)
     release.set()
     assert [row.ended_by for row in rows] == ["environment", "timeout"]
     assert [len(row.turns) for row in rows] == [3, 1]
@@ -261,45 +214,26 @@ def test_a_hanging_branch_loses_its_row_only(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_branch_that_waits_for_its_turn_has_not_timed_out() -> None:
     """One conversation at a time: the second branch begins after more than the timeout."""
-    script = Scripted(list("abcde"), max_new_tokens=100)
-    real = script.policy.sample_tokens
-
-    def slow(*args: Any, **options: Any) -> Any:
-        threading.Event().wait(0.15)
-        return real(*args, **options)
-
-    script.policy.sample_tokens = slow
-    _, sampled = branched(script.policy, states=["you"], size=2, branch=ONCE, concurrency=1, timeout=0.2)
-    assert [row.ended_by for row in rows_of(sampled)] == ["environment"] * 2
+    policy = Scripted(list("abcde"), max_new_tokens=100).policy
+    before_each_batch(policy, lambda prompts: time.sleep(0.15))
+    _, sampled = branched(policy, states=["you"], size=2, branch=ONCE, concurrency=1, timeout=0.2)
+    assert [row.ended_by for row in rows_of(sampled.actions)] == ["environment"] * 2
 
 
 def test_an_error_of_a_branch_ends_the_run_at_once() -> None:
-    class Wrong(Forkable):
-        def step(self, action: Any) -> Any:
-            return "wrong" if action["content"] == "x" else super().step(action)
-
-    with pytest.raises(ContractError, match=r"Wrong.step must return"):
-        scripted(["a", "b", "c", "x"], Wrong)
+    wrong = changed(Forkable, step=lambda self, said: "x" if said["content"] == "x" else Forkable.step(self, said))
+    with pytest.raises(ContractError, match=r"Changed.step must return"):
+        scripted(["a", "b", "c", "x"], wrong)
 
 
-class NoRestore(Echo):
-    def snapshot(self) -> Any:
-        return None
-
-
-class Uncopied(Forkable):
-    def snapshot(self) -> Any:
-        return threading.Lock()
+NO_RESTORE = changed(Echo, snapshot=lambda self: None)
+UNCOPIED = changed(Forkable, snapshot=lambda self: threading.Lock())
 
 
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [
-        (
-            lambda: Branching(at=(), width=()),
-            ConfigError,
-            r"ascending integers of at least 1.*got at=\(\) and width=\(\)",
-        ),
+        (lambda: Branching(at=(), width=()), ConfigError, r"ascending integers of at least 1.*at=\(\) and width=\(\)"),
         (lambda: Branching(at=(2, 2), width=(2, 2)), ConfigError, r"got at=\(2, 2\)"),
         (lambda: Branching(at=(0,), width=(2,)), ConfigError, r"got at=\(0,\)"),
         (lambda: Branching(at=(1,), width=(1,)), ConfigError, r"width=\(1,\)"),
@@ -309,13 +243,9 @@ class Uncopied(Forkable):
         (lambda: made(branch=2), ConfigError, r"branch must be a Branching; got int 2"),
         (lambda: made(max_turns=2), ConfigError, r"branch.at must be below max_turns=2.*got \(1, 2\)"),
         (lambda: made(make=play), ConfigError, r"branch needs environments.*got an agent program"),
-        (
-            lambda: branched(script().policy, size=6),
-            ConfigError,
-            r"must be a multiple of 4.*width=\(2, 2\); got 6. Use 8",
-        ),
-        (lambda: scripted(["a"], NoRestore), ContractError, r"snapshot\(\) and restore\(state\); NoRestore lacks one"),
-        (lambda: scripted(["a"], Uncopied), ContractError, r"Uncopied.snapshot must return a value that copy.deepcopy"),
+        (lambda: branched(script().policy, size=6), ConfigError, r"a multiple of 4.*width=\(2, 2\); got 6. Use 8"),
+        (lambda: scripted("a", NO_RESTORE), ContractError, r"snapshot\(\) and restore\(state\); Changed lacks one"),
+        (lambda: scripted("a", UNCOPIED), ContractError, r"Changed.snapshot must return a value that copy.deepcopy"),
     ],
 )
 def test_what_cannot_branch_is_refused(act: Callable[[], Any], error: type[Exception], message: str) -> None:
@@ -334,14 +264,13 @@ def made(make: Any = Forkable, **options: Any) -> Any:
 # Scores
 
 
-@pytest.mark.parametrize("template", [None, FORGETFUL], ids=["appends", "rewrites"])
-def test_the_gradient_is_the_sum_over_rows_and_contexts_one_by_one(template: str | None) -> None:
-    tokenizer = chat_tokenizer(template) if template else None
-    policy = language_model(tokenizer=tokenizer, max_new_tokens=40)
+@pytest.mark.parametrize("template", [CHATML, FORGETFUL], ids=["appends", "rewrites"])
+def test_the_gradient_is_the_sum_over_rows_and_contexts_one_by_one(template: str) -> None:
+    policy = model_with(template, max_new_tokens=40)
     agent, sampled = branched(policy, size=4)
-    rows = rows_of(sampled)
+    rows = rows_of(sampled.actions)
     assert max(len(row.turns) for row in rows) == 3
-    assert max(len(row.segments) for row in rows) > 1 or template is None
+    assert max(len(row.segments) for row in rows) > 1 or template == CHATML
     weights = torch.randn(sampled.mask.shape)
     scores = agent.score_actions([None] * 8, rows)
     torch.testing.assert_close(scores.log_probs, sampled.behaviour_log_probs, atol=1e-5, rtol=0)
@@ -353,7 +282,7 @@ def test_the_gradient_is_the_sum_over_rows_and_contexts_one_by_one(template: str
         expected = {name: slope + expected.get(name, 0) for name, slope in slopes.items()}
     assert relative_difference(whole, expected) < FLOAT32_GRADIENT
     # split into passes and micro-batches
-    narrow = language_model(tokenizer=tokenizer, max_new_tokens=40, max_tokens_per_forward=100)
+    narrow = model_with(template, max_new_tokens=40, max_tokens_per_forward=100)
     agent = AgentPolicy(narrow, Forkable, branch=BINARY)
     parts = agent.plan_micro_batches([None] * 8, rows)
     assert len(parts) > 2
@@ -394,13 +323,11 @@ def test_no_history_is_computed_again_when_a_conversation_forks(monkeypatch: pyt
     policy = language_model()
     real = policy.sample_tokens
 
-    def one_token_each(prompts: Any, **options: Any) -> Any:
-        return real(prompts, **options | {"end_token_ids": range(len(policy.tokenizer))})
-
-    policy.sample_tokens = one_token_each
+    every_token = {"end_token_ids": range(len(policy.tokenizer))}  # ends a turn
+    policy.sample_tokens = lambda prompts, **options: real(prompts, **options | every_token)
     shapes = forward_shapes(policy.model)
     _, sampled = branched(policy, states=["you"], size=4)
-    rows = rows_of(sampled)
+    rows = rows_of(sampled.actions)
     assert sampled.metrics["agents/turns"] == 7
     forks, whole = rows[0].segments[0].forks, len(rows[0].segments[0].token_ids)
     edges = [(1, forks[0]), (2, forks[1] - forks[0]), (4, whole - forks[1])]
@@ -411,15 +338,6 @@ def test_no_history_is_computed_again_when_a_conversation_forks(monkeypatch: pyt
 # Credit
 
 
-def batch_of(rows: list[Conversation], rewards: Any = None) -> ExperienceBatch:
-    agent = AgentPolicy(script().policy, Forkable)
-    scores = agent.score_actions([None] * len(rows), rows)
-    rewards = EnvironmentReward().compute_rewards([], rows) if rewards is None else torch.tensor(rewards)
-    keys = agent.state_keys([None] * len(rows), rows)
-    given = {"rewards": rewards, "group_ids": torch.zeros(len(rows), dtype=torch.int64), "state_keys": keys}
-    return ExperienceBatch.from_rows([0] * len(rows), rows, **given, mask=scores.mask)
-
-
 def test_gigpo_weighs_each_edge_by_its_leaves_and_compares_it_with_its_siblings() -> None:
     """Two roots with the branches (2, 2), turns of different lengths, and two turns after the last fork. The rewards of the
     first: 8 4 | 2 2, of the second, whose first branch ended early: 3 3 | 0 2. V(group) = 24 / 8 = 3; V after the roots' edges:
@@ -427,23 +345,17 @@ def test_gigpo_weighs_each_edge_by_its_leaves_and_compares_it_with_its_siblings(
 
     Leaves x (V(child) - V(parent)): roots 4 x (4 - 3) = 4 and 4 x (2 - 3) = -4; branches 2 x (6 - 4) = 4, 2 x (2 - 4) = -4,
     2 x (3 - 2) = 2, 2 x (1 - 2) = -2; leaves 8 - 6 = 2, -2, 0, 0, 0 - 1 = -1, 1. The early end has no leaves of its own."""
-
-    class Ends(Forkable):
-        def step(self, action: Any) -> Any:
-            observation, reward, _, truncated, info = super().step(action)
-            return observation, reward, "x" in action["content"] or self.count == 4, truncated, info
-
-    policy = Scripted([], max_new_tokens=100).policy
     turns = {(): iter("ah"), ("a",): iter("be"), ("a", "b"): iter("cd"), ("a", "e"): iter("fg")}
     turns |= {("h",): iter("xi"), ("h", "i"): iter("jk")}
-    rows = tree_of(policy, turns, Ends)
-    said = ["".join(m["content"][0] for m in row.messages if m["role"] == "assistant") for row in rows]
+    rows = tree_of(turns)
+    said = list(map(said_in, rows))
     assert said == ["abcz", "abdz", "aefz", "aegz", "hx", "hx", "hijz", "hikz"]
-    assert [[turn.continues for turn in row.turns] for row in rows[3:5]] == [
-        [False, False, False, True],
-        [False, False],
-    ]
-    batch = batch_of(rows, [8.0, 4.0, 2.0, 2.0, 3.0, 3.0, 0.0, 2.0])
+    assert [[turn.continues for turn in row.turns] for row in rows[3:5]] == [[False] * 3 + [True], [False] * 2]
+    agent = AgentPolicy(script().policy, Forkable)
+    mask, keys = agent.score_actions([None] * 8, rows).mask, agent.state_keys([None] * 8, rows)
+    rewards, group_ids = torch.tensor([8.0, 4.0, 2.0, 2.0, 3.0, 3.0, 0.0, 2.0]), torch.zeros(8, dtype=torch.int64)
+    given = {"rewards": rewards, "group_ids": group_ids, "state_keys": keys, "mask": mask}
+    batch = ExperienceBatch.from_rows([0] * 8, rows, **given)
     both = AdvantageEstimator(AdvantageConfig(credit="gigpo"))(batch)
     between = AdvantageEstimator(AdvantageConfig(credit="row"))(batch)[:, None].expand(batch.mask.shape)
 
@@ -466,53 +378,15 @@ def test_gigpo_weighs_each_edge_by_its_leaves_and_compares_it_with_its_siblings(
     assert of_turns(between) == outer | {f"{edge}z": outer[edge] for edge in edges if len(edge) == 3}
 
 
-def tree_of(policy: Any, turns: dict[Any, Any], make: Any) -> list[Conversation]:
+def tree_of(turns: dict[Any, Any]) -> list[Conversation]:
     """Two trees of four rows, in which a turn depends on what was said before, and on how often it was asked for."""
-    tokenizer = policy.tokenizer
-    sampler = policy._sampler
 
-    def sample(prompts: Any, num_per_prompt: int, config: Any, **options: Any) -> Any:
-        rows = []
-        for prompt in prompts:
-            said = tuple(tokenizer.decode(prompt).split("assistant\n")[1:-1])
-            letter = next(turns.get(tuple(part[0] for part in said), iter("z")))
-            text = letter * (1 + ord(letter) % 5)
-            rows.append([*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id])
-        return SampledTokens(
-            token_ids=rows, finish_reasons=["end"] * len(rows), behaviour_log_probs=[[-1.0] * len(row) for row in rows]
-        )
+    def turn(text: str) -> str:
+        letter = next(turns.get(tuple(said[0] for said in text.split("assistant\n")[1:-1]), iter("z")))
+        return letter * (1 + ord(letter) % 5)
 
-    sampler.sample = sample
-    _, sampled = branched(policy, make, states=["you"], size=8, concurrency=1)
-    return rows_of(sampled)
-
-
-def test_early_ends_leave_the_gradient_unbiased() -> None:
-    """All outcomes, weighted by their probabilities. The root says x with probability p, which ends the conversation with the
-    reward 5, or a, and then two branches say y (reward 1) or z (reward 3) with probabilities q and 1 - q.
-
-    E[R] = 5 p + (1 - p) (q + 3 (1 - q));  dE/dp = 5 - q - 3 (1 - q);  dE/dq = -2 (1 - p)
-    """
-
-    class Ends(Forkable):
-        def step(self, action: Any) -> Any:
-            word = action["content"]
-            return "", {"x": 5.0, "a": 0.0, "y": 1.0, "z": 3.0}[word], word != "a", False, {}
-
-    p, q = 0.4, 0.3
-    prob = {"x": p, "a": 1 - p, "y": q, "z": 1 - q}
-    slope_p = {"x": 1 / p, "a": -1 / (1 - p), "y": 0.0, "z": 0.0}
-    slope_q = {"x": 0.0, "a": 0.0, "y": 1 / q, "z": -1 / (1 - q)}
-    found = torch.zeros(3, dtype=torch.float64)
-    for script in (["x"], *(["a", *branches] for branches in itertools.product("yz", repeat=2))):
-        rows, _ = scripted(script, Ends)
-        for row in rows:
-            words = [m["content"] for m in row.messages if m["role"] == "assistant"]
-            slopes = [1.0, *(sum(slope[word] for word in words) for slope in (slope_p, slope_q))]
-            weight = torch.tensor([prob[word] for word in script], dtype=torch.float64).prod() / len(rows)
-            found += weight * row.reward * torch.tensor(slopes, dtype=torch.float64)
-    expected = [5 * p + (1 - p) * (q + 3 * (1 - q)), 5 - q - 3 * (1 - q), -2 * (1 - p)]
-    assert found.tolist() == pytest.approx(expected)
+    policy = Scripted(turn, max_new_tokens=100).policy
+    return rows_of(branched(policy, ending(4), states=["you"], size=8, concurrency=1)[1].actions)
 
 
 @pytest.mark.parametrize(
@@ -520,13 +394,11 @@ def test_early_ends_leave_the_gradient_unbiased() -> None:
     ["gigpo", "return_to_go", *(pytest.param(c, marks=pytest.mark.slow) for c in ("row", "process_supervision"))],
 )
 def test_the_core_trains_on_trees(credit: Any) -> None:
-    policy = language_model(max_new_tokens=20, tokenizer=chat_tokenizer(FORGETFUL))
-    agent = AgentPolicy(policy, Forkable, max_turns=3, branch=ONCE)
+    agent = AgentPolicy(model_with(FORGETFUL, max_new_tokens=20), Forkable, max_turns=3, branch=ONCE)
     before = {name: weight.clone() for name, weight in agent.get_parameters().items()}
+    advantage = AdvantageConfig(credit=credit)
     reward = EnvironmentReward(per_turn=credit in ("return_to_go", "process_supervision"))
-    config = GRPOConfig(
-        group_size=4, seed=0, advantage=AdvantageConfig(credit=credit), num_epochs_per_update=2, micro_batch_size=3
-    )
+    config = GRPOConfig(group_size=4, seed=0, advantage=advantage, num_epochs_per_update=2, micro_batch_size=3)
     trainer = GRPOTrainer(config=config, policy=agent, reward_model=reward)
     batch = trainer.collect(["you", "me"])
     assert (batch.state_keys is not None) == (credit == "gigpo")
@@ -542,15 +414,6 @@ def test_the_best_of_k_rows_needs_independent_rows() -> None:
     GRPOTrainer(config=config, policy=alone, reward_model=EnvironmentReward())
     with pytest.raises(ConfigError, match=r"'max_at_k' needs .* independently; AgentPolicy.has_dependent_rows is True"):
         GRPOTrainer(config=config, policy=trees, reward_model=EnvironmentReward())
-
-
-def test_rows_of_a_failed_trunk_are_dropped_together() -> None:
-    make = type("Failing", (Failing,), {"word": "x"})
-    policy = Scripted(["x", "a", "b", "c", "d", "e"], max_new_tokens=100).policy
-    agent = AgentPolicy(policy, make, branch=ONCE, concurrency=1)
-    config = GRPOConfig(group_size=4, seed=0, reward=RewardConfig(non_finite="drop"))
-    metrics = GRPOTrainer(config=config, policy=agent, reward_model=EnvironmentReward()).step(["you"])
-    assert metrics["rows/dropped"] == 2
 
 
 def test_states_of_rows_can_be_saved() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import gymnasium
 import numpy as np
@@ -20,62 +21,38 @@ from adapters.agents.bridges.reasoning_gym import ReasoningGym
 from adapters.agents.bridges.seeded import Seeded
 from adapters.agents.bridges.textarena import TextArena
 from grpo.errors import ConfigError
+from tests.support.agent_parts import calls_tools, changed, rows_of, tool_call
 from tests.support.agents import Scripted, says_call
 
 SOLO = [
-    *("2048-v0-ultra-easy", "Bandit-v0", "Blackjack-v0", "Crosswords-v0", "FifteenPuzzle-v0", "FrozenLake-v0"),
-    *("GuessTheNumber-v0", "LightsOut-v0", "LogicPuzzle-v0", "Mastermind-v0", "Minesweeper-v0", "PegJump-v0"),
-    *("QuantumTicTacToe-v0", "Secretary-v0", "Set-v0", "SpiteAndMalice-v0", "Sudoku-v0-very-easy", "TowerOfHanoi-v0"),
-]
+    "2048-v0-ultra-easy", "Bandit-v0", "Blackjack-v0", "Crosswords-v0", "FifteenPuzzle-v0", "FrozenLake-v0",
+    "GuessTheNumber-v0", "LightsOut-v0", "LogicPuzzle-v0", "Mastermind-v0", "Minesweeper-v0", "PegJump-v0",
+    "QuantumTicTacToe-v0", "Secretary-v0", "Set-v0", "SpiteAndMalice-v0", "Sudoku-v0-very-easy", "TowerOfHanoi-v0",
+]  # fmt: skip
 SLOW_SOLO = ["RushHour-v0", "Sokoban-v0"]
 FOR_TWO = [
-    *(
-        "Alquerque-v0",
-        "Battleship-v0",
-        "Breakthrough-v0-tiny",
-        "Briscola-v0",
-        "Chopsticks-v0",
-        "ColonelBlotto-v0-small",
-    ),
-    *("ConnectFour-v0", "Crusade-v0", "GameOfPureStrategy-v0", "GermanWhist-v0", "Golf-v0", "HighSociety-v0"),
-    *(
-        "IndianPoker-v0-short",
-        "IteratedMatchingPennies-v0",
-        "IteratedPrisonersDilemma-v0",
-        "IteratedRockPaperScissors-v0",
-    ),
-    *(
-        "IteratedTwoThirdsAverage-v0",
-        "IteratedUltimatumGame-v0",
-        "KuhnPoker-v0",
-        "LiarsDice-v0-small",
-        "LinesOfAction-v0",
-    ),
-    *("MemoryGame-v0", "NewRecruit-v0", "Nim-v0", "Othello-v0-tiny", "PigDice-v0", "PublicGoodsGame-v0"),
-    *("SimpleBlindAuction-v0-quick", "SimpleNegotiation-v0-short", "SimpleTak-v0", "Snake-v0", "Stratego-v0"),
-    *("Surround-v0", "Tak-v0", "TicTacToe-v0", "TruthAndDeception-v0", "TwoDollar-v0", "UltimateTicTacToe-v0"),
-    "WildTicTacToe-v0",
-]
+    "Alquerque-v0", "Battleship-v0", "Breakthrough-v0-tiny", "Briscola-v0", "Chopsticks-v0", "ColonelBlotto-v0-small",
+    "ConnectFour-v0", "Crusade-v0", "GameOfPureStrategy-v0", "GermanWhist-v0", "Golf-v0", "HighSociety-v0",
+    "IndianPoker-v0-short", "IteratedMatchingPennies-v0", "IteratedPrisonersDilemma-v0", "IteratedRockPaperScissors-v0",
+    "IteratedTwoThirdsAverage-v0", "IteratedUltimatumGame-v0", "KuhnPoker-v0", "LiarsDice-v0-small", "LinesOfAction-v0",
+    "MemoryGame-v0", "NewRecruit-v0", "Nim-v0", "Othello-v0-tiny", "PigDice-v0", "PublicGoodsGame-v0",
+    "SimpleBlindAuction-v0-quick", "SimpleNegotiation-v0-short", "SimpleTak-v0", "Snake-v0", "Stratego-v0", "Surround-v0",
+    "Tak-v0", "TicTacToe-v0", "TruthAndDeception-v0", "TwoDollar-v0", "UltimateTicTacToe-v0", "WildTicTacToe-v0",
+]  # fmt: skip
 FOR_MORE = {
-    **dict.fromkeys(("Poker-v0-small", "ThreePlayerTicTacToe-v0", "ThreePlayerGOPS-v0", "ThreePlayerIPD-v0"), 3),
-    "Taboo-v0": 4,
-    "SettlersOfCatan-v0": 4,
-    "SecretMafia-v0": 6,
-}
+    "Poker-v0-small": 3, "ThreePlayerTicTacToe-v0": 3, "ThreePlayerGOPS-v0": 3, "ThreePlayerIPD-v0": 3,
+    "Taboo-v0": 4, "SettlersOfCatan-v0": 4, "SecretMafia-v0": 6,
+}  # fmt: skip
 GEM_GAMES = [
-    *("game:GuessTheNumber-v0-easy", "game:Mastermind-v0-random", "game:Minesweeper-v0-easy", "game:Sudoku-v0-easy"),
-    *("game:FifteenPuzzle-v0-easy", "game:TowerofHanoi-v0-easy", "game:Game2048-v0-easy", "rg:chain_sum"),
-]
+    "game:GuessTheNumber-v0-easy", "game:Mastermind-v0-random", "game:Minesweeper-v0-easy", "game:Sudoku-v0-easy",
+    "game:FifteenPuzzle-v0-easy", "game:TowerofHanoi-v0-easy", "game:Game2048-v0-easy", "rg:chain_sum",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may be downloaded."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("the test uses the network")
-
-    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    monkeypatch.setattr("socket.getaddrinfo", Mock(side_effect=AssertionError("the test uses the network")))
 
 
 SCRIPTED = Scripted([], max_new_tokens=400, positions=65536)
@@ -151,8 +128,7 @@ def test_a_gymnasium_environment_with_text_spaces_is_used_as_it_is() -> None:
     assert (first.rewards, second.rewards) == ((1.0, 0.0), (1.0, 1.0))
     assert re.fullmatch(r"say one \d+", said(first)[0])
     assert said(first)[0] == said(second)[0] != said(other)[0]
-    assert said(first)[1:] == ["say two", "say"]
-    assert first.ended_by == "environment"
+    assert (said(first)[1:], first.ended_by) == (["say two", "say"], "environment")
 
 
 @pytest.mark.parametrize("make", [Annotated, Wrapped])
@@ -196,8 +172,8 @@ class Draws:
 def test_seeded_environments_draw_the_same_numbers_whatever_runs_beside_them() -> None:
     def observed(make: Any, concurrency: int) -> list[list[str]]:
         torch.manual_seed(0)
-        rows = talks(*["a"] * 16, make=make, states=["x", "y"], count=4, max_turns=2, concurrency=concurrency)
-        return [said(conversation) for row in rows for conversation in row]
+        groups = talks(*["a"] * 16, make=make, states=["x", "y"], count=4, max_turns=2, concurrency=concurrency)
+        return [said(conversation) for conversation in rows_of(groups)]
 
     together = observed(lambda _: Seeded(Draws), 8)
     assert together[:4] == [together[0]] * 4
@@ -222,11 +198,9 @@ def test_a_seeded_environment_leaves_the_shared_numbers_as_they_were() -> None:
 
 def test_a_seeded_environment_passes_everything_else_on() -> None:
     closed = []
-    inner = type("Closes", (Annotated,), {"close": lambda self: closed.append(self), "state_key": lambda self: 7})
+    inner = changed(Annotated, close=lambda self: closed.append(self), state_key=lambda self: 7)
     conversation = talk("hello", make=lambda _: Seeded(inner))
-    assert conversation.rewards == (1.0,)
-    assert conversation.turns[0].state_key == "7"
-    assert len(closed) == 1
+    assert (conversation.rewards, conversation.turns[0].state_key, len(closed)) == ((1.0,), "7", 1)
     with pytest.raises(AttributeError, match="environment"):
         Seeded.__new__(Seeded).environment  # noqa: B018  # as `copy` looks for methods
 
@@ -261,8 +235,7 @@ def test_results_of_games_are_rewards(subtests: pytest.Subtests) -> None:
         with subtests.test(name):
             conversation = tic_tac_toe(*moves, player=player)
             assert list(conversation.rewards) == rewards, conversation.messages
-            assert conversation.ended_by == "environment"
-            assert conversation.info["player"] == player
+            assert (conversation.ended_by, conversation.info["player"]) == ("environment", player)
             assert conversation.info["invalid_move"] is (name == "two invalid moves")
 
 
@@ -293,34 +266,28 @@ def test_a_group_has_one_player_and_one_start() -> None:
     make = lambda _: TextArena("PigDice-v0-short", opponent=lambda text: "[hold]")  # noqa: E731
     torch.manual_seed(3)
     groups = talks(*["roll"] * 12 * 3, make=make, states=range(4), count=3, max_turns=3)
-    for group in groups:
-        assert len({str(conversation.messages) for conversation in group}) == 1
+    assert [len({str(conversation.messages) for conversation in group}) for group in groups] == [1] * 4
     assert {group[0].info["player"] for group in groups} == {0, 1}
     assert len({said(group[0])[1] for group in groups}) > 1
 
 
 def test_the_opponent_may_end_the_game_before_the_first_move() -> None:
     conversation = tic_tac_toe("[4]", opponent=lambda text: "pass", player=1)
-    assert conversation.rewards == (1.0,)
-    assert conversation.ended_by == "environment"
+    assert (conversation.rewards, conversation.ended_by) == ((1.0,), "environment")
     assert "You are Player 1" in said(conversation)[0]
 
 
 def test_an_opponent_that_never_ends_its_turn_ends_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Santorini, players may make any number of invalid moves."""
     monkeypatch.setattr("adapters.agents.bridges.textarena.MOST_MOVES", 5)
-    make = lambda _: TextArena("SantoriniBaseFixed-v0", opponent=lambda text: "-", player=1)  # noqa: E731
-    conversation = talk(make=make)
+    conversation = talk(make=lambda _: TextArena("SantoriniBaseFixed-v0", opponent=lambda text: "-", player=1))
     assert conversation.ended_by == "error"
     assert "the opponent has made 5 moves" in conversation.info["error"]
 
 
 def test_wrong_players_stop_training(subtests: pytest.Subtests) -> None:
     for options in ({"num_players": 2}, {"player": 1}, {"opponent": first_free, "player": 2}):
-        with (
-            subtests.test(str(options)),
-            pytest.raises(ConfigError, match=r"player must be below num_players.*Pass opp"),
-        ):
+        with subtests.test(str(options)), pytest.raises(ConfigError, match=r"must be below num_players.*Pass opp"):
             tic_tac_toe(**{"opponent": None} | options)
 
 
@@ -332,9 +299,8 @@ def make_game(name: str) -> TextArena:
 def check_games(names: list[str]) -> None:
     """Two conversations about each game begin equally, go on, and end without an error."""
     turns = [f"[{i % 7}]" for i in range(6 * len(names))]
-    for name, (first, second) in zip(
-        names, talks(*turns, make=make_game, states=names, count=2, max_turns=3), strict=True
-    ):
+    played = talks(*turns, make=make_game, states=names, count=2, max_turns=3)
+    for name, (first, second) in zip(names, played, strict=True):
         assert said(first)[0] == said(second)[0], name
         assert len(said(first)[0]) > 100, name
         assert "error" not in (first.ended_by, second.ended_by), (name, first.info, second.info)
@@ -353,10 +319,6 @@ def test_all_other_games_that_need_no_network_begin_equally_and_go_on() -> None:
 # reasoning_gym
 
 
-def answers(text: str, name: str, **config: Any) -> Conversation:
-    return talk(text, make=lambda _: ReasoningGym(name, **config))
-
-
 def test_questions_and_scores_are_those_of_reasoning_gym(subtests: pytest.Subtests) -> None:
     import reasoning_gym
 
@@ -365,17 +327,14 @@ def test_questions_and_scores_are_those_of_reasoning_gym(subtests: pytest.Subtes
     cases = [(right, 1.0), (f"so <answer> {right}</answer>", 1.0), ("<answer>-1</answer>", 0.0), (f"{right}0", None)]
     for text, score in cases:
         with subtests.test(text):
-            conversation = answers(text, "chain_sum", seed=7)
+            conversation = talk(text, make=lambda _: ReasoningGym("chain_sum", seed=7))
             assert said(conversation)[0] == entry["question"]
             expected = len(right) / len(f"{right}0") if score is None else score  # the set's score of a longer answer
             assert conversation.rewards == (pytest.approx(expected),)
-            assert conversation.info["answer"] == right
-            assert conversation.ended_by == "environment"
-
-
-def test_an_answer_that_the_set_cannot_read_has_the_reward_0() -> None:
-    conversation = answers("no idea", "prime_factorization")  # its score raises an error
-    assert (conversation.rewards, conversation.ended_by) == ((0.0,), "environment")
+            assert (conversation.info["answer"], conversation.ended_by) == (right, "environment")
+    with subtests.test("an answer that the set cannot read"):  # its score raises an error
+        conversation = talk("no idea", make=ReasoningGym, state="prime_factorization")
+        assert (conversation.rewards, conversation.ended_by) == ((0.0,), "environment")
 
 
 def test_without_a_seed_a_group_has_one_question_and_other_groups_have_others() -> None:
@@ -407,12 +366,8 @@ def test_sets_of_reasoning_gym_ask_and_score(subtests: pytest.Subtests) -> None:
 
 def told(*calls: tuple[str, dict[str, Any]]) -> Any:
     """A message with these calls."""
-    listed = [{"id": f"c{i}", "function": {"name": n, "arguments": a}} for i, (n, a) in enumerate(calls)]
-    return (
-        {"role": "assistant", "content": "", "tool_calls": listed}
-        if calls
-        else {"role": "assistant", "content": "done"}
-    )
+    made = [tool_call(name, place, **arguments) for place, (name, arguments) in enumerate(calls)]
+    return calls_tools(*made) if calls else {"role": "assistant", "content": "done"}
 
 
 def named(environment: BFCL, call: str) -> tuple[str, dict[str, Any]]:
@@ -420,10 +375,6 @@ def named(environment: BFCL, call: str) -> tuple[str, dict[str, Any]]:
     name, args, kwargs = _parsed(call)
     (schema,) = (t["function"] for t in environment.tools() if t["function"]["name"] == name)
     return name, dict(zip(schema["parameters"]["properties"], args, strict=False)) | kwargs
-
-
-def says(name: str, arguments: dict[str, Any]) -> str:
-    return says_call(name, json.dumps(arguments))
 
 
 def solve(task: dict[str, Any], turns: list[list[str]]) -> float:
@@ -442,7 +393,9 @@ def solve(task: dict[str, Any], turns: list[list[str]]) -> float:
     return reward
 
 
-def check_tasks(category: Any) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("category", ["base", "miss_param", "long_context"])
+def test_the_right_calls_solve_every_task_of_bfcl_and_silence_none(category: Any) -> None:
     tasks = bfcl_tasks(category)
     assert len(tasks) == 200
     for task in tasks:
@@ -450,12 +403,6 @@ def check_tasks(category: Any) -> None:
         assert solve(task, right) == 1, task["id"]
         assert solve(task, [[] for _ in right]) == 0, task["id"]
     assert len({name for task in tasks for name in task["involved_classes"]}) == 8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("category", ["base", "miss_param", "long_context"])
-def test_the_right_calls_solve_every_task_of_bfcl_and_silence_none(category: str) -> None:
-    check_tasks(category)
 
 
 def test_bfcl_judges_as_its_own_checker(subtests: pytest.Subtests) -> None:
@@ -486,8 +433,10 @@ def test_a_conversation_about_a_task_of_bfcl() -> None:
     schemas = {tool["function"]["name"]: tool["function"] for tool in BFCL(task).tools()}
     turns = []
     for calls in task["ground_truth"]:
-        turns += [says(*named(BFCL(task), call)) for call in calls] + ["done"]
-    turns.insert(1, says("tail", {"file_name": "none"}) + says("reboot", {}))
+        for name, arguments in (named(BFCL(task), call) for call in calls):
+            turns.append(says_call(name, json.dumps(arguments)))
+        turns.append("done")
+    turns.insert(1, says_call("tail", '{"file_name": "none"}') + says_call("reboot", "{}"))
     conversation = talk(*turns, make=BFCL, state=task, max_turns=20)
     assert conversation.ended_by == "environment"
     assert conversation.rewards == (*[0.0] * (len(turns) - 1), 1.0)
@@ -503,11 +452,10 @@ def test_a_conversation_about_a_task_of_bfcl() -> None:
 
 def test_bfcl_leaves_out_what_a_task_excludes() -> None:
     task = bfcl_tasks()[0]
-    names = [tool["function"]["name"] for tool in BFCL(task).tools()]
-    assert task["excluded_function"] == ["cp"]
-    assert "cp" not in names
-    assert {"mv", "post_tweet"} <= set(names)
     environment = BFCL(task)
+    names = {tool["function"]["name"] for tool in environment.tools()}
+    assert task["excluded_function"] == ["cp"]
+    assert {"mv", "post_tweet"} == names & {"mv", "post_tweet", "cp"}
     ((answer,), *_) = environment.step(told(("cp", {"source": "document", "destination": "archive"})))
     assert answer["content"] == "Error: no tool cp"
 

@@ -7,36 +7,17 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from adapters.agents import AgentPolicy, ChatTemplate
+from adapters.agents import AgentPolicy, ChatTemplate, Message
 from adapters.agents.call_check import require_readable_calls
 from adapters.agents.call_formats import find_calls
 from adapters.agents.calls import read_turn
 from grpo.errors import ConfigError
-from tests.support.agents import (
-    CHATML,
-    Tools,
-    chat_tokenizer,
-    language_model,
-    marked_tokenizer,
-)
+from tests.support.agents import CHATML, THINKS, Tools, chat_tokenizer, language_model, marked_tokenizer
 
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "a": {"type": "integer"},
-                "note": {"type": "string"},
-                "exact": {"type": "boolean"},
-                "of": {"type": "array"},
-                "unit": {"type": "string", "nullable": True},
-                "free": {},
-            },
-        },
-    },
-}
+TYPES: dict[str, Any] = {"a": "integer", "note": "string", "exact": "boolean", "of": "array"}
+PROPERTIES = {name: {"type": kind} for name, kind in TYPES.items()}
+PROPERTIES |= {"unit": {"type": "string", "nullable": True}, "free": {}}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": PROPERTIES}}}
 ONE = [("add", {"a": 1})]
 TAGGED_CALL = "<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
 NAME, ARGUMENTS = "{{ c.function.name }}", "{{ c.function.arguments | tojson }}"
@@ -113,22 +94,13 @@ def template_with(calls: str) -> str:
 
 
 def all_templates() -> dict[str, str]:
-    whole = "{% for c in m.tool_calls or [] %}" + TAGGED_CALL + "{% endfor %}"
+    each = "{% for c in m.tool_calls or [] %}", "{% endfor %}"
     call = JSON + '{{ ", " if not loop.last }}'
-    listed = {
-        name: CHATML.replace(
-            whole,
-            "{% if m.tool_calls %}"
-            + begin
-            + "{% for c in m.tool_calls %}"
-            + call
-            + "{% endfor %}"
-            + end
-            + "{% endif %}",
-        )
-        for name, (begin, end) in LISTED.items()
-    }
-    return {name: template_with(form) for name, form in WRITTEN.items()} | listed
+    found = {name: template_with(form) for name, form in WRITTEN.items()}
+    for name, (begin, end) in LISTED.items():
+        listed = f"{{% if m.tool_calls %}}{begin}{call.join(each)}{end}{{% endif %}}"
+        found[name] = CHATML.replace(TAGGED_CALL.join(each), listed)
+    return found
 
 
 def test_the_calls_that_published_templates_write_are_read_back(subtests: pytest.Subtests) -> None:
@@ -151,14 +123,13 @@ def test_a_template_whose_calls_cannot_be_read_back_is_refused(subtests: pytest.
 
 def test_a_parser_of_contents_leaves_the_calls_to_the_published_formats() -> None:
     tokenizer = chat_tokenizer()
-    content = {"close_pattern": r"<\|im_end\|>", "content": "text"}
-    tokenizer.response_template = {"start_anchor": "<|im_start|>assistant\n", "fields": {"content": content}}
+    tokenizer.response_template = THINKS | {"fields": {"content": THINKS["fields"]["content"]}}
     require_readable_calls(tokenizer, ChatTemplate(tokenizer))
 
 
 @pytest.mark.parametrize("character", ["{", "l", '"'])
 def test_calls_that_the_vocabulary_cannot_write_are_not_checked(character: str) -> None:
-    """The tokenizer reads its unknown token in place of the character, so no format could be read back."""
+    """The tokenizer reads its unknown token in place of the character."""
     whole = chat_tokenizer(template_with(f"<tool_call>\n{JSON}\n</tool_call>"))
     state = json.loads(whole.backend_tokenizer.to_str())
     del state["model"]["vocab"][character]
@@ -174,8 +145,8 @@ def test_the_agents_policy_checks_the_template_and_the_response_template() -> No
         AgentPolicy(language_model(tokenizer=tokenizer), Tools)
     calls = {"open_pattern": r"<<(?P<name>\w+) ", "close": ">>", "repeats": True, "content": "json"}
     calls |= {"transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}
-    fields: dict[str, Any] = {"tool_calls": calls, "content": {"close_pattern": r"<\|im_end\|>", "content": "text"}}
-    tokenizer.response_template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
+    fields = {"tool_calls": calls, "content": THINKS["fields"]["content"]}
+    tokenizer.response_template = THINKS | {"fields": fields}
     AgentPolicy(language_model(tokenizer=tokenizer), Tools)
     calls["open_pattern"] = r"<<call (?P<name>\w+) "
     with pytest.raises(ConfigError, match=r"no call was read \(the tokenizer has a response_template\)"):
@@ -191,12 +162,8 @@ TURNS = {
     "<think>" + CALL: None,
     "<|START_THINKING|>" + CALL + "<|END_THINKING|>two": None,
     "<|channel|>analysis<|message|>to=functions.add<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>2": None,
-    '<tool_call>{"name": "add", "arguments": {"note": "</think> and <think>"}}</tool_call>': [
-        ("add", {"note": "</think> and <think>"})
-    ],
-    '<tool_call>{"name": "add", "arguments": {"note": "</tool_call>"}}</tool_call>': [
-        ("add", {"note": "</tool_call>"})
-    ],
+    CALL.replace('"a": 1', '"note": "</think> and <think>"'): [("add", {"note": "</think> and <think>"})],
+    CALL.replace('"a": 1', '"note": "</tool_call>"'): [("add", {"note": "</tool_call>"})],
     "<function=add><parameter=note>\n  two lines\n\n</parameter></function>": [("add", {"note": "  two lines\n"})],
     "<tool_call>add</tool_call>": [("add", {})],
     "<function=add>\n</function>": [("add", {})],
@@ -222,16 +189,13 @@ MALFORMED = [
 ]  # fmt: skip
 
 
-def test_turns_have_the_calls_that_were_meant(subtests: pytest.Subtests) -> None:
+def test_turns_have_the_calls_that_were_meant_and_a_mark_without_a_call_is_malformed(subtests: pytest.Subtests) -> None:
     for text, calls in TURNS.items():
         with subtests.test(text=text):
             found = find_calls(text, [ADD], special_tokens=["</s>"])
             assert (None if found is None else list(found.calls)) == calls
     assert find_calls(CALL, [ADD], in_thought=True) is None
     assert find_calls(CALL + "</think>" + CALL, [ADD], in_thought=True).begin == len(CALL + "</think>")  # type: ignore[union-attr]
-
-
-def test_a_mark_without_a_call_is_malformed(subtests: pytest.Subtests) -> None:
     for text in MALFORMED:
         with subtests.test(text=text), pytest.raises(ValueError, match=r"."):
             find_calls(text, [ADD])
@@ -250,35 +214,36 @@ VALUES = [
 def test_values_without_quotes_have_the_type_of_the_schema(subtests: pytest.Subtests) -> None:
     for key, written, value in VALUES:
         with subtests.test(key=key, written=written):
-            found = find_calls(f"<function=add><parameter={key}>{written}</parameter></function>", [ADD])
-            assert found is not None
+            found: Any = find_calls(f"<function=add><parameter={key}>{written}</parameter></function>", [ADD])
             assert found.calls == (("add", {key: value}),)
             assert type(found.calls[0][1][key]) is type(value)
 
 
-def test_a_thought_that_the_prompt_opened_is_no_call() -> None:
-    tokenizer = chat_tokenizer()
+def read(tokenizer: Any, prompt: str, turn: str) -> tuple[Message, bool]:
+    """The message of a turn after a prompt, and whether it has a malformed call."""
+    ids = tokenizer(turn)["input_ids"]
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return read_turn(tokenizer, tokenizer(prompt)["input_ids"], ids, text, [ADD], number=0)
 
-    def read(prompt: str, turn: str) -> tuple[Any, bool]:
-        ids = tokenizer(turn)["input_ids"]
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        message, is_malformed = read_turn(tokenizer, tokenizer(prompt)["input_ids"], ids, text, [ADD], number=0)
-        return len(message.get("tool_calls", [])), is_malformed
 
+def test_a_thought_that_the_prompt_opened_is_no_call(subtests: pytest.Subtests) -> None:
     opened = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    assert read(opened, CALL + "<|im_end|>") == (0, False)
-    assert read(opened, f"should I <tool_call> it?</think>{CALL}<|im_end|>") == (1, False)
-    assert read(opened + "\n</think>\n\n", CALL + "<|im_end|>") == (1, False)
-    assert read("<|im_start|>user\nUse <think> tags.<|im_end|>\n<|im_start|>assistant\n", CALL) == (1, False)
+    for prompt, turn, num_calls in (
+        (opened, CALL + "<|im_end|>", 0),
+        (opened, f"should I <tool_call> it?</think>{CALL}<|im_end|>", 1),
+        (opened + "\n</think>\n\n", CALL + "<|im_end|>", 1),
+        ("<|im_start|>user\nUse <think> tags.<|im_end|>\n<|im_start|>assistant\n", CALL, 1),
+    ):
+        with subtests.test(prompt=prompt, turn=turn):
+            message, is_malformed = read(chat_tokenizer(), prompt, turn)
+            assert (len(message.get("tool_calls", [])), is_malformed) == (num_calls, False)
 
 
 def test_special_tokens_that_the_tokenizer_does_not_name_end_a_call_and_a_thought_too() -> None:
     """As `<|eom_id|>` of Llama 3.1, behind a call that is JSON alone."""
     for tokenizer in (chat_tokenizer(), marked_tokenizer()):
-        turn = tokenizer('{"name": "add", "parameters": {"a": 1}}<|im_end|>')["input_ids"]
-        prompt = tokenizer("<think>is a tag.<|im_start|>assistant\n")["input_ids"]
-        text = tokenizer.decode(turn, skip_special_tokens=True)
-        message, is_malformed = read_turn(tokenizer, prompt, turn, text, [ADD], number=0)
+        turn = '{"name": "add", "parameters": {"a": 1}}<|im_end|>'
+        message, is_malformed = read(tokenizer, "<think>is a tag.<|im_start|>assistant\n", turn)
         assert (len(message["tool_calls"]), message["content"], is_malformed) == (1, "", False)
 
 
@@ -292,7 +257,5 @@ def test_what_was_said_before_a_call_has_no_marks() -> None:
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>2": ("2", "Hm."),
     }  # fmt: skip
     for turn, (content, thought) in spoken.items():
-        ids = tokenizer(turn)["input_ids"]
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        message, _ = read_turn(tokenizer, [], ids, text, [ADD], number=0)
+        message, _ = read(tokenizer, "", turn)
         assert (message["content"], message.get("reasoning_content")) == (content, thought)

@@ -2,18 +2,20 @@
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from adapters.agents import AgentPolicy, Chat, Message, rollouts
+from adapters.agents import AgentPolicy, Chat, Message
 from adapters.llm import RowLimit, SamplingConfig
 from grpo.errors import ContractError
+from tests.support.agent_parts import rows_of, user
 from tests.support.agents import Scripted, chat_tokenizer, converse, language_model, lookup, says_call
 from tests.support.llm_models import forward_shapes
 from tests.unit.adapters.agents.test_conversations import text_and_sampled
 
-ASKED: list[Message] = [{"role": "user", "content": "you"}]
+ASKED: list[Message] = [user("you")]
 
 
 def says(*turns: str, **options: Any) -> Any:
@@ -21,7 +23,17 @@ def says(*turns: str, **options: Any) -> Any:
 
 
 def asks(said: Message, text: str, before: list[Message] = ASKED) -> list[Message]:
-    return [*before, said, {"role": "user", "content": text}]
+    return [*before, said, user(text)]
+
+
+def asking(**settings: Any) -> Any:
+    """A program with one request."""
+
+    async def play(chat: Chat, state: Any) -> float:
+        await chat(ASKED, **settings)
+        return 1.0
+
+    return play
 
 
 def test_a_shorter_message_does_not_end_the_conversation() -> None:
@@ -46,25 +58,13 @@ def test_a_shorter_message_does_not_end_the_conversation() -> None:
     assert (found.ended_by, found.rewards) == ("environment", (0.0, 1.0))
 
 
-def test_a_message_that_reaches_the_policys_maximum_ends_the_conversation() -> None:
+def test_a_message_that_reaches_the_policys_maximum_ends_the_conversation_and_a_shorter_one_needs_less_room() -> None:
     for maximum in (20, 100):
-
-        async def play(chat: Chat, state: Any, maximum: int | None = maximum) -> float:
-            await chat(ASKED, max_new_tokens=maximum)
-            return 1.0
-
-        (found,) = converse(says("b" * 30), play)
+        (found,) = converse(says("b" * 30), asking(max_new_tokens=maximum))
         assert (found.ended_by, found.rewards, len(found)) == ("length", (0.0,), 20)
-
-
-def test_a_shorter_message_needs_less_room() -> None:
-    async def play(chat: Chat, state: Any) -> float:
-        await chat(ASKED, max_new_tokens=5)
-        return 1.0
-
     room = len(chat_tokenizer().encode("<|im_start|>user\nyou<|im_end|>\n<|im_start|>assistant\n")) + 5
-    assert converse(says("ok"), play, max_tokens=room)[0].ended_by == "environment"
-    assert converse(says("ok"), play, max_tokens=room - 1)[0].ended_by == "length"
+    for max_tokens, ended_by in ((room, "environment"), (room - 1, "length")):
+        assert converse(says("ok"), asking(max_new_tokens=5), max_tokens=max_tokens)[0].ended_by == ended_by
 
 
 def test_a_stop_string_is_cut_off_and_its_tokens_are_scored(subtests: pytest.Subtests) -> None:
@@ -101,12 +101,8 @@ def test_a_stop_string_is_cut_off_and_its_tokens_are_scored(subtests: pytest.Sub
     ],
 )
 def test_wrong_settings_of_a_message_are_refused(settings: dict[str, Any], message: str) -> None:
-    async def play(chat: Chat, state: Any) -> float:
-        await chat(ASKED, **settings)
-        return 1.0
-
     with pytest.raises(ContractError, match=message):
-        converse(says(), play)
+        converse(says(), asking(**settings))
 
 
 def test_settings_of_a_message_reach_only_its_sampling_and_tokens_do_not_depend_on_concurrency() -> None:
@@ -116,23 +112,16 @@ def test_settings_of_a_message_reach_only_its_sampling_and_tokens_do_not_depend_
         return 1.0
 
     policy = language_model(sampling=SamplingConfig(max_new_tokens=20, min_new_tokens=4, stop=("c",)))
-    real, settings = policy.sample_tokens, []
-
-    def noting(prompts: Any, **options: Any) -> Any:
-        settings.extend(options["limits"])
-        return real(prompts, **options)
-
-    policy.sample_tokens = noting
+    policy.sample_tokens = Mock(wraps=policy.sample_tokens)
     found = []
     for concurrency in (64, 1):
         torch.manual_seed(0)
         agent = AgentPolicy(policy, play, concurrency=concurrency)
-        rows = [row for group in agent.generate_actions([0, 1, 2, 3], 1) for row in group]
+        rows = rows_of(agent.generate_actions([0, 1, 2, 3], 1))
         found.append([[segment.token_ids for segment in row.segments] for row in rows])
     assert found[0] == found[1]
-    template = agent.template.stop
-    assert set(settings) == {
-        RowLimit(max_new_tokens=limit, stop=("c", *template, *stop))
+    assert {limit for call in policy.sample_tokens.call_args_list for limit in call.kwargs["limits"]} == {
+        RowLimit(max_new_tokens=limit, stop=("c", *agent.template.stop, *stop))
         for limit, stop in ((3, ()), (5, ()), (3, ("a", "b")), (5, ("a", "b")), (9, ()))
     }
 
@@ -141,20 +130,17 @@ def test_several_histories_go_on_each_with_its_own_tokens() -> None:
     """Two histories in turn, then a second answer to an earlier turn of each. No turn is tokenized again: odd spaces stay."""
 
     async def play(chat: Chat, state: Any) -> dict[str, float]:
-        other: list[Message] = [{"role": "user", "content": "they"}]
-        said = [*await asyncio.gather(chat.reply(ASKED, [lookup]), chat.reply(other, [lookup]))]
-        a, b = said[0].message, said[1].message
-        results = [
-            {"role": "tool", "content": f"is {text}", "tool_call_id": message["tool_calls"][0]["id"]}
-            for text, message in (("1", a), ("2", b))
-        ]
-        said.append(await chat.reply([*ASKED, a, results[0]], [lookup]))
-        said.append(await chat.reply([*other, b, results[1]], [lookup]))
-        said.append(await chat.reply(asks(chat.messages[-1], "go on", chat.messages[:-1]), [lookup]))
-        said.append(await chat.reply([*ASKED, a, results[0]], [lookup]))
-        said.append(
-            await chat.reply(asks({"role": "assistant", "content": "B"}, "again", [*other, b, results[1]]), [lookup])
+        both = (ASKED, [user("they")])
+        said = [*await asyncio.gather(*(chat.reply(asked, [lookup]) for asked in both))]
+        mine, theirs = (
+            [*asked, message, {"role": "tool", "content": text, "tool_call_id": message["tool_calls"][0]["id"]}]
+            for asked, text, message in zip(both, ("is 1", "is 2"), [reply.message for reply in said], strict=True)
         )
+        said.append(await chat.reply(mine, [lookup]))
+        said.append(await chat.reply(theirs, [lookup]))
+        said.append(await chat.reply([*chat.messages, user("go on")], [lookup]))
+        said.append(await chat.reply(mine, [lookup]))
+        said.append(await chat.reply(asks({"role": "assistant", "content": "B"}, "again", theirs), [lookup]))
         return {reply.id: 1.0 + place for place, reply in enumerate(said)}
 
     call = '<tool_call>{"name":  "lookup", "arguments": {"topic": "x"}}</tool_call>'
@@ -163,12 +149,8 @@ def test_several_histories_go_on_each_with_its_own_tokens() -> None:
     begins = [text.split("<|im_start|>user\n")[1].split("<|im_end|>")[0] for text, _ in texts]
     assert begins == ["they", "they", "you", "you"]  # several tasks asked, so the order is that of the tokens
     end = "<|im_end|>"
-    assert [sampled for _, sampled in texts] == [
-        f"{call}{end}|B{end}|C{end}",
-        "E" + end,
-        f"{call}{end}|A{end}",
-        "D" + end,
-    ]
+    expected = [f"{call}{end}|B{end}|C{end}", "E" + end, f"{call}{end}|A{end}", "D" + end]
+    assert [sampled for _, sampled in texts] == expected
     assert texts[1][0] == texts[0][0].replace("go on", "again").replace("C<", "E<")
     assert all(call + end in text for text, _ in texts)
     assert found.segments[2].token_ids[:-2] == found.segments[3].token_ids[:-2]
@@ -184,7 +166,7 @@ def test_log_probs_of_several_histories_are_those_of_scoring_and_no_prefix_is_co
     """Counted positions. Truncated messages keep their caches, too."""
 
     async def play(chat: Chat, state: Any) -> float:
-        other: list[Message] = [{"role": "user", "content": "they are here"}]
+        other = [user("they are here")]
         a = await chat(ASKED, max_new_tokens=4)
         b = await chat(other, max_new_tokens=5)
         await chat(asks(a, "and"))
@@ -199,55 +181,22 @@ def test_log_probs_of_several_histories_are_those_of_scoring_and_no_prefix_is_co
     (row,) = sampled.actions[0]
     computed = sum(rows * columns for rows, columns in shapes)
     assert computed == sum(len(segment.token_ids) - 1 for segment in row.segments)
-    assert [len(segment.log_probs) for segment in row.segments] == [
-        sum(turn.num_tokens for turn in row.turns[:2]),
-        sum(turn.num_tokens for turn in row.turns[2:]),
-    ]
+    lengths = [sum(turn.num_tokens for turn in turns) for turns in (row.turns[:2], row.turns[2:])]
+    assert [len(segment.log_probs) for segment in row.segments] == lengths
     scores = agent.score_actions([None], [row])
     torch.testing.assert_close(scores.log_probs, sampled.behaviour_log_probs, atol=1e-5, rtol=0)
 
 
-def test_results_come_in_the_order_of_the_calls_and_have_names() -> None:
+def test_results_come_in_the_order_of_the_calls_and_have_names_and_calls_may_have_other_keys() -> None:
     async def play(chat: Chat, state: Any) -> float:
         said = await chat(ASKED, [lookup])
-        results: list[Message] = [
-            {"role": "tool", "content": f"result {i}", "tool_call_id": call["id"]}
-            for i, call in enumerate(said["tool_calls"])
-        ]
-        unknown: Message = {"role": "tool", "content": "who?", "tool_call_id": "none"}
-        await chat([*ASKED, said, unknown, *reversed(results)], [lookup])
+        calls = [{**call, "index": 0, "function": {**call["function"], "parsed": None}} for call in said["tool_calls"]]
+        given = {"none": "who?"} | {call["id"]: f"result {place}" for place, call in reversed([*enumerate(calls)])}
+        results: Any = [{"role": "tool", "content": text, "tool_call_id": name} for name, text in given.items()]
+        await chat([*ASKED, {**said, "tool_calls": calls}, *results], [lookup])
         return 1.0
 
     (found,) = converse(says(says_call() + says_call("other"), "fine", max_new_tokens=200), play)
     shown = [(message["content"], message.get("name")) for message in found.messages if message["role"] == "tool"]
     assert shown == [("result 0", "lookup"), ("result 1", "other"), ("who?", None)]
     assert len(found.segments) == 1
-
-
-def test_a_call_may_come_back_with_other_keys() -> None:
-    async def play(chat: Chat, state: Any) -> float:
-        said = await chat(ASKED, [lookup])
-        call = said["tool_calls"][0]
-        again = {**call, "index": 0, "function": {**call["function"], "parsed": None}}
-        result: Message = {"role": "tool", "content": "fine", "tool_call_id": call["id"]}
-        await chat([*ASKED, {**said, "tool_calls": [again]}, result], [lookup])
-        other = {**call, "function": {**call["function"], "arguments": {}}}
-        await chat([*ASKED, {**said, "tool_calls": [other]}, result], [lookup])
-        return 1.0
-
-    (found,) = converse(says(says_call(), "a", "b", max_new_tokens=200), play)
-    assert len(found.segments) == 2
-
-
-def test_requests_with_different_settings_are_sampled_in_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "SHORTEST_WAIT", 30.0)  # however busy this machine is
-
-    async def play(chat: Chat, state: Any) -> float:
-        return float(len((await chat(ASKED, max_new_tokens=1 + state))["content"]))
-
-    policy = says(*["abcdef"] * 6)
-    real, sizes = policy.sample_tokens, []
-    policy.sample_tokens = lambda prompts, **options: (sizes.append(len(prompts)), real(prompts, **options))[1]
-    rows = [row for group in AgentPolicy(policy, play).generate_actions([0, 1, 2], 2) for row in group]
-    assert sizes == [6]
-    assert [row.reward for row in rows] == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]

@@ -1,18 +1,21 @@
 """What a conversation records: contexts, masks, messages, rewards and tool calls."""
 
 import warnings
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from adapters.agents import AgentPolicy, Chat, Conversation, ConversationEnded, Message
+from adapters.agents import AgentPolicy, Chat, Conversation, Message
 from adapters.agents.messages import as_messages
 from grpo.errors import ContractError
+from tests.support.agent_parts import calls_tools, changed, tool_call, user
 from tests.support.agents import (
     CHATML,
     FORGETFUL,
+    THINKS,
     Echo,
     Scripted,
     Tools,
@@ -25,27 +28,19 @@ from tests.support.agents import (
 from tests.support.plain_states import assert_same, through_checkpoint
 
 
-def text_and_sampled(conversation: Conversation, template: str = CHATML) -> list[tuple[str, str]]:
-    """The text of each context, and a line below it that marks sampled tokens with `^`."""
-    tokenizer = chat_tokenizer(template)
-    return [
-        (
-            "".join(tokenizer.convert_ids_to_tokens(list(segment.token_ids))),
-            "|".join("".join(tokenizer.convert_ids_to_tokens(run)) for run in sampled_runs(segment)),
-        )
-        for segment in conversation.segments
-    ]
-
-
 def sampled_runs(segment: Any) -> list[list[int]]:
     """The token ids of each uninterrupted run of sampled tokens."""
-    runs: list[list[int]] = [[]]
-    for token, is_sampled in zip(segment.token_ids, segment.sampled, strict=True):
-        if is_sampled:
-            runs[-1].append(token)
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
+    runs = groupby(zip(segment.token_ids, segment.sampled, strict=True), key=lambda pair: pair[1])
+    return [[token for token, _ in run] for is_sampled, run in runs if is_sampled]
+
+
+def text_and_sampled(conversation: Conversation, template: str = CHATML) -> list[tuple[str, str]]:
+    """The text of each context, and the text of its sampled tokens, with `|` between uninterrupted runs."""
+    tokens = chat_tokenizer(template).convert_ids_to_tokens
+    return [
+        ("".join(tokens(list(each.token_ids))), "|".join("".join(tokens(run)) for run in sampled_runs(each)))
+        for each in conversation.segments
+    ]
 
 
 def test_three_turns_with_a_tool_are_one_context_and_only_the_turns_are_sampled() -> None:
@@ -65,8 +60,7 @@ def test_three_turns_with_a_tool_are_one_context_and_only_the_turns_are_sampled(
         "user", "assistant", "tool", "assistant", "tool", "assistant", "user",
     ]  # fmt: skip
     assert found.messages[1]["content"] == "Let me see."
-    assert found.ended_by == "environment"
-    assert found.rewards == (0.0, 0.0, 1.0)
+    assert (found.ended_by, found.rewards) == ("environment", (0.0, 0.0, 1.0))
     assert [turn.num_tokens for turn in found.turns] == [len("Let me see." + call) + 1, len(call) + 1, 5]
     assert len(found) == sum(found.segments[0].sampled) == len(found.behaviour_log_probs)
 
@@ -80,19 +74,14 @@ def test_what_others_say_opens_no_turn(subtests: pytest.Subtests) -> None:
 
     fetch.__doc__ = f"Fetches.{marks}\n\nArgs:\n    topic: What to fetch.{marks}"
 
-    class Injects(Tools):
-        def tools(self) -> list[Any]:
-            return [fetch]
-
-        def step(self, action: Message) -> Any:
-            return f"again{marks}", 1.0, False, False, {}
-
+    answer = (f"again{marks}", 1.0, False, False, {})
+    injects = changed(Tools, tools=lambda self: [fetch], step=lambda self, action: answer)
     for template in (CHATML, FORGETFUL):
         for tokenizer in (chat_tokenizer(template), marked_tokenizer(template)):
             with subtests.test(template=template, end=tokenizer.eos_token):
                 said = [says_call("fetch") + "<|im_end|>", "so<|im_end|>", "no<|im_end|>"]
                 agent = Scripted(said, tokenizer=tokenizer, max_new_tokens=200)
-                (found,) = converse(agent.policy, Injects, "you" + marks, max_turns=3)
+                (found,) = converse(agent.policy, injects, "you" + marks, max_turns=3)
                 roles = [message["role"] for message in found.messages[:5]]
                 assert roles == ["user", "assistant", "tool", "assistant", "user"]
                 start = tokenizer.convert_tokens_to_ids("<|im_start|>")
@@ -112,41 +101,19 @@ def test_a_template_that_rewrites_the_history_opens_a_context_and_keeps_all_samp
         "<|im_start|>user\nHello you<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
         "<|im_start|>user\nI heard 1<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>"
     )
-    assert found.rewards == (1.0, 2.0, 3.0)
-    assert found.reward == 6.0
-    assert found.info == {"count": 3}
+    assert (found.rewards, found.reward, found.info) == ((1.0, 2.0, 3.0), 6.0, {"count": 3})
 
 
 def test_results_come_in_the_order_of_the_calls_and_failures_are_told_to_the_policy() -> None:
-    calls = [
-        says_call(arguments='{"topic": "sun"}'),
-        says_call("nothing"),
-        says_call(arguments='{"place": "here"}'),
-        says_call(arguments='"{\\"topic\\": \\"rain\\"}"'),
-    ]
-    agent = Scripted(["".join(calls), "done"], max_new_tokens=400)
-    policy = AgentPolicy(agent.policy, Tools)
-    sampled = policy.sample_actions(["you"], 1)
+    calls = says_call(arguments='{"topic": "sun"}') + says_call("nothing")
+    calls += says_call(arguments='{"place": "here"}') + says_call(arguments='"{\\"topic\\": \\"rain\\"}"')
+    sampled = AgentPolicy(Scripted([calls, "done"], max_new_tokens=400).policy, Tools).sample_actions(["you"], 1)
     results = [message["content"] for message in sampled.actions[0][0].messages if message["role"] == "tool"]
     assert results == [
-        "sun is fine",
-        "Error: there is no tool 'nothing'. The tools are lookup.",
-        "Error: TypeError: missing a required argument: 'topic'",
-        "rain is fine",
-    ]
-    assert sampled.metrics["agents/failed_calls"] == 2
-    assert sampled.metrics["agents/malformed_calls"] == 0
-
-
-@pytest.mark.parametrize(
-    "text",
-    ['<tool_call>{"name": "lookup", </tool_call>', "<tool_call>[1]</tool_call>", '{"name": "lookup"', '{"name": 7}'],
-)
-def test_a_malformed_call_stays_in_the_text_and_is_counted(text: str) -> None:
-    agent = Scripted([text], max_new_tokens=100)
-    sampled = AgentPolicy(agent.policy, Tools).sample_actions(["you"], 1)
-    assert sampled.metrics["agents/malformed_calls"] == 1
-    assert sampled.actions[0][0].messages[1] == {"role": "assistant", "content": text}
+        "sun is fine", "Error: there is no tool 'nothing'. The tools are lookup.",
+        "Error: TypeError: missing a required argument: 'topic'", "rain is fine",
+    ]  # fmt: skip
+    assert [sampled.metrics[f"agents/{kind}_calls"] for kind in ("failed", "malformed")] == [2, 0]
 
 
 THINKING = CHATML + "{# <|think|> <|/think|> #}"  # both marks are special tokens
@@ -174,23 +141,16 @@ def test_rewards_see_tags_that_are_special_tokens_or_that_the_template_opened(su
     """The reward model reads `Conversation.messages`, and the environment the message of the last step."""
     for template, says, is_cut, keeps, expected, warning in SEEN:
         heard: list[Message] = []
-
-        class Hears(Tools):
-            def step(self, action: Message, heard: list[Message] = heard) -> Any:
-                heard.append(action)
-                return super().step(action)
-
+        hears = changed(Tools, step=lambda self, said, heard=heard: heard.append(said) or Tools.step(self, said))
         with subtests.test(says=says, keeps=keeps), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             tokenizer = chat_tokenizer(template)
             limit = len(tokenizer(says)["input_ids"]) if is_cut else 120
             agent = Scripted([says] * 2, tokenizer=tokenizer, max_new_tokens=limit, keep_special_tokens=keeps)
-            rows = converse(agent.policy, Hears, size=2, max_turns=1)
+            rows = converse(agent.policy, hears, size=2, max_turns=1)
             for message in [*(row.messages[1] for row in rows), *heard]:
-                assert {key: message.get(key) for key in ("content", "opened", "reasoning_content")} == {
-                    **dict.fromkeys(("opened", "reasoning_content")),
-                    **expected,
-                }
+                found = {key: message[key] for key in ("content", "opened", "reasoning_content") if key in message}
+                assert found == expected
             assert len(heard) == (0 if is_cut or "call" in says else 2)
             assert len(said) == bool(warning)  # said once
             assert not said or warning in str(said[0].message)
@@ -201,12 +161,11 @@ def test_a_turn_that_cannot_be_read_is_no_turn() -> None:
     agent = Scripted(["a</think>7"], tokenizer=chat_tokenizer(OPENS), max_new_tokens=100)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        [[conversation]] = AgentPolicy(agent.policy, Tools).generate_actions(["you"], 1)
+        [conversation] = converse(agent.policy, Tools)
     assert (conversation.turns, conversation.segments, conversation.ended_by) == ((), (), "error")
 
 
 def test_a_kept_tag_goes_back_into_a_history_that_is_rendered_anew() -> None:
-    """The model reads its thought as it wrote it: as special tokens."""
     rewrites = THINKING.replace("{{ m.content }}", "{{ m.content | replace('x', '') }}")
     says = ["x<|think|>a<|/think|>", "b", "c"]
     agent = Scripted(says, tokenizer=chat_tokenizer(rewrites), max_new_tokens=30, keep_special_tokens=True)
@@ -216,11 +175,17 @@ def test_a_kept_tag_goes_back_into_a_history_that_is_rendered_anew() -> None:
         assert [context.count(tokenizer.convert_tokens_to_ids(mark)) for context in agent.contexts] == [0, 1, 1]
 
 
-def test_a_truncated_call_is_not_malformed() -> None:
-    agent = Scripted([says_call()], max_new_tokens=20)
-    sampled = AgentPolicy(agent.policy, Tools).sample_actions(["you"], 1)
-    assert sampled.metrics["agents/malformed_calls"] == 0
-    assert sampled.metrics["agents/ended_by_length"] == 1
+@pytest.mark.parametrize(
+    "text",
+    ['<tool_call>{"name": "lookup", </tool_call>', "<tool_call>[1]</tool_call>", '{"name": "lookup"', '{"name": 7}'],
+)
+def test_a_malformed_call_stays_in_the_text_and_is_counted_unless_it_is_truncated(text: str) -> None:
+    for said, limit, ended_by in ((text, 100, "environment"), (says_call(), 20, "length")):
+        agent = Scripted([said], max_new_tokens=limit)
+        sampled = AgentPolicy(agent.policy, Tools).sample_actions(["you"], 1)
+        assert sampled.metrics["agents/malformed_calls"] == (said == text)
+        assert sampled.metrics[f"agents/ended_by_{ended_by}"] == 1
+        assert sampled.actions[0][0].messages[1] == {"role": "assistant", "content": said[:limit]}
 
 
 def test_calls_are_read_in_the_common_formats_and_only_if_there_are_tools() -> None:
@@ -236,27 +201,17 @@ def test_the_tokenizers_own_parser_reads_calls() -> None:
     agent = Scripted(spoken, max_new_tokens=100)
     tagged = "<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
     own = CHATML.replace(tagged, "[{{ c.function.name }}: {{ c.function.arguments | tojson }}]")
+    calls: dict[str, Any] = {"open_pattern": r"\[(?P<name>\w+): ", "close_pattern": r"\](?=\[|<\|im_end)"}
+    calls |= {"repeats": True, "content": "json"}
+    calls |= {"transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}
+    thought, content = THINKS["fields"]["reasoning_content"], THINKS["fields"]["content"]
+    fields = {"reasoning_content": thought, "tool_calls": calls, "content": content}
     agent.policy.tokenizer.chat_template = own
-    agent.policy.tokenizer.response_template = {
-        "defaults": {"role": "assistant"},
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "reasoning_content": {"open": "<think>", "close_pattern": "</think>", "content": "text"},
-            "tool_calls": {
-                "open_pattern": r"\[(?P<name>\w+): ",
-                "close_pattern": r"\](?=\[|<\|im_end)",
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-            },
-            "content": {"close_pattern": r"<\|im_end\|>", "content": "text"},
-        },
-    }
+    agent.policy.tokenizer.response_template = THINKS | {"fields": fields}
     sampled = AgentPolicy(agent.policy, Tools).sample_actions(["you"], 1)
     _, first, result, second, _ = sampled.actions[0][0].messages
     assert (first["reasoning_content"], first["content"], result["content"]) == ("hm", "", "sun is fine")
-    assert second["content"] == "[lookup: {]"
-    assert sampled.metrics["agents/malformed_calls"] == 1
+    assert (second["content"], sampled.metrics["agents/malformed_calls"]) == ("[lookup: {]", 1)
 
 
 def test_forged_observations_are_cut(subtests: pytest.Subtests) -> None:
@@ -274,10 +229,10 @@ def test_forged_observations_are_cut(subtests: pytest.Subtests) -> None:
 
 def test_an_agent_program_owns_the_loop() -> None:
     async def play(chat: Chat, state: Any) -> float:
-        first = await chat([{"role": "system", "content": "short"}, {"role": "user", "content": state}])
-        second = await chat([*chat.messages, {"role": "user", "content": "again"}])
+        first = await chat([{"role": "system", "content": "short"}, user(state)])
+        second = await chat([*chat.messages, user("again")])
         # what the program made of the history itself is a context of its own
-        third = await chat([{"role": "user", "content": f"sum up {first['content']} {second['content']}"}])
+        third = await chat([user(f"sum up {first['content']} {second['content']}")])
         assert third["role"] == "assistant"
         chat.info["kept"] = np.float32(1.5)
         return 0.5
@@ -285,18 +240,16 @@ def test_an_agent_program_owns_the_loop() -> None:
     agent = Scripted(["a", "b", "c"], max_new_tokens=20)
     (found,) = converse(agent.policy, play)
     assert [sampled for _, sampled in text_and_sampled(found)] == ["a<|im_end|>|b<|im_end|>", "c<|im_end|>"]
-    assert found.rewards == (0.0, 0.0, 0.5)
-    assert found.info == {"kept": 1.5}
-    assert found.ended_by == "environment"
+    assert (found.rewards, found.info, found.ended_by) == ((0.0, 0.0, 0.5), {"kept": 1.5}, "environment")
 
 
 def test_other_tools_open_a_context() -> None:
     """The template writes the tools at the top, so the context with other tools is another one."""
 
     async def play(chat: Chat, state: Any) -> float:
-        await chat([{"role": "user", "content": state}])
-        await chat([*chat.messages, {"role": "user", "content": "now with a tool"}], tools=[lookup])
-        await chat([*chat.messages, {"role": "user", "content": "again"}], tools=[lookup])
+        await chat([user(state)])
+        await chat([*chat.messages, user("now with a tool")], tools=[lookup])
+        await chat([*chat.messages, user("again")], tools=[lookup])
         return 1.0
 
     (found,) = converse(Scripted(["a", "b", "c"], max_new_tokens=20).policy, play)
@@ -304,97 +257,36 @@ def test_other_tools_open_a_context() -> None:
     assert text_and_sampled(found)[1][0].startswith("<|im_start|>system\nTools:")
 
 
-def test_a_program_may_catch_the_end_of_the_conversation() -> None:
-    async def play(chat: Chat, state: Any) -> float:
-        messages: list[Message] = [{"role": "user", "content": state}]
-        try:
-            while True:
-                messages = [*messages, await chat(messages), {"role": "user", "content": "more"}]
-        except ConversationEnded as end:
-            return 7.0 if end.ended_by == "max_turns" else -1.0
-
-    (found,) = converse(Scripted(["a", "b"], max_new_tokens=20).policy, play, max_turns=2)
-    assert (found.rewards, found.ended_by) == ((0.0, 7.0), "max_turns")
-
-
-def test_a_program_that_does_not_catch_the_end_has_the_reward_0() -> None:
-    async def play(chat: Chat, state: Any) -> float:
-        await chat([{"role": "user", "content": state}])
-        await chat([*chat.messages, {"role": "user", "content": state}])
-        return 1.0
-
-    (found,) = converse(Scripted(["a", "b" * 20], max_new_tokens=20).policy, play)
-    assert (found.rewards, found.ended_by) == ((0.0, 0.0), "length")
-
-
-@pytest.mark.parametrize("wrong", [None, "good", [1.0], [[1.0, 2.0]]])
-def test_wrong_rewards_of_a_program_are_refused(wrong: Any) -> None:
-    async def play(chat: Chat, state: Any) -> Any:
-        await chat([{"role": "user", "content": state}])
-        await chat([*chat.messages, {"role": "user", "content": state}])
-        return wrong
-
-    with pytest.raises(ContractError, match="must return one reward, or one for each of the policy's messages = 2"):
-        converse(Scripted(["a", "b"], max_new_tokens=20).policy, play)
-
-
 @pytest.mark.parametrize("wrong", [7, None, b"text", [7], {"content": "x"}, {"role": "user", "content": 3}])
 def test_observations_that_are_no_messages_are_refused(wrong: Any) -> None:
-    with pytest.raises(ContractError, match="must be a text, a message"):
+    with pytest.raises(ContractError, match="must be a text, a picture, a message"):
         as_messages(wrong)
 
 
 def test_tool_results_of_an_environment_are_sorted_and_a_text_answers_a_single_call() -> None:
-    calls = [{"id": name, "type": "function", "function": {"name": name, "arguments": {}}} for name in ("a", "b")]
-    action: Message = {"role": "assistant", "content": "", "tool_calls": calls}
-    given: list[Message] = [
-        {"role": "tool", "tool_call_id": "b", "content": "B"},
-        {"role": "user", "content": "and"},
-        {"role": "tool", "tool_call_id": "a", "content": "A"},
-    ]
-    assert [message["content"] for message in as_messages(given, action)] == ["A", "and", "B"]
-    assert as_messages("yes", {**action, "tool_calls": calls[:1]}) == [
-        {"role": "tool", "content": "yes", "tool_call_id": "a", "name": "a"}
-    ]
-    assert as_messages("yes", action) == [{"role": "user", "content": "yes"}]
+    first, second = tool_call("a", 1), tool_call("b", 2)
+    a, b = (
+        {"role": "tool", "tool_call_id": f"call0000{place}", "content": text} for place, text in ((1, "a"), (2, "b"))
+    )
+    both = calls_tools(first, second)
+    assert [message["content"] for message in as_messages([b, user("and"), a], both)] == ["a", "and", "b"]
+    alone = {"role": "tool", "content": "yes", "tool_call_id": first["id"], "name": "a"}
+    assert as_messages("yes", calls_tools(first)) == [alone]
+    assert as_messages("yes", both) == [user("yes")]
 
 
-def test_tools_given_as_schemas_are_called_by_the_environment() -> None:
-    class Answers(Tools):
-        def tools(self) -> list[Any]:
-            return [{"type": "function", "function": {"name": "lookup", "description": "d", "parameters": {}}}]
+def test_results_that_are_no_text_are_written_as_json_or_refused() -> None:
+    def converse_with(result: Any) -> Conversation:
+        def give() -> Any:
+            """Gives something."""
+            return result
 
-        def step(self, action: Message) -> Any:
-            if "tool_calls" not in action:
-                return "bye", 1.0, True, False, {}
-            return "it rains", 0.25, False, False, {}
+        policy = Scripted([says_call("give", "{}"), "ok"], max_new_tokens=100).policy
+        return converse(policy, changed(Tools, tools=lambda self: [give]))[0]
 
-    (found,) = converse(Scripted([says_call(), "done"], max_new_tokens=100).policy, Answers)
-    assert found.messages[2]["role"] == "tool"
-    assert found.rewards == (0.25, 1.0)
-
-
-def test_tools_without_a_description_and_results_that_are_no_text_are_refused() -> None:
-    def bare(x):  # type: ignore[no-untyped-def]
-        return x
-
-    def opaque() -> object:
-        """Returns something."""
-        return object()
-
-    def listing() -> list[int]:
-        """Returns a list."""
-        return [1, 2]
-
-    def having(tool: Any) -> Any:
-        return type("Has", (Tools,), {"tools": lambda self: [tool]})
-
-    with pytest.raises(ContractError, match="A tool must be a JSON schema, or a function with type hints"):
-        converse(Scripted([]).policy, having(bare))
-    with pytest.raises(ContractError, match="The tool opaque must return text, or a value that json"):
-        converse(Scripted([says_call("opaque", "{}")], max_new_tokens=100).policy, having(opaque))
-    (found,) = converse(Scripted([says_call("listing", "{}"), "ok"], max_new_tokens=100).policy, having(listing))
-    assert found.messages[2]["content"] == "[1, 2]"
+    with pytest.raises(ContractError, match="The tool give must return a text, a picture, or a value that json"):
+        converse_with(object())
+    assert converse_with([1, 2]).messages[2]["content"] == "[1, 2]"
 
 
 def test_conversations_come_back_from_a_checkpoint(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import gc
 import http.client
 import json
-import logging
 import re
 import socket
 import sys
@@ -14,6 +13,7 @@ import time
 import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,14 +23,16 @@ import torch
 from openai import AsyncOpenAI, OpenAI
 
 from adapters.agents import AgentPolicy, Chat, ChatEndpoint, Conversation, EnvironmentReward, endpoint, rollouts
+from adapters.agents.openai_api import error_body
 from adapters.agents.templates import TOOL
 from adapters.llm import SamplingConfig
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError
-from tests.support.agents import Scripted, chat_tokenizer, language_model, says_call
+from tests.support.agent_parts import before_each_batch, user
+from tests.support.agents import THINKS, Scripted, chat_tokenizer, language_model, says_call, wait_for
 from tests.unit.adapters.agents.test_conversations import text_and_sampled
 
-USER = {"role": "user", "content": "you"}
+USER: Any = user("you")
 ASKED: dict[str, Any] = {"model": "policy", "messages": [USER]}
 
 
@@ -66,13 +68,19 @@ def raw(base_url: str, method: str = "POST", path: str = "/chat/completions", bo
     sent = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection.request(method, split.path + path, sent, headers)
     response = connection.getresponse()
+    # frameworks keep a client for each URL, and each conversation has one: open connections would fill the table of files
+    assert response.will_close
     read = response.status, json.loads(response.read())
     connection.close()
     return read
 
 
-def streamed(client: OpenAI, **request: Any) -> tuple[dict[str, Any], str | None, Any]:
-    """The message of a stream, as clients put it together, with the finish reason and the usage."""
+def reply(client: OpenAI, *, streams: bool, **request: Any) -> tuple[dict[str, Any], str | None, Any]:
+    """The message of a response, or of a stream as clients put it together, with the finish reason and the usage."""
+    if not streams:
+        answer = client.chat.completions.create(**request)
+        assert (answer.model, answer.object) == (request["model"], "chat.completion")
+        return answer.choices[0].message.model_dump(), answer.choices[0].finish_reason, answer.usage
     message: dict[str, Any] = {"role": "", "content": ""}
     reason, usage = None, None
     for chunk in client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **request):
@@ -96,74 +104,45 @@ def test_thoughts_that_the_tokenizers_parser_separates_are_sent() -> None:
         return 1.0
 
     policy = says("<think>hm</think>Yes.", "<think>so</think>No.")
-    policy.tokenizer.response_template = {
-        "defaults": {"role": "assistant"},
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "reasoning_content": {"open": "<think>", "close_pattern": "</think>", "content": "text"},
-            "content": {"close_pattern": r"<\|im_end\|>", "content": "text"},
-        },
-    }
+    policy.tokenizer.response_template = THINKS
     (found,) = converse(policy, with_client(use))
     assert found.reward == 1.0
 
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_conversation_with_tools_is_one_context(streams: bool) -> None:
-    """Two calls in a turn, whose results come back in the other order, and a text. The usage counts real tokens."""
+    """Two calls in a turn, whose results come back in the other order, a call without a text, and a text. The usage counts
+    real tokens."""
     calls = says_call(arguments='{"topic":   "sun"}') + says_call("other", "{}")
     usages = []
 
     def use(client: OpenAI) -> list[float]:
         messages: list[Any] = [{"role": "developer", "content": [{"type": "text", "text": t} for t in "ab"]}, USER]
-        for expected in ("tool_calls", "stop"):
+        for expected in (("Hm.", "tool_calls"), ("" if streams else None, "tool_calls"), ("Fine.", "stop")):
             request: Any = {"model": "m", "messages": messages, "tools": [TOOL], "tool_choice": "auto"}
-            if streams:
-                said, reason, usage = streamed(client, **request)
-            else:
-                answer = client.chat.completions.create(**request)
-                assert (answer.model, answer.object) == ("m", "chat.completion")
-                choice, usage = answer.choices[0], answer.usage
-                said, reason = choice.message.model_dump(), choice.finish_reason
-            assert reason == expected
+            said, reason, usage = reply(client, streams=streams, **request)
+            assert (said["content"], reason) == expected
             usages.append((usage.prompt_tokens, usage.completion_tokens, usage.total_tokens))
             messages.append(said)
             for call in reversed(said.get("tool_calls") or []):
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": call["function"]["name"]})
                 assert isinstance(call["function"]["arguments"], str)
-        assert messages[-1]["content"] == "Fine."
-        return [0.25, 1.0]
+        return [0.25, 0.5, 1.0]
 
-    (found,) = converse(says("Hm. " + calls, "Fine."), with_client(use))
+    (found,) = converse(says("Hm. " + calls, says_call(), "Fine."), with_client(use))
     ((text, sampled),) = text_and_sampled(found)
-    assert sampled == f"Hm. {calls}<|im_end|>|Fine.<|im_end|>"
+    assert sampled == f"Hm. {calls}<|im_end|>|{says_call()}<|im_end|>|Fine.<|im_end|>"
     assert "<|im_start|>system\na\nb<|im_end|>" in text
-    results = [message for message in found.messages if message["role"] == "tool"]
-    assert [(result["content"], result["name"]) for result in results] == [("lookup",) * 2, ("other",) * 2]
-    assert (found.rewards, found.ended_by) == ((0.25, 1.0), "environment")
-    (segment,) = found.segments
-    begin, length = segment.num_context_tokens, len(segment.token_ids)
-    first, second = (turn.num_tokens for turn in found.turns)
-    assert usages == [(begin, first, begin + first), (length - second, second, length)]
-
-
-def test_a_message_with_calls_only_has_no_content() -> None:
-    def use(client: OpenAI) -> float:
-        message = client.chat.completions.create(**ASKED, tools=[TOOL]).choices[0].message
-        assert message.content is None
-        assert message.tool_calls
-        said = {"role": "assistant", "content": None, "tool_calls": [message.tool_calls[0].model_dump()]}
-        result = {"role": "tool", "content": "sun", "tool_call_id": message.tool_calls[0].id}
-        client.chat.completions.create(model="m", messages=[USER, said, result], tools=[TOOL])
-        return 1.0
-
-    (found,) = converse(says(says_call(), "fine"), with_client(use))
-    assert (found.reward, len(found.segments)) == (1.0, 1)
+    results = [(message["content"], message["name"]) for message in found.messages if message["role"] == "tool"]
+    assert results == [("lookup",) * 2, ("other",) * 2, ("lookup",) * 2]
+    assert (found.rewards, found.ended_by) == ((0.25, 0.5, 1.0), "environment")
+    pairs = enumerate(pairwise((False, *found.segments[0].sampled)))
+    begins = [place for place, pair in pairs if pair == (False, True)]
+    counts = [turn.num_tokens for turn in found.turns]
+    assert usages == [(begin, count, begin + count) for begin, count in zip(begins, counts, strict=True)]
 
 
 def test_a_program_may_be_async_and_the_caller_may_have_an_event_loop() -> None:
-    """As in a notebook."""
-
     async def program(base_url: str, state: Any) -> float:
         async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
             said = await asyncio.gather(*(client.chat.completions.create(**ASKED) for _ in range(2)))
@@ -178,9 +157,8 @@ def test_a_program_may_be_async_and_the_caller_may_have_an_event_loop() -> None:
 def test_limits_and_stop_strings_of_a_request() -> None:
     def use(client: OpenAI) -> float:
         def ask(**request: Any) -> tuple[str, str, int]:
-            answer = client.chat.completions.create(**ASKED, **request)
-            choice = answer.choices[0]
-            return choice.message.content, choice.finish_reason, answer.usage.completion_tokens
+            said, reason, usage = reply(client, streams=False, **ASKED, **request)
+            return said["content"], reason, usage.completion_tokens
 
         assert ask(max_tokens=3) == ("abc", "length", 3)
         assert ask(max_tokens=9, max_completion_tokens=2) == ("ab", "length", 2)
@@ -188,11 +166,7 @@ def test_limits_and_stop_strings_of_a_request() -> None:
         assert ask(stop=["x", "e"], max_tokens=100) == ("abcd", "stop", 6)
         assert ask(tools=[TOOL], tool_choice="none") == ("abcdef", "stop", 7)
         assert ask(max_tokens=9) == ("abcdefgh", "length", 8)  # the policy's own maximum: this context ends
-        goes_on = [
-            *ASKED["messages"],
-            {"role": "assistant", "content": "abcdefgh"},
-            {"role": "user", "content": "more"},
-        ]
+        goes_on = [USER, {"role": "assistant", "content": "abcdefgh"}, user("more")]
         with pytest.raises(openai.APIStatusError, match="The conversation ended by 'length'"):
             client.chat.completions.create(**ASKED | {"messages": goes_on})
         return 0.5
@@ -206,10 +180,7 @@ def test_limits_and_stop_strings_of_a_request() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (
-        {"temperature": 0.5},
-        r"temperature must be 1\.5 or left out, because the policy is .* got float 0\.5\. Set Sampl",
-    ),
+    ({"temperature": 0.5}, r"temperature must be 1\.5 or left out, because the policy .* got float 0\.5\. Set Sampl"),
     ({"top_p": 0.9}, r"top_p must be 1\.0 or left out, .* Set SamplingConfig\(top_p=\.\.\.\)"),
     ({"top_k": 5}, r"top_k must be left out, .* Set SamplingConfig\(top_k=\.\.\.\)"),
     ({"n": 2}, r"n must be 1 or left out, .* Send n requests"),
@@ -226,8 +197,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": None}, r"messages must be a list of messages"),
     ({"messages": ["hi"]}, r"messages\[0\] must be a message"),
     ({"messages": [USER, {"content": "hi"}]}, r"messages\[1\] must be a message"),
-    ({"messages": [{"role": "user", "content": 7}]}, r"messages\[0\]\.content must be a text, or a list of parts"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, r"describe them in a text"),
+    ({"messages": [user(7)]}, r"messages\[0\]\.content must be a text, or a list of parts"),
+    ({"messages": [user([{"type": "image_url", "image_url": {}}])]}, r"Send a picture as data:"),
+    ({"messages": [user([{"type": "image", "path": "/etc/passwd"}])]}, r"Send a picture as data:"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, r"messages\[0\]\.tool_calls must be a list of calls"),
     ({"messages": [{"role": "assistant", "tool_calls": 7}]}, r"messages\[0\]\.tool_calls must be a list of calls"),
     ({"messages": [{"role": "a", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]}, r"or a JSON text"),
@@ -240,38 +212,30 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_would_change_the_distribution_is_refused(subtests: pytest.Subtests) -> None:
-    """Nothing is sampled, and the conversation goes on."""
+NEUTRAL = {
+    "temperature": 1.5, "top_p": 1, "top_k": None, "n": 1, "logprobs": False, "logit_bias": {},
+    "frequency_penalty": 0, "presence_penalty": 0.0, "response_format": {"type": "text"}, "user": "me", "store": True,
+    "metadata": {"a": "b"}, "parallel_tool_calls": False, "seed": 5, "tools": None, "stop": None, "max_tokens": None,
+}  # fmt: skip
+
+
+def test_what_would_change_the_distribution_is_refused_and_nothing_else(subtests: pytest.Subtests) -> None:
+    """Nothing is sampled for a refused request, and the conversation goes on."""
 
     def program(base_url: str, state: Any) -> float:
         for request, message in REFUSED:
             with subtests.test(request=request):
                 status, answer = raw(base_url, body=ASKED | request)
-                assert status == 400
                 error = answer["error"]
-                assert error["type"] == "invalid_request_error"
+                assert (status, error["type"]) == (400, "invalid_request_error")
                 assert re.search(message, error["message"]), error["message"]
                 assert error["message"].startswith(error["param"] or "")
-        return 1.0 if raw(base_url)[0] == 200 else 0.0
-
-    (found,) = converse(says("fine", sampling=SamplingConfig(temperature=1.5)), program)
-    assert (found.reward, len(found.turns)) == (1.0, 1)
-
-
-def test_settings_that_change_nothing_are_accepted() -> None:
-    neutral = {
-        "temperature": 1.5, "top_p": 1, "top_k": None, "n": 1, "logprobs": False, "logit_bias": {},
-        "frequency_penalty": 0, "presence_penalty": 0.0, "response_format": {"type": "text"}, "user": "me", "store": True,
-        "metadata": {"a": "b"}, "parallel_tool_calls": False, "seed": 5, "tools": None, "stop": None, "max_tokens": None,
-    }  # fmt: skip
-
-    def program(base_url: str, state: Any) -> float:
-        status, answer = raw(base_url, body=ASKED | neutral)
+        status, answer = raw(base_url, body=ASKED | NEUTRAL)
         assert status == 200, answer
         return 1.0
 
-    policy = says("fine", sampling=SamplingConfig(temperature=1.5))
-    assert converse(policy, program)[0].reward == 1.0
+    (found,) = converse(says("fine", sampling=SamplingConfig(temperature=1.5)), program)
+    assert (found.reward, len(found.turns)) == (1.0, 1)
 
 
 def test_bad_http_gets_an_error_in_openais_form(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +253,6 @@ def test_bad_http_gets_an_error_in_openais_form(subtests: pytest.Subtests, monke
         ({"method": "GET", "body": b""}, 405, "needs the method POST; got GET"),
         ({"method": "DELETE", "path": "/models", "body": b""}, 405, "needs the method GET; got DELETE"),
         ({"method": "BREW"}, 501, "BREW"),
-        ({"body": ASKED | {"messages": [{"role": "user", "content": "\ud800"}]}}, 500, "Error"),
     ]
 
     def program(base_url: str, state: Any) -> float:
@@ -307,10 +270,14 @@ def test_bad_http_gets_an_error_in_openais_form(subtests: pytest.Subtests, monke
         with subtests.test("an unknown URL"):
             status, answer = raw(base_url.replace("/v1", "x/v1"))
             assert (status, "No conversation has this URL" in answer["error"]["message"]) == (404, True)
-        return 1.0 if raw(base_url, Expect="100-continue")[0] == 200 else 0.0
+        half_a_character = ASKED | {"messages": [{"role": "user", "content": "\ud800"}]}
+        return 1.0 if raw(base_url, body=half_a_character, Expect="100-continue")[0] == 200 else 0.0
 
     (found,) = converse(says("fine"), program)
     assert (found.reward, len(found.turns)) == (1.0, 1)
+    status, body = error_body(KeyError("lost"))
+    expected = {"message": "KeyError: 'lost'", "type": "server_error", "param": None, "code": None}
+    assert (status, json.loads(body)) == (500, {"error": expected})
 
 
 def exchange(base_url: str, *sent: bytes) -> bytes:
@@ -330,30 +297,6 @@ def request_to(base_url: str, body: bytes = json.dumps(ASKED).encode()) -> bytes
     return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-def test_every_response_ends_its_connection() -> None:
-    """Frameworks keep a client for each URL, and each conversation has one: open connections would fill the table of files."""
-
-    def program(base_url: str, state: Any) -> float:
-        split = urlsplit(base_url)
-        connection = http.client.HTTPConnection(split.netloc)
-        for method, path, body, status in (
-            ("POST", "/chat/completions", ASKED, 200), ("POST", "/chat/completions", {}, 400), ("GET", "/models", {}, 200),
-            ("PUT", "/models", ASKED, 405), ("POST", "/chat/completions", ASKED, 200), ("X", "", {}, 501),
-        ):  # fmt: skip
-            connection.request(method, split.path + path, json.dumps(body))
-            response = connection.getresponse()
-            assert (response.status, response.will_close) == (status, True)
-            response.read()
-        connection.putrequest("POST", split.path)
-        connection.putheader("Transfer-Encoding", "chunked")  # such a body is not read
-        connection.endheaders()
-        assert connection.getresponse().status == 411
-        connection.close()
-        return 1.0
-
-    assert converse(says("a", "b"), program)[0].reward == 1.0
-
-
 def test_two_conversations_in_one_connection_get_their_own_turns() -> None:
     """A client that connects again answers both. Of two requests in one connection, the second is not read."""
     urls, done = dict[str, str](), threading.Event()
@@ -364,7 +307,7 @@ def test_two_conversations_in_one_connection_get_their_own_turns() -> None:
             assert done.wait(20)
             return 1.0
         try:
-            _wait_for(lambda: len(urls) == 2)
+            wait_for(lambda: len(urls) == 2)
             connection = http.client.HTTPConnection(urlsplit(base_url).netloc)
             for name in ("you", "me", "you"):
                 connection.request("POST", urlsplit(urls[name]).path + "/chat/completions", json.dumps(ASKED))
@@ -424,9 +367,8 @@ def test_the_number_of_connections_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     """The oldest of the connections that say nothing is closed for a new one, and a request that waits for its turn is kept."""
     monkeypatch.setattr(endpoint, "MOST_CONNECTIONS", 3)
     monkeypatch.setattr(endpoint, "PLACE_SECONDS", 0.05)
-    policy = says("a", "b", "c")
-    real, began, goes_on = policy.sample_tokens, threading.Event(), threading.Event()
-    policy.sample_tokens = lambda *a, **k: (began.set(), goes_on.wait(20), real(*a, **k))[2]
+    policy, began, goes_on = says("a", "b", "c"), threading.Event(), threading.Event()
+    before_each_batch(policy, lambda prompts: (began.set(), goes_on.wait(20)))
 
     def program(base_url: str, state: Any) -> float:
         statuses = list[int]()
@@ -438,7 +380,7 @@ def test_the_number_of_connections_is_bounded(monkeypatch: pytest.MonkeyPatch) -
         try:
             for connection in silent[:4]:
                 assert connection.recv(1) == b""
-            _wait_for(lambda: sum(thread.name == "chat endpoint" for thread in threading.enumerate()) == 1 + 3)
+            wait_for(lambda: sum(thread.name == "chat endpoint" for thread in threading.enumerate()) == 1 + 3)
             assert raw(base_url.replace("/v1", "x/v1"))[0] == 404
         finally:
             goes_on.set()
@@ -472,125 +414,61 @@ def test_clients_that_are_not_closed_leave_nothing_behind() -> None:
     assert (found, [str(warning.message) for warning in warned]) == ([], [])
 
 
-def test_models_are_listed() -> None:
-    def use(client: OpenAI) -> float:
-        assert [model.id for model in client.models.list()] == ["policy"]
-        client.chat.completions.create(**ASKED)
-        return 1.0
-
-    assert converse(says("a"), with_client(use))[0].reward == 1.0
-
-
 def test_the_end_of_a_conversation_reaches_the_program(subtests: pytest.Subtests) -> None:
     """A program that catches it gives a reward; else the reward is 0. An error before any limit is a failure."""
+    for name, ended_by, reward, error in (
+        ("catches", "max_turns", "7.0", "none"),
+        ("does not catch", "max_turns", "0.0", "APIStatusError: "),
+        ("fails", "error", "nan", "KeyError: 'lost'"),
+    ):
 
-    def catches(client: OpenAI) -> float:
-        client.chat.completions.create(**ASKED)
-        with pytest.raises(openai.APIStatusError) as caught:
+        def use(client: OpenAI, name: str = name) -> float:
             client.chat.completions.create(**ASKED)
-        assert caught.value.status_code == 410
-        assert caught.value.code == "conversation_ended"
-        assert caught.value.body["ended_by"] == "max_turns"
-        return 7.0
+            if name == "fails":
+                raise KeyError("lost")
+            if name == "does not catch":
+                client.chat.completions.create(**ASKED)
+            with pytest.raises(openai.APIStatusError) as caught:
+                client.chat.completions.create(**ASKED)
+            found: Any = caught.value
+            assert (found.status_code, found.code, found.body["ended_by"]) == (410, "conversation_ended", "max_turns")
+            return 7.0
 
-    def does_not(client: OpenAI) -> float:
-        for _ in range(2):
-            client.chat.completions.create(**ASKED)
-        return 7.0
-
-    def fails(client: OpenAI) -> float:
-        client.chat.completions.create(**ASKED)
-        raise KeyError("lost")
-
-    cases = [
-        (catches, "max_turns", 7.0, None),
-        (does_not, "max_turns", 0.0, "APIStatusError: "),
-        (fails, "error", None, "KeyError: 'lost'"),
-    ]
-    for use, ended_by, reward, error in cases:
-        with subtests.test(ended_by=ended_by, reward=reward):
-            logging.getLogger("grpo").disabled = use is fails
+        with subtests.test(name):
             (found,) = converse(says("a", "b"), with_client(use), max_turns=1)
-            logging.getLogger("grpo").disabled = False
-            assert (found.ended_by, len(found.turns)) == (ended_by, 1)
-            assert found.reward == reward if reward is not None else found.reward != found.reward
-            assert found.info.get("error", "").startswith(error or "")
-            assert ("error" in found.info) == (error is not None)
+            assert (found.ended_by, len(found.turns), str(found.reward)) == (ended_by, 1, reward)
+            assert found.info.get("error", "none").startswith(error)
 
 
-def test_a_url_is_refused_after_its_conversation() -> None:
-    policy = says("a", "b")
+def test_a_url_is_refused_after_its_conversation_and_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "MOST_ENDED", 2)
+    policy = says("a", "b", "c")
     urls: list[str] = []
 
     def program(base_url: str, state: Any) -> float:
         urls.append(base_url)
         raw(base_url)
+        assert [model["id"] for model in raw(base_url, "GET", "/models")[1]["data"]] == ["policy"]
         return 1.0
 
     with ChatEndpoint(policy) as served:
-        agent = AgentPolicy(policy, served.runs(program))
+        agent = AgentPolicy(policy, served.runs(program), concurrency=1)
         agent.generate_actions(["you"], 1)
         for body in (ASKED, {}):
             status, answer = raw(urls[0], body=body)
             assert (status, answer["error"]["ended_by"]) == (410, "environment")
         assert raw(urls[0], "GET", "/models")[0] == 410
-        agent.generate_actions(["you"], 1)
+        agent.generate_actions(["you"], 2)
+        assert [raw(url)[0] for url in urls] == [404, 410, 410]
         assert urls[0] != urls[1]
         assert urlsplit(urls[0]).netloc == urlsplit(urls[1]).netloc
     with pytest.raises(ConnectionRefusedError):
         raw(urls[0])
 
 
-def test_the_number_of_remembered_conversations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "MOST_ENDED", 2)
-    policy, urls, statuses = says(), [], []
-
-    def program(base_url: str, state: Any) -> float:
-        urls.append(base_url)
-        return 1.0
-
-    with ChatEndpoint(policy) as served:
-        AgentPolicy(policy, served.runs(program), concurrency=1).generate_actions(["you"], 3)
-        statuses = [raw(url)[0] for url in urls]
-    assert statuses == [404, 410, 410]
-
-
-def test_two_clients_at_once_share_the_conversation() -> None:
-    """Each has a history of its own, with two turns. Nothing is lost."""
-
-    def program(base_url: str, state: Any) -> float:
-        both = threading.Barrier(2, timeout=20)
-
-        def talk(name: str) -> None:
-            messages: list[Any] = [{"role": "user", "content": name}]
-            for _ in range(2):
-                said = raw(base_url, body={"model": "m", "messages": messages})[1]["choices"][0]["message"]
-                messages += [said, {"role": "user", "content": "more"}]
-                both.wait()
-
-        threads = [threading.Thread(target=talk, args=(name,)) for name in ("one", "two")]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return 1.0
-
-    (found,) = converse(says("a  ", "b  ", "c", "d"), program)
-    texts = text_and_sampled(found)
-    said = "".join(sampled for _, sampled in texts).replace("<|im_end|>", "").replace("|", "")
-    assert sorted(said.replace(" ", "")) == ["a", "b", "c", "d"]
-    for name in ("one", "two"):
-        last = [text for text, _ in texts if f"user\n{name}<|im_end|>" in text][-1]
-        assert last.count("  <|im_end|>") == 1  # as it was sampled
-        assert last.endswith(("c<|im_end|>", "d<|im_end|>"))
-    assert len(found.turns) == 4
-
-
 def test_a_client_that_gives_up_and_asks_again_gets_another_turn() -> None:
-    """Both turns are scored. OpenAI's client asks again after a timeout."""
-    policy = says("late", "again")
-    real, has_given_up = policy.sample_tokens, threading.Event()
-    policy.sample_tokens = lambda *a, **k: (has_given_up.wait(20), real(*a, **k))[1]
+    policy, has_given_up = says("late", "again"), threading.Event()
+    before_each_batch(policy, lambda prompts: has_given_up.wait(20))
 
     def program(base_url: str, state: Any) -> float:
         with pytest.raises(openai.APITimeoutError), client_of(base_url, timeout=1.0) as client:
@@ -605,14 +483,13 @@ def test_a_client_that_gives_up_and_asks_again_gets_another_turn() -> None:
 
 def test_a_request_that_waits_when_the_program_returns_is_refused() -> None:
     """Also while other conversations go on, for which the policy samples."""
-    policy = says("a", "b")
-    real, began = policy.sample_tokens, threading.Event()
-    policy.sample_tokens = lambda *a, **k: (began.set(), time.sleep(0.2), real(*a, **k))[2]
+    policy, began = says("a", "b"), threading.Event()
+    before_each_batch(policy, lambda prompts: (began.set(), time.sleep(0.2)))
     statuses: list[Any] = []
 
     def program(base_url: str, state: Any) -> float:
         if state == "other":
-            _wait_for(lambda: bool(statuses))
+            wait_for(lambda: bool(statuses))
             return float(raw(base_url)[0])
         threading.Thread(target=lambda: statuses.append(raw(base_url))).start()
         began.wait(10)
@@ -642,33 +519,8 @@ def test_a_program_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
         assert good.reward == 1.0
         assert sampled.metrics["agents/abandoned"] == 1
         release.set()
-        _wait_for(lambda: bool(late))
+        wait_for(lambda: bool(late))
     assert (late[0][0], late[0][1]["error"]["ended_by"]) == (410, "timeout")
-
-
-def test_the_time_of_the_model_is_not_the_programs() -> None:
-    policy = says("a")
-    real = policy.sample_tokens
-    policy.sample_tokens = lambda *a, **k: (time.sleep(1.3), real(*a, **k))[1]
-    (found,) = converse(policy, lambda base_url, state: float(raw(base_url)[0]), timeout=1.0)
-    assert (found.ended_by, found.reward) == ("environment", 200.0)
-
-
-def test_errors_of_the_sampler_end_all_programs() -> None:
-    policy, outcomes = says(), []
-
-    def broken(*args: Any, **options: Any) -> Any:
-        raise MemoryError("no memory")
-
-    def program(base_url: str, state: Any) -> float:
-        outcomes.append(raw(base_url))
-        return 1.0
-
-    policy.sample_tokens = broken
-    with pytest.raises(MemoryError, match="no memory"):
-        converse(policy, program, ["a", "b"])
-    _wait_for(lambda: len(outcomes) == 2)
-    assert [status for status, _ in outcomes] == [410, 410]
 
 
 def test_no_port_and_no_thread_stay_after_close() -> None:
@@ -688,15 +540,21 @@ def test_no_port_and_no_thread_stay_after_close() -> None:
         began = time.monotonic()
         served.close()
         assert time.monotonic() - began < 10  # it does not wait for idle connections
-        _wait_for(lambda: threading.active_count() <= before)
+        wait_for(lambda: threading.active_count() <= before)
         with pytest.raises(openai.APIConnectionError):
             clients[-1].chat.completions.create(**ASKED)
         clients[-1].close()
 
 
-def test_what_is_no_language_model_is_refused() -> None:
+def test_what_is_no_language_model_and_what_cannot_be_ignored_are_refused(subtests: pytest.Subtests) -> None:
     with pytest.raises(ConfigError, match="policy must be the language model, an HFPolicy; got"):
         ChatEndpoint(AgentPolicy(language_model(), lambda state: None))  # type: ignore[arg-type]
+    for ignore in ({"messages"}, ["stop", "temperature"], "temperature"):
+        with (
+            subtests.test(ignore=ignore),
+            pytest.raises(ConfigError, match="ignore must be names of parameters that are"),
+        ):
+            ChatEndpoint(says(), ignore=ignore)
 
 
 # Real models
@@ -719,35 +577,33 @@ def calling_model(**options: Any) -> Any:
     return policy
 
 
+def with_answers(said: Any) -> list[Any]:
+    """A message and the results of its calls. If it has none, the user goes on."""
+    calls = said.get("tool_calls") or []
+    results = [{"role": "tool", "content": "fine", "tool_call_id": call["id"]} for call in calls]
+    return [said, *(results or [user("go on")])]
+
+
+def num_calls(messages: list[Any]) -> float:
+    return float(sum(message["role"] == "tool" for message in messages))
+
+
 def agent_loop(base_url: str, state: Any) -> float:
     """Calls tools for up to three turns, the second of which is streamed. The reward is the number of calls."""
-    messages: list[Any] = [{"role": "user", "content": state}]
-    count = 0
+    messages: list[Any] = [user(state)]
     with client_of(base_url) as client:
         for turn in range(3):
             request: Any = {"model": "policy", "messages": messages, "tools": [TOOL], "max_tokens": 20}
-            if turn == 1:
-                said, _, _ = streamed(client, **request)
-            else:
-                said = client.chat.completions.create(**request).choices[0].message.model_dump()
-            calls = said.get("tool_calls") or []
-            count += len(calls)
-            answers = [{"role": "tool", "content": "fine", "tool_call_id": call["id"]} for call in calls]
-            messages += [said, *(answers or [{"role": "user", "content": "go on"}])]
-    return float(count)
+            messages += with_answers(reply(client, streams=turn == 1, **request)[0])
+    return num_calls(messages)
 
 
 async def direct_loop(chat: Chat, state: Any) -> float:
     """The same as `agent_loop`, without HTTP."""
-    messages: list[Any] = [{"role": "user", "content": state}]
-    count = 0
+    messages: list[Any] = [user(state)]
     for _ in range(3):
-        said = await chat(messages, [TOOL], max_new_tokens=20)
-        calls = said.get("tool_calls", [])
-        count += len(calls)
-        answers = [{"role": "tool", "content": "fine", "tool_call_id": call["id"]} for call in calls]
-        messages += [said, *(answers or [{"role": "user", "content": "go on"}])]
-    return float(count)
+        messages += with_answers(await chat(messages, [TOOL], max_new_tokens=20))
+    return num_calls(messages)
 
 
 def test_a_program_over_http_samples_and_scores_what_it_would_without_http() -> None:
@@ -768,22 +624,7 @@ def test_a_program_over_http_samples_and_scores_what_it_would_without_http() -> 
     assert {len(row.turns) for row in rows} == {3}
     assert 1 in {len(row.segments) for row in rows}
     assert sum(row.reward for row in rows) > 1
-    assert any(
-        turn.num_tokens == 20 for row in rows for turn in row.turns[:2]
-    )  # truncated, and the conversation went on
-
-
-def test_a_program_is_trained_as_it_is() -> None:
-    policy = calling_model()
-    with ChatEndpoint(policy) as served:
-        agent = AgentPolicy(policy, served.runs(agent_loop))
-        before = {name: weight.clone() for name, weight in agent.get_parameters().items()}
-        config = GRPOConfig(group_size=4, seed=0, learning_rate=1e-3)
-        trainer = GRPOTrainer(config=config, policy=agent, reward_model=EnvironmentReward())
-        metrics = trainer.step(["you"])
-    assert metrics["train/ratio_mean"] == pytest.approx(1, abs=1e-5)
-    assert metrics["agents/ended_by_environment"] == 4
-    assert any(not torch.equal(before[name], weight) for name, weight in agent.get_parameters().items())
+    assert 20 in {turn.num_tokens for row in rows for turn in row.turns[:2]}  # truncated, and the conversation went on
 
 
 async def pydantic_program(base_url: str, state: Any) -> float:
@@ -843,11 +684,4 @@ def test_an_agent_of_pydantic_ai_is_trained_as_it_is() -> None:
 def _no_leftover_threads() -> Iterator[None]:
     """Every endpoint of these tests is closed."""
     yield
-    _wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "chat endpoint"])
-
-
-def _wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "chat endpoint"])

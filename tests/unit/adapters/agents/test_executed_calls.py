@@ -4,27 +4,20 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from adapters.agents import AgentPolicy, Branching, Chat, Conversation, EnvironmentReward, Message, ToolCallLostError
-from adapters.tools import (
-    ExecutorOptions,
-    ServerLostError,
-    Tool,
-    ToolCall,
-    ToolCatalogue,
-    ToolExecutor,
-    WorkerLostError,
-)
+from adapters.tools import ExecutorOptions, ServerLostError, Tool, ToolCatalogue, ToolExecutor, WorkerLostError
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.config import RewardConfig
 from grpo.errors import ConfigError, ContractError
 from tests.support import hostile_tools, tool_functions
-from tests.support.agents import Echo, Scripted, language_model, lookup, says_call
+from tests.support.agent_parts import changed, user
+from tests.support.agents import Echo, Scripted, converse, language_model, lookup, says_call
 from tests.support.tool_executors import LINUX, LONG, OWN_USERS, soon
 from tests.unit.adapters.tools.execution.test_hostile_calls import CATALOGUE as HOSTILE
 from tests.unit.adapters.tools.execution.test_hostile_calls import DAILY, KINDS, LIMITS, Case
@@ -42,13 +35,10 @@ async def loses(times: int) -> str:
     return "found"
 
 
+NAMES = ("add", "echo", "leave", "read", "write_for_ever")
 CATALOGUE = ToolCatalogue(
     [
-        Tool.from_function(tool_functions.add),
-        Tool.from_function(tool_functions.echo),
-        Tool.from_function(tool_functions.leave),
-        Tool.from_function(tool_functions.read),
-        Tool.from_function(tool_functions.write_for_ever),
+        *(Tool.from_function(getattr(tool_functions, name)) for name in NAMES),
         Tool.from_function(hostile_tools.misbehave),
         Tool.from_function(hostile_tools.misbehave, name="hang", timeout=0.4),
         Tool.from_function(loses, remote=True),
@@ -76,11 +66,6 @@ def calls(*named: tuple[str, dict[str, Any]]) -> str:
 
 def says(*turns: str) -> Any:
     return Scripted(turns, max_new_tokens=2000, positions=100_000).policy
-
-
-def one(policy: Any, make: Any, executor: ToolExecutor | None, **options: Any) -> Conversation:
-    ((row,),) = AgentPolicy(policy, make, executor=executor, **options).generate_actions(["you"], 1)
-    return row
 
 
 def results(row: Conversation) -> list[str]:
@@ -114,27 +99,21 @@ def test_results_and_errors_of_calls_are_messages_in_the_order_of_the_calls(exec
 def test_an_endless_loop_ends_at_its_deadline_and_the_conversation_goes_on(executor: ToolExecutor) -> None:
     """The deadline of the tool is later than that of the environment: waiting for a call is not the environment's time."""
     turns = [calls(("hang", {"how": "busy"}), ("add", {"a": 1})), calls(("add", {"a": 2})), "done"]
-    row = one(says(*turns), Plain, executor, timeout=0.3)
+    row = converse(says(*turns), Plain, executor=executor, timeout=0.3)[0]
     assert results(row) == ["Error: ToolTimeoutError: hang: no answer within 0.4 s; the worker was killed.", "2", "3"]
     assert (row.reward, row.ended_by) == (1.0, "environment")
 
 
 def test_the_model_reads_the_tools_of_the_catalogue_that_the_environment_has(executor: ToolExecutor) -> None:
-    class Some(Plain):
-        def tools(self) -> list[Any]:
-            return [tool_functions.add, CATALOGUE["hang"]]
-
+    some = changed(Plain, tools=lambda self: [tool_functions.add, CATALOGUE["hang"]])
     scripted = Scripted([calls(("misbehave", {"how": "sleep"})), "done"], max_new_tokens=2000, positions=100_000)
-    row = one(scripted.policy, Some, executor)
+    (row,) = converse(scripted.policy, some, executor=executor)
     assert results(row) == ["Error: there is no tool 'misbehave'. The tools are add, hang."]
     shown = scripted.policy.tokenizer.decode(scripted.contexts[0])
     schemas = json.loads(shown.partition("Tools: ")[2].partition("<|im_end|>")[0])
     assert schemas == [CATALOGUE["add"].schema, CATALOGUE["hang"].schema]
-    assert schemas[0]["function"] == {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": dict(CATALOGUE["add"].parameters),
-    }
+    add = {"name": "add", "description": "Add two numbers.", "parameters": dict(CATALOGUE["add"].parameters)}
+    assert schemas[0]["function"] == add
 
 
 def test_each_conversation_has_a_folder_of_its_own_which_is_removed(executor: ToolExecutor) -> None:
@@ -147,7 +126,7 @@ def test_each_conversation_has_a_folder_of_its_own_which_is_removed(executor: To
 
 def test_a_conversation_that_is_given_up_ends_its_call_and_leaves_no_folder(executor: ToolExecutor) -> None:
     async def play(chat: Chat, state: Any) -> float:
-        message = await chat([{"role": "user", "content": "you"}], chat.tools)
+        message = await chat([user("you")], chat.tools)
         if state == "fails":
             while not list(executor.root.glob("conversation-*/file-0")):
                 await asyncio.sleep(0.01)
@@ -160,7 +139,7 @@ def test_a_conversation_that_is_given_up_ends_its_call_and_leaves_no_folder(exec
         with pytest.raises(ContractError, match="the program is wrong"):
             policy.generate_actions(["waits", "fails"], 1)
         assert soon(lambda: not list(executor.root.glob("conversation-*")))
-        assert executor.run([ToolCall(tool="add", arguments={"a": 1})])[0].output == 2
+        assert results(converse(says(calls(("add", {"a": 1})), "done"), Plain, executor=executor)[0]) == ["2"]
 
 
 def test_a_lost_call_leaves_no_reward_and_is_explained(executor: ToolExecutor, subtests: pytest.Subtests) -> None:
@@ -185,18 +164,17 @@ def test_a_lost_call_leaves_no_reward_and_is_explained(executor: ToolExecutor, s
         config = GRPOConfig(group_size=2, reward=RewardConfig(non_finite="drop"))
         policy = AgentPolicy(says(*[turn] * 2, *["done"] * 2), Plain, executor=executor, concurrency=2)
         trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward())
-        assert trainer.collect(["you", "me"]).num_rows == 2, (
-            "no conversation is tried alone: the environment did not fail"
-        )
+        # no conversation is tried alone: the environment did not fail
+        assert trainer.collect(["you", "me"]).num_rows == 2
     with subtests.test("caught"):
 
         async def play(chat: Chat, state: Any) -> float:
-            message = await chat([{"role": "user", "content": "you"}], chat.tools)
+            message = await chat([user("you")], chat.tools)
             with pytest.raises(ToolCallLostError):
                 await chat.call_tools(message)
             return 0.5
 
-        assert one(says(turn), play, executor).reward == 0.5
+        assert converse(says(turn), play, executor=executor)[0].reward == 0.5
 
 
 def test_a_server_that_is_gone_for_good_ends_the_run(executor: ToolExecutor) -> None:
@@ -208,12 +186,12 @@ def test_a_server_that_is_gone_for_good_ends_the_run(executor: ToolExecutor) -> 
 
 def test_a_program_calls_tools_by_the_chat(executor: ToolExecutor) -> None:
     async def play(chat: Chat, state: Any) -> float:
-        messages: list[Message] = [{"role": "user", "content": "you"}]
+        messages = [user("you")]
         while (message := await chat(messages, chat.tools)).get("tool_calls"):
             messages = [*chat.messages, *await chat.call_tools(message)]
         return float(message["content"] == "done")
 
-    row = one(says(calls(("add", {"a": 1}), ("nope", {})), "done"), play, executor)
+    (row,) = converse(says(calls(("add", {"a": 1}), ("nope", {})), "done"), play, executor=executor)
     assert (row.reward, [said[:18] for said in results(row)]) == (1.0, ["2", "Error: there is no"])
 
     async def without(chat: Chat, state: Any) -> float:
@@ -222,47 +200,16 @@ def test_a_program_calls_tools_by_the_chat(executor: ToolExecutor) -> None:
         return 0.0
 
     with pytest.raises(ContractError, match=re.escape("call_tools needs an executor. Pass AgentPolicy(executor=")):
-        one(says(), without, None)
-
-
-def test_one_seed_has_one_result_whatever_the_tools_take(executor: ToolExecutor) -> None:
-    model = language_model(max_new_tokens=8)
-
-    async def play(chat: Chat, state: Any) -> float:
-        message = await chat([{"role": "user", "content": state}])
-        functions = {"name": "leave", "arguments": {"name": "a"}}, {"name": "add", "arguments": {"a": 1}}
-        made = [{"id": f"call{i}", "function": function} for i, function in enumerate(functions)]
-        said = await chat.call_tools({"role": "assistant", "tool_calls": made})
-        await chat([*chat.messages, {"role": "user", "content": said[0]["content"] + said[1]["content"]}])
-        return float(len(message["content"]))
-
-    found = []
-    for concurrency in (1, 8):
-        torch.manual_seed(0)
-        policy = AgentPolicy(model, play, executor=executor, concurrency=concurrency)
-        rows = policy.generate_actions(["you", "me"], 4)
-        found.append([[segment.token_ids for segment in row.segments] for group in rows for row in group])
-    assert found[0] == found[1]
+        converse(says(), without)
 
 
 def test_what_does_not_fit_together_is_refused(executor: ToolExecutor, subtests: pytest.Subtests) -> None:
-    class Others(Plain):
-        def tools(self) -> list[Any]:
-            return [lookup]
-
-    branch = Branching(at=(1,), width=(2,))
+    others = changed(Plain, tools=lambda self: [lookup])
+    both: Any = {"executor": executor, "branch": Branching(at=(1,), width=(2,))}
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: AgentPolicy(says(), Plain, executor="bwrap"), ConfigError, "executor must be a ToolExecutor"),
-        (
-            lambda: AgentPolicy(says(), Plain, executor=executor, branch=branch),
-            ConfigError,
-            "branch needs tools without",
-        ),
-        (
-            lambda: one(says(), Others, executor),
-            ContractError,
-            "Others.tools must return tools of AgentPolicy's executor",
-        ),
+        (lambda: AgentPolicy(says(), Plain, **both), ConfigError, "branch needs tools without"),
+        (lambda: converse(says(), others, executor=executor), ContractError, "must return tools of AgentPolicy's exec"),
     ]
     for make, error, message in cases:
         with subtests.test(message), pytest.raises(error, match=re.escape(message)):
@@ -271,9 +218,7 @@ def test_what_does_not_fit_together_is_refused(executor: ToolExecutor, subtests:
 
 # --- the hostile calls of the executor's own tests, said by a model
 
-
-MOST = 3000
-"""Longest text of a call, in characters."""
+MOST = 3000  # characters of a call
 RUNS = [pytest.param(kind, marks=[] if kind in DAILY else [pytest.mark.slow]) for kind in KINDS]
 
 
@@ -281,18 +226,12 @@ def as_text(case: Case) -> str | None:
     """The model's text that makes this call. None: no text of a model makes it."""
     if type(case.tool) is not str or not isinstance(case.arguments, dict):
         return None
-    text = ""
     try:
-        for part in json.JSONEncoder().iterencode(case.arguments):  # some never end
-            text += part
-            if len(text) + len(case.tool) > MOST:
-                return None
-        is_equal = json.loads(text) == case.arguments
+        text = "".join(islice(json.JSONEncoder().iterencode(case.arguments), MOST))  # some never end
+        is_said = len(text) + len(case.tool) <= MOST and json.loads(text) == case.arguments
     except (TypeError, ValueError, RecursionError):
         return None
-    if not is_equal:
-        return None
-    return says_call(json.dumps(case.tool)[1:-1], text)
+    return says_call(json.dumps(case.tool)[1:-1], text) if is_said else None
 
 
 @pytest.mark.parametrize("kind", RUNS)
@@ -313,7 +252,7 @@ def test_each_hostile_call_of_a_model_ends_as_required(kind: str, subtests: pyte
         rows = iter(policy.replay(["you"] * len(scripts), scripts) if scripts else [])
         for (case, text), is_lost in zip(said, lost, strict=True):
             if is_lost:
-                row = one(says(text), Plain, executor)
+                (row,) = converse(says(text), Plain, executor=executor)
                 with subtests.test(case.name):
                     assert (row.ended_by, row.reward != row.reward) == ("error", True)
                     assert "ToolCallLostError: WorkerLostError" in row.info["error"]

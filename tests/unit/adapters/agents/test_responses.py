@@ -1,6 +1,5 @@
 """OpenAI's responses API, with the official client, and what an endpoint may ignore."""
 
-import logging
 from typing import Any
 
 import openai
@@ -10,8 +9,8 @@ from openai import OpenAI
 from adapters.agents import AgentPolicy, ChatEndpoint, Conversation
 from adapters.agents.templates import TOOL
 from adapters.llm import SamplingConfig
-from grpo.errors import ConfigError
-from tests.support.agents import says_call
+from tests.support.agent_parts import user
+from tests.support.agents import THINKS, says_call
 from tests.unit.adapters.agents.test_conversations import text_and_sampled
 from tests.unit.adapters.agents.test_endpoint import ASKED, raw, says, with_client
 
@@ -44,7 +43,7 @@ def test_a_conversation_with_tools_over_the_responses_api_is_one_context(streams
     call = says_call(arguments='{"topic":   "sun"}')
 
     def use(client: OpenAI) -> dict[str, float]:
-        asked: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "you"}]}]
+        asked: list[Any] = [user([{"type": "input_text", "text": "you"}])]
         common: Any = {"instructions": "Be short.", "tools": [FLAT], "streams": streams}
         first = final(client, input=asked, **common)
         said, called = first.output
@@ -96,24 +95,14 @@ def test_a_truncated_response_is_incomplete() -> None:
 
 def test_thoughts_go_out_and_come_back() -> None:
     policy = says("<think>hm</think>Yes.", "No.")
-    policy.tokenizer.response_template = {
-        "defaults": {"role": "assistant"},
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "reasoning_content": {"open": "<think>", "close_pattern": "</think>", "content": "text"},
-            "content": {"close_pattern": r"<\|im_end\|>", "content": "text"},
-        },
-    }
+    policy.tokenizer.response_template = THINKS
 
     def use(client: OpenAI) -> float:
         first = client.responses.create(model="m", input="you")
         thought, said = first.output
         assert (thought.type, thought.content[0].text, said.content[0].text) == ("reasoning", "hm", "Yes.")
-        items: list[Any] = [
-            {"role": "user", "content": "you"},
-            *(item.model_dump(exclude_none=True) for item in first.output),
-        ]
-        client.responses.create(model="m", input=[*items, {"role": "user", "content": "more"}])
+        items: list[Any] = [item.model_dump(exclude_none=True) for item in first.output]
+        client.responses.create(model="m", input=[user("you"), *items, user("more")])
         return 1.0
 
     assert len(converse(policy, use).segments) == 1  # the history continues what was sampled
@@ -124,10 +113,7 @@ def test_what_the_policy_does_not_know_is_refused_by_name(subtests: pytest.Subte
         ({"input": [{"type": "item_reference", "id": "a"}]}, r"input\[0\] must be a message, a function_call"),
         ({"input": ["you"]}, r"input\[0\] must be a message"),
         ({"input": []}, r"messages must be a list of messages, with at least one"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]},
-            "describe them in a text",
-        ),
+        ({"input": [user([{"type": "input_image", "image_url": "a"}])]}, "Send a picture as data:"),
         ({"input": "you", "tools": [{"type": "web_search"}]}, r"tools\[0\] must be of the type 'function'"),
         ({"input": "you", "tool_choice": "required"}, r"tool_choice must be 'auto' or 'none'"),
         ({"input": "you", "temperature": 0.5}, r"temperature must be 1\.0 or left out"),
@@ -140,13 +126,10 @@ def test_what_the_policy_does_not_know_is_refused_by_name(subtests: pytest.Subte
         ({"input": "you", "text": ["a"]}, r"response_format must be"),
         ({"input": 7}, r"input\[0\] must be a message"),
         ({"input": [None]}, r"input\[0\] must be a message"),
-        ({"input": [{"role": "user", "content": 7}]}, r"messages\[0\]\.content must be a text"),
-        ({"input": [{"role": "user", "content": [7]}]}, r"messages\[0\]\.content must be a text"),
+        ({"input": [user(7)]}, r"messages\[0\]\.content must be a text"),
+        ({"input": [user([7])]}, r"messages\[0\]\.content must be a text"),
         ({"input": [{"type": "function_call", "name": 7}]}, r"messages\[0\]\.tool_calls must be a list of calls"),
-        (
-            {"input": [{"type": "reasoning", "content": [7]}, {"role": "user", "content": 7}]},
-            r"messages\[1\]\.content must be",
-        ),
+        ({"input": [{"type": "reasoning", "content": [7]}, user(7)]}, r"messages\[1\]\.content must be"),
         ({"input": "you", "instructions": 7}, r"messages\[0\]\.content must be a text"),
         ({"input": "you", "max_output_tokens": "many"}, r"max_tokens must be an integer"),
     ]
@@ -160,37 +143,23 @@ def test_what_the_policy_does_not_know_is_refused_by_name(subtests: pytest.Subte
     assert converse(says("fine"), use).reward == 1.0
 
 
-def test_parameters_may_be_ignored_and_the_conversation_says_which() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_parameters_may_be_ignored_and_the_conversation_says_which(fails: bool) -> None:
+    form: Any = {"type": "json_object"}
+
     def use(client: OpenAI) -> float:
         said = client.chat.completions.create(**ASKED, temperature=0.5, tool_choice="required", tools=[TOOL])
-        again = client.responses.create(model="m", input="you", temperature=0.25)
+        again = client.responses.create(model="m", input="you", temperature=0.25, text={"format": form})
         with pytest.raises(openai.BadRequestError, match=r"top_p must be 1\.0 or left out"):
             client.chat.completions.create(**ASKED, top_p=0.5)
+        if fails:
+            raise KeyError("lost")
         return float((said.choices[0].message.content, again.output_text) == ("a", "b"))
 
     row = converse(says("a", "b"), use, ignore={"temperature", "tool_choice", "response_format"})
-    assert row.reward == 1.0
-    assert row.info["ignored"] == {"temperature": 0.25, "tool_choice": "required"}
-
-
-def test_a_conversation_that_fails_says_what_was_ignored_too() -> None:
-    def use(client: OpenAI) -> float:
-        client.chat.completions.create(**ASKED, temperature=0.5)
-        raise KeyError("lost")
-
-    logging.getLogger("grpo").disabled = True
-    row = converse(says("a"), use, ignore={"temperature"})
-    logging.getLogger("grpo").disabled = False
-    assert row.info == {"error": "KeyError: 'lost'", "ignored": {"temperature": 0.5}}
-
-
-def test_only_what_is_refused_can_be_ignored(subtests: pytest.Subtests) -> None:
-    for ignore in ({"messages"}, ["stop", "temperature"], "temperature"):
-        with (
-            subtests.test(ignore=ignore),
-            pytest.raises(ConfigError, match="ignore must be names of parameters that are"),
-        ):
-            ChatEndpoint(says(), ignore=ignore)
+    assert str(row.reward) == ("nan" if fails else "1.0")
+    ignored = {"temperature": 0.25, "tool_choice": "required", "response_format": form}
+    assert row.info == {"ignored": ignored} | ({"error": "KeyError: 'lost'"} if fails else {})
 
 
 def test_an_endpoint_may_listen_for_containers() -> None:

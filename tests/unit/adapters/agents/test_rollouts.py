@@ -1,6 +1,8 @@
 """How conversations end, and what slow, failing and hanging environments cost."""
 
 import asyncio
+import contextlib
+import gc
 import logging
 import threading
 import time
@@ -8,14 +10,27 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from adapters.agents import AgentPolicy, Chat, ChatTemplate, ConversationEnded, EnvironmentReward, Message, rollouts
+from adapters.agents import AgentPolicy, Chat, ConversationEnded, EnvironmentReward, rollouts
+from adapters.agents.templates import ChatTemplate
 from grpo import GRPOConfig, GRPOTrainer, WeightedRewards
-from grpo.errors import ConfigError, ContractError, DeadlineError, RewardError
-from tests.support.agents import Echo, Scripted, Tools, chat_tokenizer, language_model, says_call
+from grpo.errors import ConfigError, ContractError, DeadlineError, GRPOWarning, RewardError
+from tests.support.agent_parts import before_each_batch, changed, fails, rows_of, user
+from tests.support.agents import (
+    Echo,
+    Scripted,
+    Tools,
+    chat_tokenizer,
+    converse,
+    language_model,
+    lookup,
+    says_call,
+    wait_for,
+)
 
 
 def says(*turns: str, **options: Any) -> Any:
@@ -33,34 +48,45 @@ class Counting(Echo):
 
 def one_with(method: str, does: Callable[..., Any]) -> type[Counting]:
     """An environment in which one method does something else."""
-    return type("Changed", (Counting,), {method: lambda self, *args, **kwargs: does(), "num_closed": 0})
+    return changed(Counting, **{method: lambda self, *args, **kwargs: does()}, num_closed=0)
 
 
-def fails() -> Any:
-    raise KeyError("lost")
+def waits_if_bad(release: threading.Event) -> type[Counting]:
+    """An environment whose `step` waits for an event if the state is "bad"."""
+
+    def step(self: Any, action: Any) -> Any:
+        if self.state == "bad":
+            release.wait(20)
+        return Counting.step(self, action)
+
+    return changed(Counting, step=step, num_closed=0)
+
+
+ROOM = len(chat_tokenizer().encode("<|im_start|>user\nHello you<|im_end|>\n<|im_start|>assistant\n")) + 8
+HEARD = ["Hello you", "a", "I heard 1", "b", "I heard 2", "c", "I heard 3"]
+ENDS: list[tuple[str, list[str], dict[str, Any], list[str], list[float]]] = [
+    ("environment", ["a", "b", "c"], {}, HEARD, [1.0, 2.0, 3.0]),
+    ("max_turns", ["a", "b"], {"max_turns": 2}, HEARD[:5], [1.0, 2.0]),
+    ("length", ["a", "b" * 8], {}, [*HEARD[:3], "b" * 8], [1.0, 0.0]),
+    ("length", ["a"], {"max_tokens": ROOM}, HEARD[:3], [1.0]),  # no room for a second turn
+    ("length", [], {"max_tokens": ROOM - 1}, HEARD[:1], []),  # no room for the first
+]
+"""How a conversation ends, what the policy says, options, all messages, and the rewards."""
 
 
 def test_every_way_to_end(subtests: pytest.Subtests) -> None:
-    long = {
-        "max_tokens": len(chat_tokenizer().encode("<|im_start|>user\nHello you<|im_end|>\n<|im_start|>assistant\n"))
-    }
-    cases: list[tuple[str, Any, list[str], dict[str, Any], int, list[float]]] = [
-        ("environment", Echo, ["a", "b", "c"], {}, 3, [1.0, 2.0, 3.0]),
-        ("max_turns", Echo, ["a", "b"], {"max_turns": 2}, 2, [1.0, 2.0]),
-        ("length", Echo, ["a", "b" * 8], {}, 2, [1.0, 0.0]),  # the turn is truncated, and not answered
-        ("length", Echo, ["a"], {"max_tokens": long["max_tokens"] + 8}, 1, [1.0]),  # no room for a second turn
-        ("length", Echo, [], {"max_tokens": long["max_tokens"] + 7}, 0, []),  # no room for the first
-    ]
-    for ended_by, make, turns, options, num_turns, rewards in cases:
+    """What the other side said last stays in the transcript. A truncated message is not answered."""
+    for ended_by, turns, options, messages, rewards in ENDS:
         with subtests.test(ended_by=ended_by, turns=turns):
-            sampled = AgentPolicy(says(*turns), make, **options).sample_actions(["you"], 1)
+            sampled = AgentPolicy(says(*turns), Echo, **options).sample_actions(["you"], 1)
             (row,) = sampled.actions[0]
-            assert row.ended_by == ended_by
-            assert len(row.turns) == num_turns
-            assert list(row.rewards) == rewards
+            assert (row.ended_by, len(row.turns), list(row.rewards)) == (ended_by, len(turns), rewards)
+            assert [message["content"] for message in row.messages] == messages
             assert (row.reward == sum(rewards)) == bool(rewards)  # without a turn, there is no reward: NaN
             counts = {name: n for name, n in sampled.metrics.items() if name.startswith("agents/ended_by")}
             assert [name for name, count in counts.items() if count] == [f"agents/ended_by_{ended_by}"]
+    ((row,),) = AgentPolicy(says(says_call(), max_new_tokens=90), Tools, max_turns=1).generate_actions(["you"], 1)
+    assert row.messages[-1]["content"] == "weather is fine"
 
 
 def test_a_row_without_a_reward_is_explained_by_state_cause_and_remedy(subtests: pytest.Subtests) -> None:
@@ -68,225 +94,191 @@ def test_a_row_without_a_reward_is_explained_by_state_cause_and_remedy(subtests:
         return 1.0
 
     async def gives_nan(chat: Chat, state: Any) -> float:
-        await chat([{"role": "user", "content": "you"}])
+        await chat([user("you")])
         return float("nan")
 
     cases: list[tuple[Any, dict[str, Any], str]] = [
-        (
-            one_with("step", fails),
-            {},
-            r"the environment or the program raised KeyError: 'lost'\. Fix it, or set .*num_retries",
-        ),
+        (one_with("step", fails), {}, r"the environment or the program raised KeyError: 'lost'\. Fix .*num_retries"),
         (one_with("step", lambda: time.sleep(1.0)), {"timeout": 0.3}, r"no answer within 0\.3 s\. .*timeout="),
-        (
-            Echo,
-            {"max_tokens": 9},
-            r"its first prompt has no room for a message\. Shorten the prompt, or raise .*max_tokens",
-        ),
+        (Echo, {"max_tokens": 9}, r"its first prompt has no room for a message\. Shorten .* or raise .*max_tokens"),
         (says_nothing, {}, r"the program returned without a message of the model\. Await"),
         (gives_nan, {}, r"the environment gave NaN as a reward\. Return a number"),
     ]
     for make, options, cause in cases:
         for reward in (EnvironmentReward(), WeightedRewards({"environment": EnvironmentReward()})):
             with subtests.test(cause, reward=type(reward).__name__):
-                logging.getLogger("grpo").disabled = True
                 agent = AgentPolicy(says(*"abcdef"), make, **options)
                 trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=agent, reward_model=reward)
                 with pytest.raises(RewardError, match=rf"set reward\.non_finite .* State 'task 7': {cause}") as caught:
                     trainer.step(["task 7"])
                 assert str(caught.value).count("State 'task 7'") == 1
-                logging.getLogger("grpo").disabled = False
+
+
+def test_a_row_without_a_message_among_rewards_per_turn_is_explained_and_left_out() -> None:
+    async def play(chat: Chat, state: Any) -> float:
+        return 1.0 if state == "silent" else float(len((await chat([user(state)]))["content"]))
+
+    reward = EnvironmentReward(per_turn=True)
+    config, policy = GRPOConfig(group_size=2, seed=0), AgentPolicy(language_model(), play)
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=reward)
+    with pytest.warns(GRPOWarning, match="State 'silent': the program returned without a message of the model. Await"):
+        metrics = trainer.step(["silent", "you"])
+    assert (metrics["rows/dropped"], metrics["agents/no_message"]) == (2, 2)
+    assert trainer.step(["silent", "you"])["agents/no_message"] == 2
+    with pytest.raises(RewardError, match="State 'silent': the program returned without a message"):
+        trainer.step(["silent"])
 
 
 def test_a_conversation_that_failed_is_held_again_with_the_same_random_numbers() -> None:
     tries: list[str] = []
 
     async def play(chat: Chat, state: Any) -> float:
-        messages: list[Message] = [{"role": "user", "content": "you"}]
+        messages = [user("you")]
         for _ in range(2):
             said = await chat(messages, max_new_tokens=3)
             tries.append(said["content"])
-            messages = [*messages, said, {"role": "user", "content": "more"}]
+            messages = [*messages, said, user("more")]
         if len(tries) == 2:
             raise KeyError("lost")
         return 1.0
 
-    logging.getLogger("grpo").disabled = True
     model = language_model(max_new_tokens=6)
     for num_retries, ended_by in ((1, "environment"), (0, "error")):
         tries.clear()
         torch.manual_seed(0)
         sampled = AgentPolicy(model, play, num_retries=num_retries).sample_actions(["you"], 1)
-        assert sampled.actions[0][0].ended_by == ended_by
-        assert sampled.metrics["agents/retries"] == num_retries
+        assert (sampled.actions[0][0].ended_by, sampled.metrics["agents/retries"]) == (ended_by, num_retries)
         assert tries == tries[:2] * (1 + num_retries)
-    logging.getLogger("grpo").disabled = False
-    with pytest.raises(ConfigError, match="num_retries must be at least 0; got -1"):
-        AgentPolicy(model, play, num_retries=-1)
 
 
-def test_environments_that_are_not_safe_in_threads_are_called_one_at_a_time() -> None:
-    inside, most = [0], [0]
-
-    class Unsafe(Echo):
-        def step(self, action: Any) -> Any:
-            inside[0] += 1
-            most[0] = max(most[0], inside[0])
-            time.sleep(0.02)
-            inside[0] -= 1
-            return super().step(action)
-
-    found = []
-    for one_at_a_time in (False, True):
-        most[0] = 0
-        agent = AgentPolicy(says(*"abcdefgh"), partial(Unsafe, turns=1), one_at_a_time=one_at_a_time)
-        agent.generate_actions(["you"], 8)
-        found.append(most[0])
-    assert found[0] > 1 == found[1]
-
-
-def test_an_environment_that_fails_beside_others_and_not_alone_is_named_with_the_remedy(
+def test_an_environment_that_fails_only_beside_others_is_named_with_the_remedy(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     inside = threading.Semaphore(1)
 
-    class Unsafe(Echo):
+    def step(self: Echo, action: Any) -> Any:
         """Fails if another one steps at the same time, as a package with one parser for all."""
+        if not inside.acquire(blocking=False):
+            return fails()
+        time.sleep(0.02)
+        inside.release()
+        return Echo.step(self, action)
 
-        def step(self, action: Any) -> Any:
-            if not inside.acquire(blocking=False):
-                return fails()
-            time.sleep(0.02)
-            inside.release()
-            return super().step(action)
-
-    make = partial(Unsafe, turns=1)
+    make = partial(changed(Echo, step=step), turns=1)
     with caplog.at_level(logging.WARNING, logger="grpo"):
         agent = AgentPolicy(says(*["a"] * 40), make)
         sampled = agent.sample_actions(["you", "me"], 4)
-        rows = [row for group in sampled.actions for row in group]
         assert sampled.metrics["agents/retries"] == 1, "one was enough to find the cause"
-        assert sum(row.ended_by == "error" for row in rows) >= 1
+        assert "error" in {row.ended_by for row in rows_of(sampled.actions)}
         assert agent.sample_actions(["you"], 4).metrics["agents/retries"] == 0
-    told = [record.message for record in caplog.records if "one_at_a_time" in record.message]
-    assert told == [
-        (
-            "AgentPolicy: the environment of the state 'you' failed beside others and not alone: its package may not be safe "
-            "in several threads. Set one_at_a_time=True, or num_retries=1 if it fails now and then. Its error: KeyError: 'lost'"
-        )
-    ]
+    [told] = [record.message for record in caplog.records if "one_at_a_time" in record.message]
+    assert told == (
+        "AgentPolicy: the environment of the state 'you' failed beside others and not alone: its package may not be safe "
+        "in several threads. Set one_at_a_time=True, or num_retries=1 if it fails now and then. Its error: KeyError: 'lost'"
+    )
     remedied = AgentPolicy(says(*["a"] * 8), make, one_at_a_time=True).sample_actions(["you", "me"], 4)
     assert remedied.metrics["agents/ended_by_error"] == remedied.metrics["agents/retries"] == 0
 
 
 def test_environments_that_fail_alone_too_are_tried_once_for_each_state_and_not_for_ever() -> None:
     made: list[Any] = []
-
-    class Broken(Echo):
-        def __init__(self, state: Any) -> None:
-            made.append(state)
-            super().__init__(state)
-
-        def reset(self, **kwargs: Any) -> Any:
-            return fails()
-
-    logging.getLogger("grpo").disabled = True
-    agent = AgentPolicy(says(), Broken)
+    broken = one_with("reset", fails)
+    make = lambda state: (made.append(state), broken(state))[1]  # noqa: E731
+    agent = AgentPolicy(says(), make)
     for states, num_tries in ((["a", "b"], 2), ([*"cdefghijkl"], 6), (["m"], 0)):
         made.clear()
         assert agent.sample_actions(states, 3).metrics["agents/retries"] == num_tries
         assert len(made) == 3 * len(states) + num_tries
-    assert AgentPolicy(says(), Broken, concurrency=1).sample_actions(["a"], 3).metrics["agents/retries"] == 0
-    logging.getLogger("grpo").disabled = False
-
-
-def test_what_the_other_side_said_last_stays_in_the_transcript() -> None:
-    """Also if a limit ends the conversation before the policy can answer. A truncated message is not answered."""
-    room = len(chat_tokenizer().encode("<|im_start|>user\nHello you<|im_end|>\n<|im_start|>assistant\n")) + 8
-    cases: list[tuple[Any, list[str], dict[str, Any], list[str]]] = [
-        (Echo, ["a", "b"], {"max_turns": 2}, ["Hello you", "a", "I heard 1", "b", "I heard 2"]),
-        (Echo, ["a"], {"max_tokens": room}, ["Hello you", "a", "I heard 1"]),
-        (Echo, [], {"max_tokens": room - 1}, ["Hello you"]),
-        (Echo, ["a", "b" * 8], {}, ["Hello you", "a", "I heard 1", "b" * 8]),
-    ]
-    for make, turns, options, expected in cases:
-        ((row,),) = AgentPolicy(says(*turns), make, **options).generate_actions(["you"], 1)
-        assert [message["content"] for message in row.messages] == expected
-    call = says_call()
-    ((row,),) = AgentPolicy(Scripted([call], max_new_tokens=90).policy, Tools, max_turns=1).generate_actions(["you"], 1)
-    assert row.messages[-1]["content"] == "weather is fine"
+    assert AgentPolicy(says(), make, concurrency=1).sample_actions(["a"], 3).metrics["agents/retries"] == 0
 
 
 def test_a_program_that_changed_the_history_ends_with_what_was_said() -> None:
     async def play(chat: Chat, state: Any) -> float:
-        await chat([{"role": "user", "content": "one"}])
-        await chat([{"role": "user", "content": "another"}])
+        await chat([user("one")])
+        await chat([user("another")])
         return 1.0
 
     ((row,),) = AgentPolicy(says("a"), play, max_turns=1).generate_actions(["you"], 1)
     assert [message["content"] for message in row.messages] == ["one", "a"]
 
 
-def test_a_context_stays_within_its_limit() -> None:
-    policy = language_model(max_new_tokens=12)
-    agent = AgentPolicy(policy, lambda state: Echo(state, turns=100), max_turns=50, max_tokens=200)
-    rows = agent.generate_actions(["you"], 20)[0]
-    lengths = [len(segment.token_ids) for row in rows for segment in row.segments]
-    assert 150 < max(lengths) <= 200
+def test_a_reply_that_a_program_edits_in_place_is_another_history(subtests: pytest.Subtests) -> None:
+    """The model said "a", and goes on after "changed": in a context of its own."""
+    edits: dict[str, Callable[[Any], Any]] = {
+        "text": lambda said: said.update(content="changed"),
+        "call": lambda said: said["tool_calls"][0]["function"]["arguments"].update(topic="Rome"),
+    }
+    for name, edit in edits.items():
+
+        async def play(chat: Chat, state: Any, edit: Any = edit) -> float:
+            said = await chat([user("you")], [lookup])
+            edit(said)
+            await chat([user("you"), said, user("you")], [lookup])
+            return 1.0
+
+        with subtests.test(name):
+            policy = Scripted([says_call(), "b"], max_new_tokens=90)
+            ((row,),) = AgentPolicy(policy.policy, play).generate_actions(["you"], 1)
+            first, second = [segment.messages for segment in row.segments]
+            assert first[-1] != second[1]
+            assert row.turns[0].message == first[-1]
+            read = policy.policy.tokenizer.decode(policy.contexts[1])
+            assert ("changed" in read, "Rome" in read) == (name == "text", name == "call")
 
 
-@pytest.mark.parametrize("method", ["reset", "step", "state_key", "tools", "close"])
+def test_a_text_that_no_context_has_room_for_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten million characters hold up the other conversations for many seconds. The longest token has 12 characters."""
+    huge = 10_000_000 * "x"
+
+    shown = {"reset": lambda self, **_: (huge if self.state == "first" else "you", {})}
+    answers = changed(Echo, **shown, step=lambda self, action: (huge, 1.0, False, False, {}))
+    longest: list[int] = []
+    for name in ("render", "bridge"):
+        real = getattr(ChatTemplate, name)
+
+        def spied(self: Any, *given: Any, real: Any = real) -> Any:
+            messages = [one for one in given if isinstance(one, list) and one and isinstance(one[0], dict)]
+            longest.extend(len(message["content"]) for of in messages for message in of if "content" in message)
+            return real(self, *given)
+
+        monkeypatch.setattr(ChatTemplate, name, spied)
+    for state, rewards in (("first", ()), ("step", (1.0,))):
+        ((row,),) = AgentPolicy(says("a"), answers).generate_actions([state], 1)
+        assert (row.ended_by, row.rewards, len(row.messages[-1]["content"])) == ("length", rewards, len(huge))
+    assert max(longest) < 1000
+
+
+@pytest.mark.parametrize("method", ["__init__", "reset", "step", "state_key", "tools", "close"])
 def test_an_environment_that_raises_has_no_reward_and_is_closed(method: str, caplog: pytest.LogCaptureFixture) -> None:
     make = one_with(method, fails)
     with caplog.at_level(logging.WARNING, logger="grpo"):
         sampled = AgentPolicy(says(*"abcdefghi"), make).sample_actions(["you"], 2)
     for row in sampled.actions[0]:
-        assert row.ended_by == "error"
-        assert row.info == {"error": "KeyError: 'lost'"}
-        assert row.reward != row.reward  # NaN
+        assert (row.ended_by, row.info, row.reward != row.reward) == ("error", {"error": "KeyError: 'lost'"}, True)
     assert sampled.metrics["agents/ended_by_error"] == 2
-    assert make.num_closed == (0 if method == "close" else 3), "one of the two was tried again, alone"
+    assert make.num_closed == (0 if method in ("__init__", "close") else 3), "one of the two was tried again, alone"
     assert sampled.metrics["agents/retries"] == 1
     assert [record.message.count("KeyError: 'lost'") for record in caplog.records] == [1]
 
 
-def test_an_environment_that_cannot_be_made_has_no_reward() -> None:
-    (row,) = AgentPolicy(says(), lambda state: fails()).generate_actions(["you"], 1)[0]
-    assert (row.ended_by, len(row.turns), row.reward != row.reward) == ("error", 0, True)
-
-
-def test_one_failing_environment_changes_no_other() -> None:
-    class Sometimes(Echo):
-        def step(self, action: Any) -> Any:
-            return fails() if self.state == "bad" else super().step(action)
-
-    good = [row.rewards for row in AgentPolicy(says(*"abcdefghij"), Sometimes).generate_actions(["bad", "you"], 1)[1]]
-    assert good == [(1.0, 2.0, 3.0)]
-
-
 def test_an_environment_needs_no_close_and_may_be_async() -> None:
-    class Awaited:
-        closed: list[str] = []  # noqa: RUF012
+    closed: list[Any] = []
 
-        def __init__(self, state: Any) -> None:
-            self.state = state
+    async def reset(self: Any, *, seed: Any = None, options: Any = None) -> Any:
+        await asyncio.sleep(0)
+        return "hi", {}
 
-        async def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-            await asyncio.sleep(0)
-            return "hi", {}
+    async def step(self: Any, action: Any) -> Any:
+        await asyncio.sleep(0)
+        return "", 2.0, False, True, {}
 
-        async def step(self, action: Any) -> Any:
-            await asyncio.sleep(0)
-            return "", 2.0, False, True, {}
+    async def close(self: Any) -> None:
+        closed.append(self)
 
-    class Closing(Awaited):
-        async def close(self) -> None:
-            self.closed.append(self.state)
-
-    for make in (Awaited, Closing):
-        (row,) = AgentPolicy(says("a"), make).generate_actions(["you"], 1)[0]
-        assert (row.rewards, row.ended_by) == ((2.0,), "environment")
-    assert Awaited.closed == ["you"]
+    for more in ({}, {"close": close}):
+        make = changed(object, reset=reset, step=step, **more)
+        (row,) = AgentPolicy(says("a"), lambda state, make=make: make()).generate_actions(["you"], 1)[0]
+        assert (row.rewards, row.ended_by, len(closed)) == ((2.0,), "environment", len(more))
 
 
 @pytest.mark.parametrize(
@@ -309,34 +301,46 @@ def test_an_environment_that_breaks_the_protocol_ends_the_run(method: str, does:
 def test_a_hanging_environment_is_given_up_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollouts, "GRACE_SECONDS", 0.05)
     release = threading.Event()
-
-    class Hangs(Counting):
-        num_closed = 0
-
-        def step(self, action: Any) -> Any:
-            if self.state == "bad":
-                release.wait(20)
-            return super().step(action)
-
-    agent = AgentPolicy(says(*"abcdefgh"), Hangs, timeout=0.3)
+    hangs = waits_if_bad(release)
+    agent = AgentPolicy(says(*"abcdefgh"), hangs, timeout=0.3)
     sampled = agent.sample_actions(["bad", "you"], 1)
     (bad,), (good,) = sampled.actions
     assert (bad.ended_by, bad.reward != bad.reward, len(bad.turns)) == ("timeout", True, 1)
     assert good.rewards == (1.0, 2.0, 3.0)
-    assert sampled.metrics["agents/abandoned"] == 1
-    assert Hangs.num_closed == 1
+    assert (sampled.metrics["agents/abandoned"], hangs.num_closed) == (1, 1)
     release.set()
-    _wait_for(lambda: Hangs.num_closed == 2)  # it is closed as soon as it answers
+    wait_for(lambda: hangs.num_closed == 2)  # it is closed as soon as it answers
 
 
-def test_too_many_hanging_environments_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_hangs_costs_its_rows_and_is_not_held_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten rows of one state keep ten threads. The next iteration, and the retries, would keep more of them."""
+    monkeypatch.setattr(rollouts, "GRACE_SECONDS", 0.05)
+    release, made = threading.Event(), []
+    hangs = waits_if_bad(release)
+    make = lambda state: (made.append(state), hangs(state, turns=1))[1]  # noqa: E731
+    agent = AgentPolicy(says(*"abcdefgh" * 8), make, timeout=1.0, num_retries=1)
+    for num_made, error in ((10, "no answer within 1 s"), (0, "an earlier environment of this state still hangs")):
+        made.clear()
+        sampled = agent.sample_actions(["bad", "you"], 10)
+        bad, good = sampled.actions
+        assert {(row.ended_by, row.info["error"], str(row.reward)) for row in bad} == {("timeout", error, "nan")}
+        assert [row.reward for row in good] == [1.0] * 10
+        assert (made.count("bad"), sampled.metrics["agents/abandoned"]) == (num_made, num_made)
+    (told,) = EnvironmentReward().explain_missing(["bad"], bad[:1])
+    assert told.startswith("State 'bad': an earlier environment of this state still hangs. Find out what it waits for")
+    release.set()
+    wait_for(lambda: not any(thread.name == "environment" for thread in threading.enumerate()))
+    found = rows_of(agent.sample_actions(["bad", "you"], 10).actions)  # it was only slow
+    assert [row.reward for row in found] == [1.0] * 20
+
+
+def test_hanging_environments_of_too_many_states_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollouts, "GRACE_SECONDS", 0.02)
     release = threading.Event()
-    agent = AgentPolicy(says(*"abcdefgh"), one_with("step", lambda: release.wait(20)), timeout=0.1)
-    agent.sample_actions(["you"], 7)
-    agent.policy = says("a")
-    with pytest.raises(DeadlineError, match=r"8 environments did not answer within timeout=0.1 s"):
-        agent.sample_actions(["you"], 1)
+    agent = AgentPolicy(says(*"abcdefgh"), one_with("reset", lambda: release.wait(20)), timeout=1.0)
+    agent.sample_actions([*"abcdefg"], 1)
+    with pytest.raises(DeadlineError, match=r"environments of 8 states did not answer within timeout=1 s"):
+        agent.sample_actions(["h"], 1)
     release.set()
 
 
@@ -344,7 +348,7 @@ def test_an_awaiting_program_is_cancelled_in_time() -> None:
     cancelled: list[bool] = []
 
     async def play(chat: Chat, state: Any) -> float:
-        await chat([{"role": "user", "content": state}])
+        await chat([user(state)])
         try:
             await asyncio.sleep(60)
         finally:
@@ -352,20 +356,13 @@ def test_an_awaiting_program_is_cancelled_in_time() -> None:
         return 1.0
 
     sampled = AgentPolicy(says("a"), play, timeout=0.1).sample_actions(["you"], 1)
-    assert sampled.actions[0][0].ended_by == "timeout"
-    assert sampled.metrics["agents/abandoned"] == 0
-    assert cancelled == [True]
+    found = (sampled.actions[0][0].ended_by, sampled.metrics["agents/abandoned"], cancelled)
+    assert found == ("timeout", 0, [True])
 
 
 def test_the_time_of_the_model_is_not_the_programs() -> None:
     policy = says(*"abc")
-    real = policy.sample_tokens
-
-    def slow(*args: Any, **options: Any) -> Any:
-        time.sleep(0.2)
-        return real(*args, **options)
-
-    policy.sample_tokens = slow
+    before_each_batch(policy, lambda prompts: time.sleep(0.2))
     (row,) = AgentPolicy(policy, Echo, timeout=0.15).generate_actions(["you"], 1)[0]
     assert row.ended_by == "environment"
 
@@ -384,6 +381,114 @@ def test_a_program_that_blocks_the_event_loop_is_named(monkeypatch: pytest.Monke
     release.set()
 
 
+@pytest.mark.parametrize("content", ["you", "too long " * 300])
+def test_a_program_that_asks_again_after_every_refusal_ends_alone(content: str) -> None:
+    """Each request after a limit is refused at once, so that the program never waits for the model."""
+
+    async def play(chat: Chat, state: Any) -> float:
+        while state == "bad":
+            with contextlib.suppress(Exception):
+                await chat([user(content)])
+        await asyncio.sleep(0.05)
+        await chat([user(state)])
+        return 1.0
+
+    agent = AgentPolicy(says(*"abc"), play, max_turns=2, timeout=1.0)
+    (bad,), (good,) = agent.generate_actions(["bad", "you"], 1)
+    assert (bad.ended_by, bad.info, good.reward) == ("timeout", {"error": "no answer within 1 s"}, 1.0)
+
+
+def test_what_a_program_raises_is_its_own_error_and_an_exit_in_another_task_is_named(subtests: pytest.Subtests) -> None:
+    async def leaves() -> None:
+        raise SystemExit(2)
+
+    async def leaves_elsewhere(chat: Chat, state: Any) -> None:
+        await asyncio.gather(leaves())
+
+    async def play(chat: Chat, state: Any) -> float:
+        await chat([user("you" if isinstance(state, BaseException) else state)])
+        if isinstance(state, BaseException):
+            raise state
+        return 1.0
+
+    for state, cause in (
+        (SystemExit(2), "RuntimeError: the agent program raised SystemExit: 2"),
+        (KeyboardInterrupt(), "RuntimeError: the agent program raised KeyboardInterrupt: "),
+    ):
+        with subtests.test(cause):
+            (odd,), (good,) = AgentPolicy(says(*"ab"), play).generate_actions([state, "you"], 1)
+            assert (odd.ended_by, odd.info["error"].startswith(cause), good.reward) == ("error", True, 1.0), odd.info
+    with pytest.raises(ContractError, match="a task of an agent program raised SystemExit, which ends the event loop"):
+        AgentPolicy(says("a"), leaves_elsewhere).generate_actions(["you"], 1)
+
+
+def test_half_a_character_of_a_call_or_a_state_costs_no_reward() -> None:
+    (called,) = converse(says(says_call(arguments='{"topic": "\\ud83d"}'), "done", max_new_tokens=120), Tools)
+    (told,) = converse(says("a", "b", "c"), Echo, state="\ud83d")
+    assert [row.ended_by for row in (called, told)] == ["environment"] * 2
+    assert called.messages[2]["content"] == "\ud83d is fine"
+
+
+def test_a_request_after_the_end_is_refused() -> None:
+    late: list[Any] = []
+
+    async def play(chat: Chat, state: Any) -> float:
+        await chat([user(state)])
+
+        async def ask() -> None:
+            await asyncio.sleep(0.05)
+            try:
+                await chat([user("still there?")])
+            except ConversationEnded as end:
+                late.append(end.ended_by)
+
+        if state == "early":
+            background.append(asyncio.create_task(ask()))
+        else:
+            await asyncio.wait(background)
+        return 1.0
+
+    background: list[asyncio.Task] = []
+    policy = Scripted(["a", "b"], max_new_tokens=8)
+    rows = AgentPolicy(policy.policy, play).generate_actions(["early", "you"], 1)
+    assert [len(row.turns) for (row,) in rows] == [1, 1]
+    assert (late, len(policy.contexts)) == (["environment"], 2)
+
+
+def test_seconds_in_which_nothing_could_run_are_not_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop stands still for longer than the timeout, as if the process were stopped."""
+    monkeypatch.setattr(rollouts, "BEAT_SECONDS", 0.05)
+
+    async def play(chat: Chat, state: Any) -> float:
+        await chat([user(state)])
+        if state == "stops":
+            await asyncio.sleep(0.1)
+            time.sleep(2.0)  # on purpose
+        else:
+            for _ in range(4):
+                await asyncio.sleep(0.1)
+        return 1.0
+
+    rows = AgentPolicy(says(*"ab"), play, timeout=1.5).generate_actions(["stops", "works"], 1)
+    assert [(row.ended_by, row.reward) for (row,) in rows] == [("environment", 1.0)] * 2
+
+
+def test_many_programs_that_are_slow_together_do_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty of them hold up the event loop for 1.5 seconds, and none of them for a tenth of a second."""
+    monkeypatch.setattr(rollouts, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(rollouts, "BLOCKED_SECONDS", 0.5)
+
+    async def play(chat: Chat, state: Any) -> float:
+        for _ in range(2):
+            time.sleep(0.05)
+            await asyncio.sleep(0)
+        await chat([user(state)])
+        return 1.0
+
+    (rows,) = AgentPolicy(says(*"a" * 30), play, timeout=0.7).generate_actions(["you"], 30)
+    assert {row.ended_by for row in rows} == {"environment"}
+
+
 def test_conversations_may_end_while_the_caller_waits_or_samples(subtests: pytest.Subtests) -> None:
     with subtests.test("waits"):  # the wait times out at the moment at which the last conversation ends
         batches = rollouts._Batches(0.001, 8)
@@ -393,106 +498,64 @@ def test_conversations_may_end_while_the_caller_waits_or_samples(subtests: pytes
         batches.end()
         assert batches.next() == []
     with subtests.test("samples"):
-        policy = says(*"ab")
-        real = policy.sample_tokens
-        samples = threading.Event()
+        policy, samples = says(*"ab"), threading.Event()
 
-        def slow(*args: Any, **options: Any) -> Any:
+        def until_all_ended(prompts: Any) -> None:
             samples.set()
-            while any(thread.name == "conversations" for thread in threading.enumerate()):
-                time.sleep(0.01)
-            return real(*args, **options)
+            wait_for(lambda: all(thread.name != "conversations" for thread in threading.enumerate()))
 
         async def play(chat: Chat, state: Any) -> float:
             if state == "asks":
-                await chat([{"role": "user", "content": state}])
+                await chat([user(state)])
             while not samples.is_set():
                 await asyncio.sleep(0.01)
             raise ContractError("the program is wrong")
 
-        policy.sample_tokens = slow
+        before_each_batch(policy, until_all_ended)
         with pytest.raises(ContractError, match="the program is wrong"):
             AgentPolicy(policy, play).generate_actions(["asks", "fails"], 1)
 
 
 def test_errors_of_the_sampler_end_all_conversations() -> None:
     policy = language_model()
-
-    def broken(*args: Any, **options: Any) -> Any:
-        raise MemoryError("no memory")
-
-    policy.sample_tokens = broken
+    policy.sample_tokens = Mock(side_effect=MemoryError("no memory"))
     made: list[Any] = []
 
-    class Listed(Counting):
-        num_closed = 0
+    Echo.closed.clear()
 
-        def __init__(self, state: Any) -> None:
-            time.sleep(0.05 * len(made))  # some are still being made when the first batch is sampled
-            super().__init__(state)
-            made.append(self)
+    def make(state: Any) -> Echo:
+        time.sleep(0.05 * len(made))  # some are still being made when the first batch is sampled
+        made.append(Echo(state))
+        return made[-1]
 
     with pytest.raises(MemoryError, match="no memory"):
-        AgentPolicy(policy, Listed).generate_actions(["you"], 4)
-    _wait_for(lambda: Listed.num_closed == len(made) > 0)
+        AgentPolicy(policy, make).generate_actions(["you"], 4)
+    wait_for(lambda: len(Echo.closed) == len(made) > 0)
     assert not [thread for thread in threading.enumerate() if thread.name == "conversations"]
-
-
-def test_it_works_inside_a_running_event_loop() -> None:
-    """As in a notebook."""
-
-    async def cell() -> Any:
-        return AgentPolicy(says("a", "b", "c"), Echo).generate_actions(["you"], 1)
-
-    assert asyncio.run(cell())[0][0].ended_by == "environment"
-
-
-def test_no_thread_stays() -> None:
-    before = threading.active_count()
-    AgentPolicy(says(*"abcdef"), Echo).generate_actions(["you"], 2)
-    _wait_for(lambda: threading.active_count() <= before)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_turns": 0}, "max_turns must be at least 1; got 0"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1; got 0"),
-        ({"concurrency": 0}, "concurrency must be at least 1; got 0"),
+        ({"max_turns": 0}, "max_turns must be an integer >= 1; got int 0"),
+        ({"max_tokens": 0}, "max_tokens must be an integer >= 1, or None; got int 0"),
+        ({"concurrency": 0}, "concurrency must be an integer >= 1; got int 0"),
+        ({"num_retries": -1}, "num_retries must be an integer >= 0; got int -1"),
         ({"timeout": 0.0}, r"timeout must be above 0; got 0\.0"),
         ({"turn_timeout": -1.0}, r"turn_timeout must be above 0; got -1\.0"),
         ({"make": 7}, "make must be a function"),
     ],
 )
 def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> None:
-    policy = SimpleNamespace(tokenizer=None)
     with pytest.raises(ConfigError, match=message):
-        AgentPolicy(policy, **{"make": Echo} | options)  # type: ignore[arg-type]
+        AgentPolicy(SimpleNamespace(tokenizer=None), **{"make": Echo} | options)  # type: ignore[arg-type]
 
 
 def test_tools_of_eight_conversations_are_called_at_the_same_time() -> None:
-    """Each call waits until seven others are waiting."""
     together = threading.Barrier(8)
-
-    class Waiting(Echo):
-        def step(self, action: Any) -> Any:
-            together.wait(timeout=60)
-            return super().step(action)
-
-    AgentPolicy(says(*["a"] * 48), Waiting).generate_actions(["you"], 16)
+    waiting = changed(Echo, step=lambda self, action: (together.wait(timeout=60), Echo.step(self, action))[1])
+    AgentPolicy(says(*["a"] * 48), waiting).generate_actions(["you"], 16)
     assert not together.broken
-
-
-def test_a_tokenizer_without_a_template_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the tokenizer must have a chat template"):
-        ChatTemplate(chat_tokenizer(None))
-
-
-def _wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("loop", ["own", "generate"])
@@ -508,22 +571,19 @@ def test_a_turn_returns_when_it_ends_and_not_when_the_longest_ends(loop: Any) ->
             assert answered.wait(20)
 
     async def play(chat: Chat, state: Any) -> float:
-        reply = await chat.reply([{"role": "user", "content": "you"}], max_new_tokens=1 if state == "short" else 7)
+        reply = await chat.reply([user("you")], max_new_tokens=1 if state == "short" else 7)
         if state == "short":
             answered.set()
         return float(reply.num_tokens)
 
     def held() -> list[tuple[Any, Any]]:
         torch.manual_seed(0)
-        rows = [row for [row] in AgentPolicy(policy, play).generate_actions(["short", "long"], 1)]
+        rows = rows_of(AgentPolicy(policy, play).generate_actions(["short", "long"], 1))
         return [(row.segments[0].token_ids, row.segments[0].log_probs) for row in rows]
 
-    hook = policy.model.register_forward_pre_hook(wait) if loop == "generate" else None
-    inner = policy.model.model.register_forward_pre_hook(wait) if loop == "own" else None
+    hook = (policy.model if loop == "generate" else policy.model.model).register_forward_pre_hook(wait)
     found = held()
-    for each in (hook, inner):
-        if each is not None:
-            each.remove()
+    hook.remove()
     assert answered.is_set()
     assert num_forwards[0] >= 7
     real = policy.sample_tokens
@@ -531,27 +591,21 @@ def test_a_turn_returns_when_it_ends_and_not_when_the_longest_ends(loop: Any) ->
     assert held() == found, "the early turns are those of the whole batch"
 
 
-def test_a_turn_that_takes_too_long_ends_its_conversation_and_says_so() -> None:
-    policy = says(*"abcd")
-    real, late, causes = policy.sample_tokens, threading.Event(), []
-
-    def slow(*args: Any, **options: Any) -> Any:
-        late.wait(20)
-        return real(*args, **options)
+def test_a_turn_that_takes_too_long_ends_its_conversation_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    policy, late, causes = says(*"abcd"), threading.Event(), []
 
     async def play(chat: Chat, state: Any) -> float:
         try:
-            await chat([{"role": "user", "content": state}])
+            await chat([user(state)])
         except ConversationEnded as end:
             causes.append(end.ended_by)
             late.set()
             raise
         return 1.0
 
-    policy.sample_tokens = slow
+    before_each_batch(policy, lambda prompts: late.wait(20))
     agent = AgentPolicy(policy, play, turn_timeout=0.2, num_retries=1)
-    ((row,),) = agent.generate_actions(["you"], 1)
-    assert row.reward == 1.0, "held again"
+    assert agent.generate_actions(["you"], 1)[0][0].reward == 1.0, "held again"
     late.clear()
     sampled = AgentPolicy(policy, play, turn_timeout=0.2).sample_actions(["you"], 1)
     ((row,),) = sampled.actions
@@ -562,3 +616,5 @@ def test_a_turn_that_takes_too_long_ends_its_conversation_and_says_so() -> None:
         "State 'you': the model sent no message within turn_timeout=0.2 s. Raise AgentPolicy(turn_timeout=...), or lower "
         "max_new_tokens or concurrency."
     )
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]

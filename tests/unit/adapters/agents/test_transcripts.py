@@ -9,16 +9,15 @@ import pytest
 
 from adapters.agents import AgentPolicy, Conversation, Turn, save_transcripts, transcript_page
 from grpo.errors import ContractError
+from tests.support.agent_parts import conversation, tool_call
 from tests.support.agents import Tools, language_model, says_call
 
 HOSTILE = "</div></details><script>alert('&amp;')</script>\x1b[2J\u202e\u2028\ud800 \"end\"\n{heading} %s"
 
 
-def conversation(messages: list[dict[str, Any]], rewards: tuple[float, ...], **options: Any) -> Conversation:
+def rewarded(messages: list[dict[str, Any]], rewards: tuple[float, ...], **parts: Any) -> Conversation:
     turns = tuple(Turn(num_tokens=1, reward=reward) for reward in rewards)
-    return Conversation(
-        segments=(), turns=turns, messages=tuple(messages), **{"ended_by": "environment", "info": {}} | options
-    )
+    return conversation(turns=turns, messages=tuple(messages), **parts)
 
 
 def said(role: str, content: str, **more: Any) -> dict[str, Any]:
@@ -53,45 +52,31 @@ def test_a_replayed_conversation_as_lines_and_as_a_page(tmp_path: Path) -> None:
     rows = policy.replay(["you", "me"], [[says_call(), "fine"], ["good"]])
     save_transcripts(tmp_path / "new" / "rows.jsonl", rows, titles=["first", "second"])
     first, second = (json.loads(line) for line in (tmp_path / "new" / "rows.jsonl").read_text().splitlines())
-    assert first == {
-        "title": "first",
-        "messages": list(rows[0].messages),
-        "rewards": [0.0, 1.0],
-        "reward": 1.0,
-        "ended_by": "environment",
-        "info": {},
-    }
+    common = {"title": "first", "ended_by": "environment", "info": {}}
+    assert first == common | {"messages": list(rows[0].messages), "rewards": [0.0, 1.0], "reward": 1.0}
     assert second["title"] == "second"
     assert Page(transcript_page(rows[:1], titles=["first"], heading="Tools")).texts == [
-        ("title", "Tools"),
-        ("h1", "Tools"),
-        ("summary", "1. first "),
-        ("span", "reward 1, ended by environment"),
-        ("span.role", "user"),
-        ("div.message other", "Hello you"),
-        ("span.role", "assistant, reward 0"),
-        ("code", 'lookup({"topic": "weather"})'),
-        ("span.role", "tool"),
-        ("div.message tool", "weather is fine"),
-        ("span.role", "assistant, reward 1"),
-        ("div.message assistant", "fine"),
-        ("span.role", "user"),
-        ("div.message other", "bye"),
-    ]
+        ("title", "Tools"), ("h1", "Tools"), ("summary", "1. first "), ("span", "reward 1, ended by environment"),
+        ("span.role", "user"), ("div.message other", "Hello you"),
+        ("span.role", "assistant, reward 0"), ("code", 'lookup({"topic": "weather"})'),
+        ("span.role", "tool"), ("div.message tool", "weather is fine"),
+        ("span.role", "assistant, reward 1"), ("div.message assistant", "fine"),
+        ("span.role", "user"), ("div.message other", "bye"),
+    ]  # fmt: skip
 
 
 def test_hostile_texts_are_shown_as_they_are(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """Markup, control characters, line separators and half a surrogate pair, in every place that holds a text."""
-    call = {"id": "call00000", "function": {"name": HOSTILE, "arguments": {HOSTILE: [HOSTILE]}}}
+    call = tool_call(HOSTILE, **{HOSTILE: [HOSTILE]})
     places = {
-        "content": conversation([said("user", HOSTILE)], ()),
-        "role": conversation([said(HOSTILE, "")], ()),
-        "thought": conversation([said("assistant", "", reasoning_content=HOSTILE)], (1.0,)),
-        "call": conversation([said("assistant", "", tool_calls=[call])], (1.0,)),
-        "info": conversation([], (), info={HOSTILE: HOSTILE}),
-        "title": conversation([], ()),
+        "content": rewarded([said("user", HOSTILE)], ()),
+        "role": rewarded([said(HOSTILE, "")], ()),
+        "thought": rewarded([said("assistant", "", reasoning_content=HOSTILE)], (1.0,)),
+        "call": rewarded([said("assistant", "", tool_calls=[call])], (1.0,)),
+        "info": rewarded([], (), info={HOSTILE: HOSTILE}),
+        "title": rewarded([], ()),
     }
-    plain = [tag for tag, _ in Page(transcript_page([conversation([], ())], titles=["."], heading=".")).texts]
+    plain = [tag for tag, _ in Page(transcript_page([rewarded([], ())], titles=["."], heading=".")).texts]
     for place, row in places.items():
         with subtests.test(place=place):
             titles = [HOSTILE if place == "title" else "."]
@@ -101,10 +86,8 @@ def test_hostile_texts_are_shown_as_they_are(tmp_path: Path, subtests: pytest.Su
             tags = [tag for tag, _ in Page(page).texts]
             assert {*tags} <= {*plain, "div.message other", "div.message assistant", "span.role", "code", "p"}
             if place in ("content", "role", "title", "thought"):
-                assert any(
-                    HOSTILE.replace("\ud800", "&#55296;") in text.replace("\ufffd", "&#55296;")
-                    for _, text in Page(page).texts
-                )
+                texts = [text.replace("\ufffd", "&#55296;") for _, text in Page(page).texts]
+                assert any(HOSTILE.replace("\ud800", "&#55296;") in text for text in texts)
             save_transcripts(tmp_path / "rows.jsonl", [row], titles=titles)
             (line,) = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()
             read = json.loads(line)
@@ -112,21 +95,13 @@ def test_hostile_texts_are_shown_as_they_are(tmp_path: Path, subtests: pytest.Su
             assert (read["info"], read["title"]) == (row.info, titles[0])
 
 
-def test_rewards_that_are_not_known_are_null() -> None:
-    failed = conversation([said("assistant", "a")], (float("nan"),), ended_by="error", info={"error": "lost"})
+def test_rewards_that_are_not_known_and_what_is_not_a_number_are_null(tmp_path: Path) -> None:
+    call = tool_call("pay", amount=float("inf"))
+    info = {"error": "lost"}
+    failed = rewarded([said("assistant", "a", tool_calls=[call])], (float("nan"),), ended_by="error", info=info)
     texts = [text for _, text in Page(transcript_page([failed])).texts]
-    assert texts[2:] == [
-        "1. ",
-        "reward not known, ended by error",
-        "assistant, reward not known",
-        "a",
-        'info: {"error": "lost"}',
-    ]
-
-
-def test_not_a_number_is_null_in_a_file(tmp_path: Path) -> None:
-    call = {"id": "call00000", "function": {"name": "pay", "arguments": {"amount": float("inf")}}}
-    failed = conversation([said("assistant", "", tool_calls=[call])], (float("nan"),), ended_by="error")
+    assert texts[2:5] == ["1. ", "reward not known, ended by error", "assistant, reward not known"]
+    assert {"a", 'info: {"error": "lost"}'} < {*texts[5:]}
     save_transcripts(tmp_path / "rows.jsonl", [failed])
     read = json.loads((tmp_path / "rows.jsonl").read_text(), parse_constant=pytest.fail)
     assert (read["rewards"], read["reward"], read["title"]) == ([None], None, "")
@@ -141,7 +116,7 @@ def test_rewards_belong_to_the_last_messages_of_the_assistant(subtests: pytest.S
         ((1.0, 2.0, 3.0), ["assistant, reward 2", "assistant, reward 3"]),
     ):
         with subtests.test(rewards=rewards):
-            texts = [text for _, text in Page(transcript_page([conversation(messages, rewards)])).texts]
+            texts = [text for _, text in Page(transcript_page([rewarded(messages, rewards)])).texts]
             assert [text for text in texts if text.startswith("assistant")] == expected
 
 

@@ -1,5 +1,6 @@
 """A value head with conversations: values in each context, what follows a limit, and credit per turn."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,24 +10,19 @@ from torch import Tensor
 from adapters.agents import AgentPolicy, Conversation, EnvironmentReward, Segment, Turn
 from adapters.llm import ValueHead
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
-from tests.support.agents import FORGETFUL, Echo, Scripted, chat_tokenizer, language_model
+from tests.support.agent_parts import changed, conversation, model_with, rows_of
+from tests.support.agents import CHATML, FORGETFUL, Echo, Scripted, language_model
 from tests.support.llm_models import FLOAT32_GRADIENT, gradients, relative_difference
+from tests.unit.adapters.agents.test_rollouts import ENDS
 
 
-def with_head(family: str = "qwen3", *, template: str | None = None, dropout: float = 0.0, **options: Any) -> Any:
+def with_head(family: str = "qwen3", *, template: str = CHATML, **options: Any) -> Any:
     """A language model with a random value head."""
-    head = ValueHead(16 if family == "mamba" else 32, width=8, dropout=dropout)
+    head = ValueHead(16 if family == "mamba" else 32, width=8)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
-    tokenizer = chat_tokenizer(template) if template else None
-    return language_model(family, tokenizer=tokenizer, value_head=head, **options)
-
-
-def held(policy: Any, size: int = 4, make: Any = Echo, **options: Any) -> tuple[AgentPolicy, list[Conversation]]:
-    torch.manual_seed(0)
-    agent = AgentPolicy(policy, make, **options)
-    return agent, [row for group in agent.generate_actions(["you", "me"], size) for row in group]
+    return model_with(template, family, value_head=head, **options)
 
 
 def values_one_by_one(policy: Any, row: Conversation) -> tuple[Tensor, Tensor]:
@@ -41,36 +37,28 @@ def values_one_by_one(policy: Any, row: Conversation) -> tuple[Tensor, Tensor]:
     return torch.cat(before), after
 
 
-def conversation(*segments: str, ended_by: Any = "environment") -> Conversation:
+def made(*segments: str, ended_by: Any = "environment") -> Conversation:
     """A conversation of one turn per segment, with `.` for context and `s` for sampled tokens."""
-    counts = [marks.count("s") for marks in segments]
-    return Conversation(
-        segments=tuple(
-            Segment(
-                token_ids=tuple((7 * place + 5 * number) % 90 for place in range(len(marks))),
-                sampled=tuple(mark == "s" for mark in marks),
-                log_probs=(0.0,) * count,
-            )
-            for number, (marks, count) in enumerate(zip(segments, counts, strict=True))
-        ),
-        turns=tuple(
-            Turn(num_tokens=count, reward=0.0, is_truncated=ended_by == "length" and place == len(counts) - 1)
-            for place, count in enumerate(counts)
-        ),
-        messages=(),
-        ended_by=ended_by,
-        info={},
-    )
+
+    def segment(number: int, marks: str) -> Segment:
+        ids = tuple((7 * place + 5 * number) % 90 for place in range(len(marks)))
+        sampled = tuple(mark == "s" for mark in marks)
+        return Segment(token_ids=ids, sampled=sampled, log_probs=(0.0,) * marks.count("s"))
+
+    turns = [Turn(num_tokens=marks.count("s"), reward=0.0) for marks in segments]
+    turns[-1] = replace(turns[-1], is_truncated=ended_by == "length")
+    made_of = tuple(segment(number, marks) for number, marks in enumerate(segments))
+    return conversation(segments=made_of, turns=tuple(turns), ended_by=ended_by)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "mamba"])
 def test_values_are_those_of_each_context_alone(family: str) -> None:
     policy = with_head(family)
     rows = [
-        conversation("...sss", ".....ssss", ended_by="length"),
-        conversation("....ss...s..sss"),
-        conversation(".s", "..........ss", ".....s..s"),
-        conversation("..ss", ended_by="length"),
+        made("...sss", ".....ssss", ended_by="length"),
+        made("....ss...s..sss"),
+        made(".s", "..........ss", ".....s..s"),
+        made("..ss", ended_by="length"),
     ]
     scores = AgentPolicy(policy, Echo).score_actions([None] * 4, rows)
     for row, values, final in zip(rows, scores.values, scores.final_values, strict=True):
@@ -82,13 +70,14 @@ def test_values_are_those_of_each_context_alone(family: str) -> None:
 
 def test_the_gradient_of_values_is_the_sum_over_contexts_one_by_one() -> None:
     policy = with_head(template=FORGETFUL, max_new_tokens=40)
-    agent, rows = held(policy)
+    torch.manual_seed(0)
+    agent = AgentPolicy(policy, Echo)
+    rows = rows_of(agent.generate_actions(["you", "me"], 4))
     assert sum(len(row.segments) for row in rows) > len(rows)
     scores = agent.score_actions([None] * 8, rows)
     weights = torch.randn(scores.values.shape)
-    one_by_one = [
-        (values_one_by_one(policy, row)[0] * own[: len(row)]).sum() for row, own in zip(rows, weights, strict=True)
-    ]
+    pairs = zip(rows, weights, strict=True)
+    one_by_one = [(values_one_by_one(policy, row)[0] * own[: len(row)]).sum() for row, own in pairs]
     both = torch.nn.ModuleList([policy.model, policy.value_head])
     expected = gradients(both, torch.stack(one_by_one).sum())
     assert relative_difference(gradients(both, (scores.values * weights).sum()), expected) < FLOAT32_GRADIENT
@@ -96,16 +85,9 @@ def test_the_gradient_of_values_is_the_sum_over_contexts_one_by_one() -> None:
 
 def test_only_a_truncated_message_has_a_value_after_it(subtests: pytest.Subtests) -> None:
     """After all other ends, nothing follows that the policy is trained on."""
-    room = len(chat_tokenizer().encode("<|im_start|>user\nHello you<|im_end|>\n<|im_start|>assistant\n")) + 8
-    cases: list[tuple[str, list[str], dict[str, Any], bool]] = [
-        ("environment", ["a", "b", "c"], {}, False),
-        ("max_turns", ["a", "b"], {"max_turns": 2}, False),
-        ("length", ["a", "b" * 8], {}, True),
-        ("length", ["a"], {"max_tokens": room}, False),  # no room for a second turn
-        ("length", [], {"max_tokens": room - 1}, False),  # no room for the first
-    ]
     for mask_truncated in (False, True):
-        for ended_by, turns, options, follows in cases[2 * mask_truncated :]:
+        for ended_by, turns, options, _, _ in ENDS[2 * mask_truncated :]:
+            follows = "b" * 8 in turns
             with subtests.test(ended_by=ended_by, turns=turns, mask_truncated=mask_truncated):
                 head = ValueHead(32, width=8)
                 torch.nn.init.ones_(head.layers[3].bias)
@@ -121,33 +103,22 @@ def test_only_a_truncated_message_has_a_value_after_it(subtests: pytest.Subtests
                 assert scores.final_values.tolist() == [float(follows and not is_masked)]
 
 
-class Brief(Echo):
-    """Wants short messages, three times."""
-
-    def step(self, action: Any) -> Any:
-        observation, _, terminated, truncated, info = super().step(action)
-        return observation, 1 / (1 + len(action["content"])), terminated, truncated, info
-
-
 @pytest.mark.slow
 def test_gae_learns_from_the_rewards_of_turns() -> None:
+    def wants_short_messages(self: Any, said: Any) -> Any:
+        observation, _, *others = Echo.step(self, said)
+        return observation, 1 / (1 + len(said["content"])), *others
+
     torch.manual_seed(1)
     policy = language_model(value_head=True, max_new_tokens=8)
-    agent = AgentPolicy(policy, Brief)
-    config = GRPOConfig(
-        group_size=16,
-        seed=1,
-        learning_rate=5e-3,
-        num_epochs_per_update=2,
-        advantage=AdvantageConfig(credit="gae", scale="batch"),
-        objective=ObjectiveConfig(value_clip=0.5),
-    )
+    agent = AgentPolicy(policy, changed(Echo, step=wants_short_messages))
+    parts = {"advantage": AdvantageConfig(credit="gae", scale="batch"), "objective": ObjectiveConfig(value_clip=0.5)}
+    config = GRPOConfig(group_size=16, seed=1, learning_rate=5e-3, num_epochs_per_update=2, **parts)
     trainer = GRPOTrainer(config=config, policy=agent, reward_model=EnvironmentReward(per_turn=True))
     history = trainer.train(["be brief"], num_iterations=12, progress=False)
     assert history[0]["rewards/mean"] < 0.5
     assert history[-1]["rewards/mean"] > 2.5
     (row,) = agent.generate_actions(["be brief"], 1, temperature=0)[0]
     values = agent.eval().score_actions([None], [row]).values[0]
-    torch.testing.assert_close(
-        values, torch.tensor([3.0, 2.0, 1.0]), atol=0.6, rtol=0
-    )  # what the turns left will bring
+    left = torch.tensor([3.0, 2.0, 1.0])  # what the turns left will bring
+    torch.testing.assert_close(values, left, atol=0.6, rtol=0)

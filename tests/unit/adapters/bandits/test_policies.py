@@ -1,6 +1,7 @@
-"""Policies: torch.distributions as the oracle, finite differences in float64, chi-square of the samplers."""
+"""Policies: torch.distributions as the oracle, finite differences, chi-square of the samplers; and wrong arguments."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,22 @@ import torch
 from scipy.stats import chisquare
 from torch.distributions import Categorical
 
-from adapters.bandits import MLPPolicy, SoftmaxPolicy
+from adapters.bandits import (
+    EXP3S,
+    UCB1,
+    BanditEnv,
+    BanditReward,
+    DiscountedUCB,
+    GradientBandit,
+    MLPPolicy,
+    Oracle,
+    SlidingWindowUCB,
+    SoftmaxPolicy,
+    Testbed,
+    ThompsonSampling,
+    Uniform,
+    random_walk_testbed,
+)
 from grpo._common.protocols import require_methods
 from grpo.errors import ConfigError, ContractError
 from grpo.policy_base import POLICY_METHODS, SamplesWithScores, ScoresActions, ScoresGroups, ScoresReference
@@ -41,24 +57,17 @@ def test_policies_have_their_documented_capabilities() -> None:
     assert sum(tensor.numel() for tensor in mlp.get_parameters().values()) == 2 * 64 + 64 + 64 * 64 + 64 + 64 * 3 + 3
 
 
-def test_softmax_policy_starts_uniform() -> None:
+def test_softmax_policy_starts_uniform_and_ignores_the_states_of_a_single_row() -> None:
     policy = SoftmaxPolicy(4, num_states=2)
     torch.testing.assert_close(policy.probabilities(), torch.full((2, 4), 0.25))
-    scores = policy.score_actions([0, 1], [3, 2])
-    torch.testing.assert_close(scores.log_probs, torch.full((2, 1), -math.log(4)))
-    torch.testing.assert_close(scores.entropy, torch.full((2, 1), math.log(4)))
-    torch.testing.assert_close(policy.reference_log_probabilities([0, 1], [3, 2]), torch.full((2, 1), -math.log(4)))
-
-
-def test_softmax_log_probs_and_entropy_equal_hand_worked_values() -> None:
-    policy = SoftmaxPolicy(3)
-    with torch.no_grad():
-        policy.logits.copy_(torch.tensor([[math.log(0.5), math.log(0.3), math.log(0.2)]]))
-    scores = policy.score_actions(["any", None], [2, 0])
-    torch.testing.assert_close(scores.log_probs.exp(), torch.tensor([[0.2], [0.5]]))
-    entropy = -(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2))
-    torch.testing.assert_close(scores.entropy, torch.full((2, 1), entropy))
-    assert scores.mask.tolist() == [[True], [True]]
+    for scores, reference in (
+        (policy.score_actions([0, 1], [3, 2]), policy.reference_log_probabilities([0, 1], [3, 2])),
+        (SoftmaxPolicy(4).score_actions(["any", None], [3, 2]), torch.full((2, 1), -math.log(4))),
+    ):
+        torch.testing.assert_close(scores.log_probs, torch.full((2, 1), -math.log(4)))
+        torch.testing.assert_close(scores.entropy, torch.full((2, 1), math.log(4)))
+        torch.testing.assert_close(reference, scores.log_probs)
+        assert scores.mask.tolist() == [[True], [True]]
 
 
 def test_table_agrees_with_torch_distributions(subtests: pytest.Subtests) -> None:
@@ -70,31 +79,17 @@ def test_table_agrees_with_torch_distributions(subtests: pytest.Subtests) -> Non
             scores = policy.score_actions(states, actions)
             torch.testing.assert_close(scores.log_probs, expected.log_prob(actions).unsqueeze(1))
             torch.testing.assert_close(scores.entropy, expected.entropy().unsqueeze(1))
-            torch.testing.assert_close(
-                policy.get_log_probabilities(states.tolist(), actions.tolist()), scores.log_probs[:, 0]
-            )
-            torch.testing.assert_close(
-                policy.get_log_probabilities(states.numpy(), actions.numpy()), scores.log_probs[:, 0]
-            )
+            for rows in ((states.tolist(), actions.tolist()), (states.numpy(), actions.numpy())):
+                torch.testing.assert_close(policy.get_log_probabilities(*rows), scores.log_probs[:, 0])
 
 
-@pytest.mark.parametrize("num_states", [1, 4, 30])
-def test_table_gradients_agree_with_finite_differences(num_states: int) -> None:
-    policy = table_policy(num_states)
-    states, actions = torch.randint(num_states, (8,)), torch.randint(5, (8,))
-
-    def scored(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = torch.func.functional_call(policy, {"logits": logits}, (states, actions))
-        return scores.log_probs, scores.entropy
-
-    policy.forward = policy.score_actions
-    assert torch.autograd.gradcheck(scored, (policy.logits.detach().clone().requires_grad_(),))
-
-
-@pytest.mark.parametrize("method", ["score_actions", "score_groups"])
-def test_mlp_gradients_agree_with_finite_differences(method: str) -> None:
-    policy = mlp_policy()
-    states = torch.randn(4, 3, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("make", "method"),
+    [(mlp_policy, "score_actions"), (mlp_policy, "score_groups"), (lambda: table_policy(4), "score_actions")],
+)
+def test_gradients_agree_with_finite_differences(make, method: str) -> None:
+    policy = make()
+    states = torch.randn(4, 3, dtype=torch.float64) if isinstance(policy, MLPPolicy) else torch.tensor([3, 0, 1, 3])
     actions = torch.randint(5, (4,) if method == "score_actions" else (4, 3))
     names, values = zip(*policy.named_parameters(), strict=True)
     policy.forward = getattr(policy, method)
@@ -132,24 +127,15 @@ def test_groups_are_scored_like_their_rows() -> None:
     policy = mlp_policy()
     states = torch.randn(4, 3, dtype=torch.float64)
     actions = torch.randint(5, (4, 6))
-    by_row = policy.score_actions(states.repeat_interleave(6, dim=0), actions.flatten())
-    for groups in (actions, actions.numpy(), list(actions), actions.tolist()):
+    ragged = [torch.tensor([4, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([1, 1, 2]), torch.tensor([3])]
+    for groups in (actions, actions.numpy(), list(actions), actions.tolist(), ragged):
+        rows = torch.tensor([row for row, group in enumerate(groups) for _ in group])
+        by_row = policy.score_actions(states[rows], torch.cat([torch.as_tensor(group) for group in groups]))
         by_group = policy.score_groups(states, groups)
         torch.testing.assert_close(by_group.log_probs, by_row.log_probs)
         torch.testing.assert_close(by_group.entropy, by_row.entropy)
-        assert by_group.mask.shape == (24, 1)
+        assert by_group.mask.shape == (len(rows), 1)
         assert by_group.mask.all()
-
-
-def test_ragged_groups_are_scored_like_their_rows() -> None:
-    policy = mlp_policy()
-    states = torch.randn(3, 3, dtype=torch.float64)
-    groups = [torch.tensor([4, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([1, 1, 2])]
-    rows = torch.tensor([0, 0, 2, 2, 2])
-    by_row = policy.score_actions(states[rows], torch.cat(groups))
-    by_group = policy.score_groups(states, groups)
-    torch.testing.assert_close(by_group.log_probs, by_row.log_probs)
-    torch.testing.assert_close(by_group.entropy, by_row.entropy)
 
 
 def test_sampling_frequencies_are_the_probabilities(subtests: pytest.Subtests) -> None:
@@ -186,30 +172,62 @@ def test_sampled_actions_carry_the_scores_of_the_policy(subtests: pytest.Subtest
 
 def test_invalid_actions_and_states_are_refused() -> None:
     policy = SoftmaxPolicy(3, num_states=2)
-    with pytest.raises(ContractError, match=r"actions must lie in 0\.\.2; got 1 to 3"):
-        policy.score_actions([0, 1], [1, 3])
-    with pytest.raises(ContractError, match=r"states must lie in 0\.\.1; got -1 to 0"):
-        policy.score_actions([-1, 0], [0, 0])
-    with pytest.raises(ContractError, match=r"must be whole numbers \[N\]; got float32 \[1\]"):
-        policy.score_actions([0], torch.tensor([0.5]))
-    with pytest.raises(ContractError, match="got 1 states, 2 actions"):
-        policy.score_actions([0], [0, 1])
     mlp = MLPPolicy(2, 3)
-    with pytest.raises(ContractError, match="got 2 states, 1 actions"):
-        mlp.score_actions(torch.zeros(2, 2), [0])
-    with pytest.raises(ContractError, match="got 2 states, 1 groups"):
-        mlp.score_groups(torch.zeros(2, 2), [[0]])
-    with pytest.raises(ContractError, match=r"actions must lie in 0\.\.2"):
-        mlp.score_groups(torch.zeros(1, 2), [[-1]])
+    for score, states, actions, words in (
+        (policy.score_actions, [0, 1], [1, 3], r"actions must lie in 0\.\.2; got 1 to 3"),
+        (policy.score_actions, [-1, 0], [0, 0], r"states must lie in 0\.\.1; got -1 to 0"),
+        (policy.score_actions, [0], torch.tensor([0.5]), r"must be whole numbers \[N\]; got float32 \[1\]"),
+        (policy.score_actions, [0], [0, 1], "got 1 states, 2 actions"),
+        (mlp.score_actions, torch.zeros(2, 2), [0], "got 2 states, 1 actions"),
+        (mlp.score_groups, torch.zeros(2, 2), [[0]], "got 2 states, 1 groups"),
+        (mlp.score_groups, torch.zeros(1, 2), [[-1]], r"actions must lie in 0\.\.2"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            score(states, actions)
     with pytest.raises(TypeError, match="temperature"):
         policy.generate_actions([0], 2, temperature=0.5)
 
 
-def test_invalid_constructor_arguments_are_refused() -> None:
-    for build in (lambda: SoftmaxPolicy(0), lambda: SoftmaxPolicy(2, 0), lambda: MLPPolicy(0, 2)):
-        with pytest.raises(ConfigError, match="must be an integer >= 1"):
-            build()
-    with pytest.raises(ConfigError, match="hidden"):
-        MLPPolicy(2, 2, hidden=(0,))
-    with pytest.raises(ConfigError, match="activation must be 'tanh' or 'relu'; got 'gelu'"):
-        MLPPolicy(2, 2, activation="gelu")
+# --- wrong arguments of every class
+
+
+RIGHT: dict[Any, dict[str, Any]] = {
+    SoftmaxPolicy: {"num_actions": 2, "num_states": 1},
+    MLPPolicy: {"num_features": 2, "num_actions": 2, "hidden": (4,), "activation": "tanh"},
+    Testbed: {"means": np.zeros((1, 2, 3)), "noise": "bernoulli", "num_runs": 2, "pulls_per_step": 1, "seed": 0},
+    random_walk_testbed: {"num_runs": 1, "num_steps": 3, "step_std": 0.1, "pulls_per_step": 1, "seed": 0},
+    UCB1: {"num_runs": 1, "num_arms": 2, "exploration": 0.5, "reward_range": 1.0},
+    DiscountedUCB: {"num_runs": 1, "num_arms": 2, "horizon": 9, "discount": 0.9},
+    SlidingWindowUCB: {"num_runs": 1, "num_arms": 2, "horizon": 9, "window": 3},
+    ThompsonSampling: {"num_runs": 1, "num_arms": 2, "discount": 0.9, "likelihood": "gaussian"},
+    EXP3S: {"num_runs": 1, "num_arms": 2, "horizon": 9, "num_changes": 1, "exploration": 0.1, "sharing": 0.1},
+    GradientBandit: {"num_runs": 1, "num_arms": 2, "step_size": 0.1, "baseline_step_size": 0.1, "logit_decay": 0.1},
+    Uniform: {"num_runs": 1, "num_arms": 2},
+    BanditReward: {"testbed": Testbed(np.zeros((1, 1, 2)))},
+    BanditEnv: {"testbed": Testbed(np.zeros((1, 1, 2)))},
+    Oracle: {"testbed": Testbed(np.zeros((1, 1, 2)))},
+}
+
+
+BEYOND: list[tuple[Any, dict[str, Any]]] = [
+    (SoftmaxPolicy, {"num_actions": 0}), (SoftmaxPolicy, {"num_states": 0}), (MLPPolicy, {"num_features": 0}),
+    (MLPPolicy, {"hidden": (0,)}), (MLPPolicy, {"activation": "gelu"}), (UCB1, {"reward_range": 0}),
+    (DiscountedUCB, {"discount": 0.0}), (SlidingWindowUCB, {"window": 0}), (ThompsonSampling, {"discount": 1.1}),
+    (ThompsonSampling, {"likelihood": "poisson"}), (EXP3S, {"reward_low": 1.0}), (EXP3S, {"exploration": 0.0}),
+    (GradientBandit, {"step_size": 0.0}), (GradientBandit, {"baseline_step_size": 0.0}), (GradientBandit, {"logit_decay": 1.0}),
+    (Testbed, {"num_runs": 0}), (Testbed, {"pulls_per_step": 0}), (Testbed, {"noise": "poisson"}),
+    (random_walk_testbed, {"num_runs": 0}),
+]  # fmt: skip
+"""Values just outside the bounds of an argument."""
+
+
+def test_wrong_arguments_are_refused_by_name(subtests: pytest.Subtests) -> None:
+    kinds = ("abc", {}, [None], float("nan"), object(), b"x", -1)
+    of_wrong_kinds = [(make, {name: wrong}) for make, right in RIGHT.items() for name in right for wrong in kinds]
+    for make, right in RIGHT.items():
+        make(**right)
+    for make, wrong in of_wrong_kinds + BEYOND:
+        with subtests.test(make=make.__name__, wrong=repr(wrong)):
+            with pytest.raises(ConfigError) as raised:
+                make(**RIGHT[make] | wrong)
+            assert next(iter(wrong)) in str(raised.value)

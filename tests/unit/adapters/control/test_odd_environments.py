@@ -1,16 +1,42 @@
 """Odd environments are trained on as they are, or refused by an error that says what to do. None is misread in silence."""
 
 import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
-from adapters.control import EpisodeOptions, EpisodePolicy, EpisodeStart, check_environment
+from adapters.control import (
+    Bernoulli,
+    Categorical,
+    ControlPreset,
+    EnvironmentReward,
+    Episode,
+    EpisodeOptions,
+    EpisodePolicy,
+    EpisodeStart,
+    Evaluation,
+    FromTorch,
+    Gaussian,
+    MultiCategorical,
+    Snapshot,
+    StepReward,
+    check_environment,
+    distribution_for,
+    episode_starts,
+    evaluate_policy,
+    make_pool,
+    mlp_torso,
+    preset_for,
+    restore_snapshot,
+    take_snapshot,
+)
 from adapters.control.policy.networks import CNNTorso, MixedTorso
-from grpo.errors import ArgumentError, ConfigError, ContractError
+from grpo.errors import ArgumentError, ConfigError, ContractError, GRPOError
 from tests.support.control_policies import trainer_of
 from tests.support.odd_environments import (
     BOX,
@@ -23,6 +49,7 @@ from tests.support.odd_environments import (
     MaskedPart,
     Odd,
     TheirVector,
+    Writes,
 )
 
 OPTIONS = EpisodeOptions(hidden=(4,))
@@ -53,18 +80,47 @@ def test_environments_that_cannot_be_read_are_refused_in_words(subtests: pytest.
             made(environment).generate_actions([EpisodeStart(seed=1)], 2)
 
 
-def test_the_lists_have_a_hundred_environments() -> None:
-    assert len(WORK) + len(FAULTS) + len(MASKS) + len(WRONG_MASKS) >= 100
+def test_presets_chosen_for_them_train_too_or_the_error_is_the_same(subtests: pytest.Subtests) -> None:
+    for name, environment in WORK.items():
+        with subtests.test(name):
+            preset = preset_for(environment, total_steps=120)
+            trainer = preset.make_trainer(preset.make_policy(seed=0, num_members=preset.num_groups), seed=0)
+            metrics = trainer.step(episode_starts(preset.num_groups)(0))
+            assert metrics["episodes/steps"] >= 2 * preset.num_groups
+            assert all(bool(value.isfinite().all()) for value in trainer.policy.parameters())
+    for name, (environment, words) in FAULTS.items():
+        with subtests.test(name), pytest.raises((ContractError, ConfigError), match=words):
+            preset_for(environment, total_steps=120).make_policy().generate_actions([EpisodeStart(seed=1)], 1)
 
 
-def test_an_instance_of_another_interface_is_refused_with_the_line_that_helps(subtests: pytest.Subtests) -> None:
-    for environment, words in (
-        (TheirVector(), "make_vec_env got, and num_members"),
-        (Odd(), r"A single instance cannot be copied. Pass a function that creates it: lambda"),
-        (3, "Pass a function that creates the environment"),
+def test_an_environment_that_cannot_be_closed_is_said_and_the_others_are_closed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    closed = []
+
+    class Stuck(Odd):
+        def close(self) -> None:
+            closed.append(self)
+            raise RuntimeError("no window")
+
+    made(Stuck).pool.close()
+    assert len(closed) == 2
+    assert caplog.messages == ["Stuck: close() raised RuntimeError: no window"] * 2
+    assert preset_for(Stuck, total_steps=20).env_id == "Stuck"
+    assert check_environment(Stuck, num_steps=3)["creation"].status == "passed"
+
+
+def test_what_is_no_environment_or_cannot_be_created_is_refused_with_the_line_that_helps(
+    subtests: pytest.Subtests,
+) -> None:
+    for environment, keywords, words in (
+        (TheirVector(), {}, "make_vec_env got, and num_members"),
+        (Odd(), {}, r"A single instance cannot be copied. Pass a function that creates it: lambda"),
+        (3, {}, "Pass a function that creates the environment"),
+        ("FrozenLake-v1", {"map_name": "9x9"}, r"FrozenLake-v1 cannot be created: it raised KeyError: '9x9'"),
     ):
         with subtests.test(words), pytest.raises(ConfigError, match=words):
-            made(environment)
+            made(environment, **keywords)
 
 
 def test_a_fault_in_a_worker_process_is_the_same_error() -> None:
@@ -86,6 +142,15 @@ def test_images_get_a_network_that_fits_or_a_row_and_this_is_said(
             expected = MixedTorso if "with pixels" in name else CNNTorso if not is_small else torch.nn.Sequential
             assert isinstance(torso, expected) or name in ("a matrix", "a dict with MiniGrid")
             assert any("takes it as a row of" in line for line in caplog.messages) == is_small
+
+
+def test_an_action_that_is_repeated_is_the_same_although_the_environment_writes_into_it() -> None:
+    torch.manual_seed(0)
+    policy = EpisodePolicy(Writes, num_members=1, options=EpisodeOptions(hidden=(4,), repeat=2))
+    ((episode,),) = policy.generate_actions([EpisodeStart(seed=1)], 1)
+    first, second, third = policy.pool._envs[0].taken
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal([first, third], episode.actions.clamp(-1, 1).numpy())
 
 
 def test_channels_first_and_last_give_the_same_features() -> None:
@@ -170,7 +235,7 @@ def test_masks_are_found_wherever_the_ecosystem_writes_them(subtests: pytest.Sub
 
 def test_masks_that_cannot_be_read_are_refused_in_words(subtests: pytest.Subtests) -> None:
     for name, (environment, words) in WRONG_MASKS.items():
-        with subtests.test(name), pytest.raises(ContractError, match=words):
+        with subtests.test(name), pytest.raises((ContractError, ConfigError), match=words):
             made(environment, action_mask="info").generate_actions([EpisodeStart(seed=1)], 2)
 
 
@@ -214,6 +279,7 @@ def test_predict_takes_masks_as_sb3_contrib_passes_them(caplog: pytest.LogCaptur
     ("space", "observation", "words"),
     [
         (BOX, [np.nan, 0.0], "must be finite"),
+        (gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64), [1e300, 0.0], "must be finite, also as float32"),
         (BOX, np.zeros(3, np.float32), r"needs an observation of Box.* got a numpy array"),
         (BOX, np.zeros((2, 3), np.float32), "or a batch of them"),
         (BOX, "ab", "needs an observation of Box"),
@@ -238,3 +304,75 @@ def test_predict_refuses_weights_that_are_not_finite() -> None:
         next(policy.parameters()).fill_(torch.nan)
     with pytest.raises(ContractError, match="the network's outputs must be finite"):
         policy.predict(BOX.sample())
+
+
+# --- wrong arguments of every public class and function
+
+
+WRONG: tuple[Any, ...] = (
+    -1, 2.5, float("nan"), "abc", b"x", ["a"], {"a": 1}, np.zeros(3), torch.zeros(3), object(), int, (1, 2),
+)  # fmt: skip
+
+
+def cases() -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
+    """Functions with good arguments, which are replaced one at a time."""
+    steps = {name: torch.zeros(2, 3) for name in ("observations", "actions")}
+    rows = {
+        "rewards": torch.zeros(2), "log_probs": torch.zeros(2), "allowed": None, "final_observation": torch.zeros(3),
+    }  # fmt: skip
+    policy = EpisodePolicy("CartPole-v1", num_members=1, options=EpisodeOptions(hidden=(4,)))
+    env = gymnasium.make("CartPole-v1")
+    observation, _ = env.reset(seed=0)
+    snapshot = take_snapshot(env, observation)
+    preset = {
+        "total_steps": 10, "threshold": 1.0, "gamma": 0.9, "group_size": 2, "learning_rate": 1e-3,
+        "evaluate_every": 5,
+    }  # fmt: skip
+    build = torch.distributions.Categorical
+    yield EpisodeStart, {"seed": 1, "options": None, "snapshot": None}
+    yield Episode, {**steps, **rows, "terminated": True, "truncated": False}
+    yield Snapshot, {"environment": "CartPole-v1", "layers": (), "observation": None}
+    yield Evaluation, {"returns": np.ones(2), "lengths": np.ones(2, int)}
+    yield ControlPreset, {"env_id": "CartPole-v1", **preset, "max_episode_steps": None, "normalize_observations": True}
+    yield EpisodePolicy, {
+        "environment": "CartPole-v1", "num_members": 1, "torso": None, "distribution": "auto", "critic": False,
+        "action_mask": None, "options": None, "vectorization": "auto",
+    }  # fmt: skip
+    yield EpisodeOptions, {
+        "hidden": (4,), "activation": "tanh", "std": "shared", "initial_log_std": 0.0, "normalize_observations": True,
+        "max_episode_steps": 5, "split_steps": True, "state_key_decimals": 3,
+    }  # fmt: skip
+    yield policy.sample_actions, {"states": [EpisodeStart(seed=1)], "num_actions_per_state": 1}
+    yield policy.score_actions, {"states": None, "actions": policy.generate_actions([EpisodeStart(seed=1)], 1)[0]}
+    yield EnvironmentReward, {"per": "step", "discount": 1.0}
+    yield StepReward, {"term": len}
+    yield CNNTorso, {"shape": (40, 40, 3), "num_features": 4}
+    yield mlp_torso, {"num_inputs": 3, "hidden": (4,), "activation": "tanh"}
+    yield episode_starts, {"num_groups": 2, "seed": 0}
+    yield make_pool, {"env": "CartPole-v1", "num_members": 1, "vectorization": "auto"}
+    yield distribution_for, {"space": spaces.Discrete(2), "kind": "auto"}
+    for distribution in (Categorical, MultiCategorical, Bernoulli, Gaussian):
+        yield distribution, {"space": 3}
+    yield FromTorch, {"space": spaces.Discrete(2), "num_parameters": 2, "build": build}
+    yield evaluate_policy, {"policy": policy, "num_episodes": 1, "seed": 0, "max_steps": 3}
+    yield preset_for, {"environment": "CartPole-v1", "credit": None, "total_steps": 9_000, "max_episode_steps": 5}
+    yield take_snapshot, {"env": env, "observation": observation}
+    yield restore_snapshot, {"env": env, "snapshot": snapshot}
+    yield check_environment, {"environment": "CartPole-v1", "num_steps": 3, "seed": 0}
+
+
+def test_wrong_arguments_get_typed_errors() -> None:
+    """Some values are good for some arguments. Those that are not raise an error of this package."""
+    count, untyped = 0, []
+    for call, good in cases():
+        for name in good:
+            for value in WRONG:
+                count += 1
+                try:
+                    call(**{**good, name: value})
+                except GRPOError:
+                    continue
+                except Exception as error:
+                    untyped.append(f"{call.__name__}({name}={value!r}): {type(error).__name__}: {error}"[:160])
+    assert count > 700
+    assert not untyped, "\n".join(untyped)

@@ -10,8 +10,6 @@ import pytest
 
 PAGE = Path(__file__).parents[4] / "docs" / "coming_from.md"
 NO_SETTINGS = {"async", "accuracy_reward", "prompt", "image", "images"}
-
-
 ROWS = {
     "generation_kwargs", "cache_implementation", "use_transformers_continuous_batching", "eval_dataset", "eval_strategy",
     "eval_steps", "logging_steps", "log_completions", "run_name", "callbacks", "load_best_model_at_end", "weight_decay",
@@ -53,7 +51,5 @@ def test_every_name_is_a_setting_of_trl_and_its_config_is_built_from_all_of_them
     valued = [(name, ast.literal_eval(value)) for name, value in settings_of_the_tables() if value and name in fields]
     assert len(valued) >= 20
     for name, value in valued:
-        assert (
-            getattr(trl.GRPOConfig(**chosen | {"output_dir": str(tmp_path), "use_cpu": True, name: value}), name)
-            == value
-        )
+        config = trl.GRPOConfig(**chosen | {"output_dir": str(tmp_path), "use_cpu": True, name: value})
+        assert getattr(config, name) == value

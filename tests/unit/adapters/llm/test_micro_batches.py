@@ -1,7 +1,6 @@
 import itertools
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,36 +47,18 @@ def test_every_plan_is_a_partition_within_budget_and_no_worse_than_simple_plans(
         assert cost <= size(everything) + FORWARD_COST
 
 
-def test_rows_stay_together_if_a_pass_costs_more_than_padding() -> None:
+def test_rows_are_split_only_if_padding_costs_more_than_a_pass() -> None:
     # together 1 * 10 + 4 * 20 = 90 positions; a split would cost 256 for another pass
     assert plan_by_tokens([10], [0] * 4, [20, 1, 5, 20], 1000, shares_prompts=True) == [[0, 3, 2, 1]]
-
-
-def test_long_and_short_rows_are_split_if_padding_costs_more_than_a_pass() -> None:
     # together 10 + 4 * 1000 = 4010 + 256; in two passes (10 + 2 * 1000) + (10 + 2 * 1) + 2 * 256 = 2534
     assert plan_by_tokens([10], [0] * 4, [1000, 1, 1, 1000], 10**6, shares_prompts=True) == [[0, 3], [1, 2]]
 
 
-def test_rows_of_a_shared_prompt_stay_together() -> None:
+def test_rows_of_a_shared_prompt_stay_together_and_others_count_it_each() -> None:
     # two groups of three in 2 x (100 + 3 * 10) = 260 positions; a budget of 150 allows one group per pass, not two
     plan = plan_by_tokens([100, 100], [0, 1, 0, 1, 0, 1], [10] * 6, 150, shares_prompts=True)
     assert sorted(map(sorted, plan)) == [[0, 2, 4], [1, 3, 5]]
-
-
-def test_each_row_counts_its_prompt_if_prompts_are_not_shared() -> None:
     # three rows of 100 + 10 are 330 positions: a budget of 329 takes two passes
     assert len(plan_by_tokens([100], [0] * 3, [10] * 3, 330, shares_prompts=False)) == 1
     assert len(plan_by_tokens([100], [0] * 3, [10] * 3, 329, shares_prompts=False)) == 2
     assert len(plan_by_tokens([100], [0] * 3, [10] * 3, 130, shares_prompts=True)) == 1
-
-
-def test_a_row_beyond_the_budget_has_a_pass_of_its_own() -> None:
-    plan = plan_by_tokens([5], [0, 0, 0], [500, 1, 1], 20, shares_prompts=True)
-    assert sorted(map(sorted, plan)) == [[0], [1, 2]]
-
-
-def test_completions_without_a_token_are_planned(subtests: pytest.Subtests) -> None:
-    for shares in [True, False]:
-        with subtests.test(shares=shares):
-            plan = plan_by_tokens([3], [0, 0], [0, 0], 100, shares_prompts=shares)
-            assert sorted(row for part in plan for row in part) == [0, 1]

@@ -11,33 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pytest
-import torch
 from tokenizers.processors import TemplateProcessing
 
 from adapters.agents import AgentPolicy
-from adapters.llm import (
-    Between,
-    Completion,
-    CompletionRewards,
-    CompletionTexts,
-    ExactMatch,
-    JSONSchemaMatch,
-    MathMatch,
-    OverlongPunishment,
-    RegexMatch,
-    SamplingConfig,
-    correctness_first,
-    tags_pattern,
-)
+from adapters.llm import Between, Completion, CompletionRewards, CompletionTexts, MathMatch, correctness_first
 from adapters.llm.prompts.encoder import PromptEncoder
-from adapters.llm.sampling.decoding import StopStrings
 from grpo.errors import GRPOError
 from grpo.rewards import ask_for_rewards
 from tests.support.agents import CHATML, Tools, chat_tokenizer, language_model
-
-pandas = pytest.importorskip("pandas")
 
 USER: Any = {"role": "user", "content": "sum it"}
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
@@ -53,7 +35,6 @@ NO_SYSTEM = CHATML.replace("{% for m in messages %}", "{% for m in messages if m
 READS_PARTS = CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }};{% endfor %}")
 ONLY_PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }};{% endfor %}{% endfor %}"
 WITH_MODE = CHATML.replace("assistant\n", "assistant\n{{ mode }}")
-WITH_BOS = "{{ bos_token }}" + CHATML
 THINKING = CHATML + "{# <|think|> <|/think|> #}"  # both marks are special tokens
 OWN_CALLS = CHATML.replace(CALL, "{{ c.function.name }} with {{ c.function.arguments }}")
 
@@ -83,20 +64,12 @@ def scored(functions: Any, text: str, **columns: Any) -> list[float]:
     return [float(value) for value in ask_for_rewards(reward, [{"prompt": "?", **columns}], [completion]).values]
 
 
-def exact(text: str, answer: Any) -> list[float]:
-    return scored({"exact": ExactMatch()}, text, answer=answer)
-
-
 def math(text: str, answer: Any) -> list[float]:
     return scored({"math": MathMatch()}, text, answer=answer)
 
 
 def gsm8k(text: str, answer: Any) -> list[float]:
     return scored(correctness_first(), text, answer=answer)
-
-
-def with_tags(completion: str) -> float:
-    return float("<b>" in completion)
 
 
 def text_of(template: str, written: str) -> list[str]:
@@ -110,17 +83,6 @@ def opened(ending: str) -> list[str]:
     tokenizer = chat_tokenizer()
     texts = CompletionTexts(tokenizer, [tokenizer.eos_token_id], keeps_special_tokens=False)
     return texts.opened_by([tokenizer(ASK + ending)["input_ids"]])
-
-
-def formatted(text: str, begun: str) -> list[float]:
-    reward = CompletionRewards({"f": RegexMatch(pattern=tags_pattern("think", "answer"), how="full")})
-    completion = Completion(token_ids=(1,), text=text, finish_reason="end", opened=begun)
-    return reward.compute_rewards(["?"], [completion]).tolist()
-
-
-def stops(string: str, written: str) -> list[bool]:
-    tokenizer = chat_tokenizer()
-    return StopStrings(tokenizer, [string]).found(torch.tensor([tokenizer(written)["input_ids"]]))
 
 
 def agent(template: str | None) -> Any:
@@ -143,7 +105,6 @@ MISTAKES: list[tuple[Kind, str, Callable[[], Any], Any]] = [
     ("right", "no content beside a call", lambda: prompt(CHATML, called({"a": 1})), lambda: prompt(CHATML, DICTS)),
     ("right", "a null that was meant", lambda: prompt(CHATML, called('{"a": null}')), '"arguments": {"a": null}'),
     ("right", "a rendered chat", lambda: prompt(CHATML, ASK), lambda: prompt(CHATML, [USER])),
-    ("right", "a rendered chat with BOS", lambda: prompt(WITH_BOS, "<s>" + ASK), lambda: prompt(WITH_BOS, [USER])),
     ("right", "tools of a row", lambda: prompt(CHATML, {"prompt": [USER], "tools": [TOOL]}), "Tools: ["),
     ("right", "tools of a row as JSON text", lambda: prompt(CHATML, {"prompt": [USER], "tools": json.dumps([TOOL])}),
         lambda: prompt(CHATML, {"prompt": [USER], "tools": [TOOL]})),
@@ -198,10 +159,6 @@ MISTAKES: list[tuple[Kind, str, Callable[[], Any], Any]] = [
     ("refused", "tools that are names", lambda: prompt(CHATML, {"prompt": [USER], "tools": ["add"]}), "must be JSON"),
     ("refused", "options that are a list", lambda: prompt(CHATML, {"prompt": [USER], "chat_template_kwargs": [1]}),
         "must have options by name"),
-    ("refused", "an answer at the end", lambda: prompt(CHATML, [USER, {"role": "assistant", "content": "2"}]),
-        "must end with the message"),
-    ("refused", "ShareGPT's keys", lambda: prompt(CHATML, [{"from": "human", "value": "hi"}]),
-        "must be text, a list of chat messages"),
     ("refused", "a row without the prompt column", lambda: prompt(CHATML, {"question": "1+1"}), "needs the prompt column"),
     ("said", "arguments that Arrow filled", lambda: prompt(CHATML, called({"a": 1, "b": None})),
         r"None were left out .*add\(b=None\)"),
@@ -213,77 +170,30 @@ MISTAKES: list[tuple[Kind, str, Callable[[], Any], Any]] = [
     ("said", "an unknown character", lambda: prompt(CHATML, "sum \u2211"), "no token for '\u2211'"),
     ("said", "an unknown character in a chat", lambda: prompt(CHATML, [{"role": "user", "content": "sum \u00df"}]),
         "no token for '\u00df'"),
+    ("said", "half a character", lambda: prompt(CHATML, "sum \ud83d"), r"state 0 has half a character, '\\ud83d'"),
+    ("said", "half a character in a chat", lambda: prompt(CHATML, [{"role": "user", "content": "sum \ude00 it"}]),
+        r"state 0 has half a character, '\\ude00'"),
+    ("refused", "half a character in an answer", lambda: language_model().demonstrations(["sum"], ["\ud83d"]),
+        "no tokenizer reads half a character"),
     ("said", "a chat as JSON text", lambda: prompt(CHATML, json.dumps([USER])), "looks like a chat in JSON"),
     ("said", "two BOS tokens", lambda: prompt(CHATML, [1, 1, 5]), r"two begin-of-sequence \(BOS\) tokens"),
     ("said", "padding inside", lambda: prompt(CHATML, [5, 0, 6]), "have padding tokens"),
-    ("said", "a prompt that has ended", lambda: prompt(CHATML, "sum<|im_end|>"), "ends in the end-of-sequence token"),
     ("silent", "a prompt that was cut before it came here", lambda: prompt(CHATML, "sum i")[1], "sum i"),
 
     # Rewards and answers: what is right has these rewards
-    ("right", "an integer column for a text", lambda: exact("7", 7), [1.0]),
-    ("right", "a float column, as pandas makes of integers with gaps", lambda: exact("7", 7.0), [1.0]),
     ("right", "a very small float", lambda: math("0.00002", 2e-5), [1.0]),
-    ("right", "a numpy number", lambda: exact("7", np.int32(7)), [1.0]),
-    ("right", "a tensor", lambda: math("7", torch.tensor(7)), [1.0]),
-    ("right", "a series of accepted answers", lambda: exact("b", pandas.Series(["a", "b"])), [1.0]),
     ("right", "a list of accepted answers", lambda: gsm8k("#### 8", [7, 8]), [1.2]),
     ("right", "a bare number as the solution of GSM8K", lambda: gsm8k("#### 8", "8"), [1.2]),
-    ("right", "a fraction in a box for its denominator", lambda: gsm8k(r"\boxed{\frac{1}{8}}", "8"), [0.1]),
-    ("right", "a completion that hedges", lambda: gsm8k(r"\boxed{8 \text{ or } 9}", "8"), [0.0]),
     ("right", "a completion that hedges in mathematics", lambda: math(r"\boxed{8, 9}", "8"), [0.0]),
-    ("right", "a completion that was cut in its box", lambda: math(r"\boxed{8} and \boxed{8", "8"), [0.0]),
-    ("right", "a solution with its reasoning", lambda: math("8", r"As $2^3 = 8$, it is \boxed{8}."), [1.0]),
-    ("right", "a column named state", lambda: scored(lambda completion, state: completion == state, "Ohio", state="Ohio"),
-        [1.0]),
-    ("right", "a verifier beside a column named state", lambda: scored({"e": ExactMatch()}, "7", state="Ohio", answer=7),
-        [1.0]),
-    ("right", "spaces and line ends around the answer", lambda: exact(" 7\n", "7"), [1.0]),
-    ("right", "numbers of numpy as the reward", lambda: scored(lambda completions: np.ones(1), "x"), [1.0]),
-    ("right", "True as the reward", lambda: scored(lambda completion: True, "x"), [1.0]),
-    ("refused", "a dict as the column", lambda: exact("7", {"text": ["7"]}), "column 'answer' must hold a text"),
-    ("refused", "a list in a list as the column", lambda: math("7", [["7"]]), "column 'answer' must hold a text"),
-    ("refused", "True as the column", lambda: exact("True", True), "column 'answer' must hold a text"),
-    ("refused", "infinity as the column", lambda: exact("inf", float("inf")), "a finite number"),
-    ("refused", "bytes as the column", lambda: math("7", b"7"), "column 'answer' must hold a text"),
-    ("refused", "a column that is not there", lambda: scored({"e": ExactMatch(column="gold")}, "7", answer=7),
-        "needs the column 'gold'"),
-    ("refused", "prompts without rows", lambda: CompletionRewards({"e": ExactMatch()}).compute_rewards(
-        ["?"], [Completion(token_ids=(1,), text="7", finish_reason="end")]), "needs rows"),
-    ("refused", "a solution of GSM8K without a number", lambda: gsm8k("#### 8", "many"), "number"),
-    ("refused", "parameters of both kinds", lambda: CompletionRewards(lambda prompts, completion: 0.0),
-        "must name its arguments"),
-    ("refused", "parameters without names", lambda: CompletionRewards(lambda a, b: 0.0), "must name its arguments"),
-    ("refused", "one reward too few", lambda: scored(lambda completions: [], "x"), "one number or None per row"),
-    ("refused", "one number for all rows", lambda: scored(lambda completions: 1.0, "x"), "one number or None per row"),
     ("refused", "a text as the reward", lambda: scored(lambda completion: "1.0", "x"), "must return a number"),
-    ("refused", "a weight without a function", lambda: CompletionRewards({"b": with_tags}, weights={"a": 1.0}), "weights"),
-    ("refused", "two functions of one name", lambda: CompletionRewards([with_tags, with_tags]), "with_tags"),
-    ("refused", "texts instead of completions",
-        lambda: CompletionRewards(with_tags).compute_rewards(["?"], ["x"]), "must be Completions"),  # type: ignore[list-item]
-    ("refused", "a name instead of a function", lambda: CompletionRewards({"a": "accuracy_reward"}), "got str|; str lacks"),
-    ("refused", "a pattern that does not compile", lambda: RegexMatch(pattern="("), "must be a regular expression"),
-    ("refused", "a group that the pattern lacks", lambda: RegexMatch(pattern="a", column="answer"), "must be a group"),
-    ("refused", "tags with brackets", lambda: tags_pattern("<think>"), "needs different tags"),
-    ("refused", "a punishment that is longer than the limit", lambda: OverlongPunishment(max_tokens=8, cache_tokens=9),
-        "at most max_tokens"),
-    ("refused", "a schema that is none", lambda: JSONSchemaMatch({"type": "text"}), "schema"),
-    ("refused", "a mark instead of a function to extract",
-        lambda: ExactMatch(extract="<answer>"), "extract"),  # type: ignore[arg-type]
-    ("refused", "a time limit of 0", lambda: MathMatch(timeout=0), "timeout must be >= 1"),
     ("refused", "Between without its end", lambda: Between(start="<a>", end=None), "end"),  # type: ignore[arg-type]
 
     # Chat templates, their marks, and tools
-    ("right", "a format whose tag the template has opened", lambda: formatted("a</think><answer>7</answer>", "<think>\n"),
-        [1.0]),
-    ("right", "a special token as a stop string", lambda: stops("<|im_start|>", "ab<|im_start|>"), [True]),
-    ("right", "a stop string with a special token in it", lambda: stops("b<|im_start|>", "ab<|im_start|>"), [True]),
     ("refused", "a template that fails", lambda: prompt("{{ messages[0].content + 1 }}", [USER]),
         "must fit the tokenizer's chat template"),
     ("refused", "an agent without a template", lambda: agent(None), "must have a chat template"),
     ("refused", "a template whose calls nobody reads", lambda: agent(OWN_CALLS), "Set tokenizer.response_template"),
     ("refused", "tools, where the template does not write them", lambda: agent(NO_CALLS), "must write tool calls"),
-    ("refused", "an empty stop string", lambda: SamplingConfig(stop=("",)), "no empty string"),
-    ("refused", "a text as the stop strings", lambda: SamplingConfig(stop="###"), "tuple"),  # type: ignore[arg-type]
     ("said", "no generation prompt", lambda: prompt(HEADLESS, [USER]), "ignores add_generation_prompt"),
     ("said", "an end of turn that ends nothing", lambda: prompt(CHATML.replace("<|im_end|>", "<|eot|>"), [USER]),
         "ends an answer with '<.eot.>'"),

@@ -1,6 +1,7 @@
 """Prompts with pictures: where pictures come from, what is refused, and how often the vision tower runs."""
 
 import base64
+import re
 import sys
 from dataclasses import replace
 from io import BytesIO
@@ -10,15 +11,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from peft import LoraConfig
 from PIL import Image
+from torch import Tensor
 
-from adapters.llm import CompletionRewards, HFOptions, HFPolicy, SamplingConfig, add_lora, train_parts
+from adapters.llm import CompletionRewards, HFOptions, HFPolicy, Picture, SamplingConfig, add_lora, train_parts
 from adapters.llm.sampling.continuous import ContinuousSampler
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
-from grpo.errors import ConfigError, ContractError
+from grpo.errors import CheckpointError, ConfigError, ContractError
 from tests.support.llm_models import assert_rows, completion, gradients, relative_difference
-from tests.support.vision_models import IMAGE, chat, picture, plain_inputs, plain_log_probs, tiny_vision
+from tests.support.vision_models import (
+    FAMILIES,
+    IMAGE,
+    SIGLIP,
+    SIZE,
+    TEXT,
+    chat,
+    picture,
+    plain_inputs,
+    plain_log_probs,
+    tiny_vision,
+)
 
 
 def tiny_policy(family: str = "qwen2_5_vl", *, max_new_tokens: int = 5, **options: Any) -> HFPolicy:
@@ -36,9 +50,9 @@ def encoded(policy: HFPolicy, state: Any) -> Any:
     return prompt
 
 
-def as_png(image: Any) -> bytes:
+def as_png(image: Any, **options: Any) -> bytes:
     file = BytesIO()
-    image.save(file, "PNG")
+    image.save(file, "PNG", **options)
     return file.getvalue()
 
 
@@ -82,6 +96,20 @@ def test_a_picture_has_many_forms_and_one_meaning(policy: HFPolicy, tmp_path: Pa
     assert grey != expected
 
 
+def test_a_picture_is_read_as_viewers_show_it() -> None:
+    """Orientation 6 of EXIF: what is stored on the left belongs to the top."""
+    stored, orientation = Image.fromarray(np.array([[[255, 0, 0], [0, 255, 0]]], np.uint8)), Image.Exif()
+    orientation[0x0112] = 6
+    shown = Picture.of(as_png(stored, exif=orientation)).image
+    assert np.asarray(shown).tolist() == [[[255, 0, 0]], [[0, 255, 0]]]
+    damaged = as_png(stored, exif=b"Exif\0\0no fields")
+    assert np.asarray(Picture.of(damaged).image).tolist() == [[[255, 0, 0], [0, 255, 0]]]
+    ink = Image.new("CMYK", (1, 1), (0, 255, 255, 0))
+    assert Picture.of(ink).image.getpixel((0, 0)) == (255, 0, 0)
+    grey = Image.new("L", (1, 1), 7)
+    assert [Picture.of(grey.convert(mode)).image.getpixel((0, 0)) for mode in ("L", "P", "LA")] == [(7, 7, 7)] * 3
+
+
 def test_a_text_has_marks_where_its_pictures_belong() -> None:
     policy = tiny_policy("llava")
     found = encoded(policy, {"prompt": "a<image>b", "images": [picture()]})
@@ -91,6 +119,9 @@ def test_a_text_has_marks_where_its_pictures_belong() -> None:
 
 OPAQUE = picture(8, 8)
 CLEAR = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
+FILM = as_png(OPAQUE, save_all=True, append_images=[OPAQUE.rotate(90)])
+with Image.open(BytesIO(as_png(OPAQUE))) as CLOSED:
+    pass
 REFUSED: list[tuple[str, Any, str]] = [
     ("a mark without a picture", "a <image> b", r"state 1 has 1 tokens that stand for pictures, and no picture\. Pass"),
     ("a part without a picture", part(type="image"), r"Part 0 of message 0 of the chat of state 1 has no picture"),
@@ -106,10 +137,18 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("transparency", part(type="image", image=CLEAR), r"Part 0 .* of state 1 must be opaque; .*alpha_composite"),
     ("16 bits", part(type="image", image=Image.fromarray(np.ones((4, 4), np.uint16))), r"state 1 must have 8 bits per channel"),
     ("an array of floats", part(type="image", image=np.ones((4, 4, 3))), r"state 1 must be an array of uint8, .* got float64"),
+    ("an array from 0 to 1", part(type="image", image=np.ones((4, 4), np.float32)), r"\(array \* 255\)\.round\(\)"),
+    ("pictures in one array", {"prompt": part(type="image"), "images": np.ones((1, 4, 4, 3), np.uint8)},
+        r"Picture 0 of the column 'images' of state 1 must .* list\(array\), which has one picture per entry"),
+    ("a film", part(type="image", image=FILM), r"state 1 must be one picture; it has 2\. Pass frames as pictures: PIL\."),
+    ("a damaged file that is not read yet", part(type="image", image=Image.open(BytesIO(as_png(OPAQUE)[:60]))),
+        r"state 1 must be a picture that Pillow reads; the PngImageFile given: .* truncated"),
+    ("a picture whose file is closed", part(type="image", image=CLOSED),
+        r"state 1 must be a picture that Pillow reads; the PngImageFile given"),
     ("channels first", part(type="image", image=np.ones((3, 5, 6), np.uint8)), r"state 1 .* np\.moveaxis\(array, 0, -1\)"),
     ("a damaged file", part(type="image", image=as_png(OPAQUE)[:60]),
-        r"state 1 must be a file that Pillow reads; the bytes given"),
-    ("a file that is none", part(type="image", path="nowhere.png"), r"state 1 must be a file .* 'nowhere\.png'"),
+        r"state 1 must be a picture that Pillow reads; the bytes given"),
+    ("a file that is none", part(type="image", path="nowhere.png"), r"state 1 must be a picture .* 'nowhere\.png'"),
     ("a damaged link", part(type="image_url", image_url="data:image/png;base64,!"), r"state 1 must be data:image"),
     ("a link to the network", part(type="image_url", image_url={"url": "https://host/a.png"}), r"state 1 .* the network"),
     ("a number", part(type="image", image=7), r"Part 0 of message 0 of the chat of state 1 must be a PIL image"),
@@ -136,13 +175,11 @@ def test_pictures_need_a_processor(subtests: pytest.Subtests) -> None:
     model, processor = tiny_vision("qwen2_5_vl")
     policy = HFPolicy(model, processor.tokenizer, sampling=SamplingConfig(max_new_tokens=2))
     policy.tokenizer.chat_template = processor.chat_template
-    with pytest.raises(
-        ContractError, match=r"state 1 has a part of type 'image'\. For pictures, pass the processor of an"
-    ):
+    message = r"state 1 has a part of type 'image'\. For pictures, pass the processor of an"
+    with pytest.raises(ContractError, match=message):
         policy.generate_actions(["a", chat("a", OPAQUE)], 1)
-    with pytest.warns(
-        UserWarning, match=r"the column 'images' of state 0 has no effect, because the policy has a tokenizer"
-    ):
+    message = r"the column 'images' of state 0 has no effect, because the policy has a tokenizer"
+    with pytest.warns(UserWarning, match=message):
         policy.generate_actions([{"prompt": "a", "images": [OPAQUE]}], 1)
 
 
@@ -166,9 +203,23 @@ def test_a_model_that_ignores_its_pictures_is_refused() -> None:
     model, processor = tiny_vision("gemma3")
     with torch.no_grad():
         model.model.multi_modal_projector.mm_input_projection_weight.zero_()
-    with pytest.raises(
-        ContractError, match=r"must read its pictures; Gemma3.* a picture and its mirror image equal log-probs"
-    ):
+    message = r"must read its pictures; Gemma3.* a picture and its mirror image equal log-probs"
+    with pytest.raises(ContractError, match=message):
+        HFPolicy(model, processor)
+
+
+def test_a_model_that_reads_its_prompt_in_both_directions_is_refused() -> None:
+    sizes = {"vocab_size": SIZE, "model_type": "gemma"}
+    config = transformers.PaliGemmaConfig(
+        text_config=TEXT | sizes, vision_config=SIGLIP, image_token_index=IMAGE, projection_dim=32
+    )
+    model = transformers.PaliGemmaForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    _, processor = tiny_vision("llava")
+    message = r"must be causal; the logits of PaliGemma.* depend on later tokens\. .* in both directions"
+    with pytest.raises(ContractError, match=message):
         HFPolicy(model, processor)
 
 
@@ -179,11 +230,9 @@ def test_the_vision_tower_runs_once_per_prompt_in_sampling_and_in_an_update() ->
     policy.model.model.visual.register_forward_pre_hook(
         lambda module, args, options: patches.append(len(args[0])), with_kwargs=True
     )
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=8, learning_rate=1e-3),
-        policy=policy,
-        reward_model=CompletionRewards(lambda completion_ids: [float(sum(tokens)) for tokens in completion_ids]),
-    )
+    config = GRPOConfig(group_size=8, learning_rate=1e-3)
+    rewards = CompletionRewards(lambda completion_ids: [float(sum(tokens)) for tokens in completion_ids])
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards)
     states = [chat("how many?", picture(16, 16)), chat("a?", picture(16, 16, 1)), chat("b")]
     batch = trainer.collect(states)
     assert sum(patches) == 2 * 16  # two pictures of 4 x 4 patches
@@ -208,6 +257,17 @@ def test_equal_ids_with_other_pictures_are_other_prompts() -> None:
     assert sorted(row for plan in plans for row in plan) == [0, 1, 2]
 
 
+def test_max_tokens_per_forward_counts_the_tokens_of_pictures() -> None:
+    """Two texts fit into a pass, and two pictures do not."""
+    policy = tiny_policy("llava", options=HFOptions(max_tokens_per_forward=40))
+    texts = [{"prompt": text} for text in ("ab", "ac")]
+    seen = [{"prompt": f"<image>{row['prompt']}", "images": [picture(seed=seed)]} for seed, row in enumerate(texts)]
+    assert [len(prompt) for prompt in policy._encode([*texts, *seen])] == [2, 2, 18, 18]  # 16 patches
+    actions = [completion(5, 6, 7), completion(8, 9, 4)]
+    assert sorted(map(list, policy.plan_micro_batches(texts, actions))) == [[0, 1]]
+    assert sorted(map(list, policy.plan_micro_batches(seen, actions))) == [[0], [1]]
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
 @pytest.mark.parametrize("sampler", ["generate", "recorded"])
 def test_every_sampler_of_this_package_draws_the_same_tokens(family: str, sampler: Any) -> None:
@@ -227,9 +287,8 @@ def test_continuous_batching_refuses_pictures() -> None:
     model, processor = tiny_vision("llava")
     policy = HFPolicy(model, processor, sampler="decoding", sampling=SamplingConfig(max_new_tokens=2))
     policy._sampler = ContinuousSampler(policy._lm)
-    with pytest.raises(
-        ContractError, match=r"reads token ids only; the prompts at \[1\] have pictures\. Use sampler='decoding'"
-    ):
+    message = r"reads token ids only; the prompts at \[1\] have pictures\. Use sampler='decoding'"
+    with pytest.raises(ContractError, match=message):
         policy.generate_actions(["a", chat("a", OPAQUE)], 1)
 
 
@@ -245,7 +304,6 @@ def test_no_completion_has_a_token_that_stands_for_a_picture() -> None:
     groups = policy.generate_actions(states, 4)
     assert all(IMAGE not in action.token_ids for group in groups for action in group)
     scores = policy.score_groups(states, groups)
-    assert scores.entropy is not None
     assert bool(scores.entropy.isfinite().all())
     slopes = gradients(model, scores.log_probs.sum() + scores.entropy.sum())
     assert all(bool(slope.isfinite().all()) for slope in slopes.values())
@@ -284,22 +342,14 @@ def test_a_reference_reads_pictures_too() -> None:
 
 
 PARTS = {
-    "qwen2_5_vl": {
-        "language": "model.language_model.layers.0.mlp.up_proj.weight",
-        "projector": "model.visual.merger.mlp.0.weight",
-        "vision": "model.visual.blocks.0.attn.qkv.weight",
-    },
-    "llava": {
-        "language": "lm_head.weight",
-        "projector": "model.multi_modal_projector.linear_1.weight",
-        "vision": "model.vision_tower.embeddings.patch_embedding.weight",
-    },
-    "idefics3": {
-        "language": "model.text_model.embed_tokens.weight",
+    "qwen2_5_vl": {"language": "model.language_model.layers.0.mlp.up_proj.weight",
+        "projector": "model.visual.merger.mlp.0.weight", "vision": "model.visual.blocks.0.attn.qkv.weight"},
+    "llava": {"language": "lm_head.weight", "projector": "model.multi_modal_projector.linear_1.weight",
+        "vision": "model.vision_tower.embeddings.patch_embedding.weight"},
+    "idefics3": {"language": "model.text_model.embed_tokens.weight",
         "projector": "model.connector.modality_projection.proj.weight",
-        "vision": "model.vision_model.embeddings.patch_embedding.weight",
-    },
-}
+        "vision": "model.vision_model.embeddings.patch_embedding.weight"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", PARTS)
@@ -340,11 +390,9 @@ def test_lora_adapts_the_language_part() -> None:
     assert any("q_proj" in name for name in names)
     assert any("down_proj" in name for name in names)
     policy = HFPolicy(adapted, processor, sampling=SamplingConfig(max_new_tokens=4))
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=4, learning_rate=1e-2, objective=ObjectiveConfig(kl_coef=0.1)),
-        policy=policy,
-        reward_model=CompletionRewards(lambda completion_ids: [float(sum(tokens)) for tokens in completion_ids]),
-    )
+    config = GRPOConfig(group_size=4, learning_rate=1e-2, objective=ObjectiveConfig(kl_coef=0.1))
+    rewards = CompletionRewards(lambda completion_ids: [float(sum(tokens)) for tokens in completion_ids])
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards)
     trainer.step([chat("how many?", picture())])
 
 
@@ -384,6 +432,122 @@ def test_rewards_get_the_rows_with_their_pictures() -> None:
     assert seen == [[row["prompt"]] * 2, [row["images"]] * 2]
 
 
+@pytest.mark.parametrize(
+    ("form", "num_links", "num_arrays"),
+    [pytest.param(Picture.of, 2, 0, id="Picture"), pytest.param(np.asarray, 0, 3, id="array")],  # equal arrays are two
+)
+def test_a_checkpoint_holds_the_picture_of_a_group_once(
+    form: Any, num_links: int, num_arrays: int, tmp_path: Path
+) -> None:
+    """The replay buffer has the states of 12 rows, with two different pictures in three states."""
+
+    def bright(completions: Any, image: Any, **columns: Any) -> list[float]:
+        return [len(text) * np.mean(Picture.of(own).image) / 255 for text, own in zip(completions, image, strict=True)]
+
+    def trainer() -> GRPOTrainer:
+        config = GRPOConfig(group_size=4, learning_rate=1e-3, replay_iterations=1)
+        return GRPOTrainer(config=config, policy=tiny_policy(), reward_model=CompletionRewards(bright))
+
+    text = [{"role": "user", "content": "how many?"}]
+    rows = [{"prompt": text, "image": form(picture(seed=seed))} for seed in (0, 1, 0)]
+    first, second = trainer(), trainer()
+    first.step(rows)
+    first.save_checkpoint(tmp_path / "run")
+    held = "".join(file.read_text(encoding="utf-8") for file in (tmp_path / "run").rglob("*.json"))
+    assert held.count("data:image/png;base64,") == num_links
+    assert len(set(re.findall(r'"\$array": "([^"]*image[^"]*)"', held))) == num_arrays
+    second.load_checkpoint(tmp_path / "run")
+    torch.manual_seed(0)
+    first.step(rows)
+    torch.manual_seed(0)
+    second.step(rows)
+    for name, value in first.policy.get_parameters().items():
+        assert torch.equal(value, second.policy.get_parameters()[name]), name
+
+
+@pytest.mark.parametrize("value", [OPAQUE, as_png(OPAQUE)], ids=["a PIL image", "the content of a file"])
+def test_a_run_refuses_what_its_checkpoints_cannot_hold(policy: HFPolicy, value: Any, tmp_path: Path) -> None:
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2), policy=policy, reward_model=CompletionRewards(lambda completions: [0.0])
+    )
+    message = (
+        r"states\[0\]\['image'\] is a .* cannot hold\. If it is a picture, pass adapters\.llm\.Picture\.of\(picture\)"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        trainer.train([{"prompt": "a", "image": value}], num_iterations=1, checkpoint_dir=tmp_path)
+
+
 def test_a_policy_with_pictures_is_not_divided(policy: HFPolicy) -> None:
     with pytest.raises(ConfigError, match="a model that reads pictures cannot be divided among ranks"):
         policy.shard_units()
+
+
+# --- families: what is sampled and scored is what a plain forward pass of each row gives
+
+
+MIXED_STATES = [
+    chat("how many?", picture(32, 48)), chat("a?", picture(56, 24, 1), picture(20, 36, 2)), chat("what is 12+34=?"),
+]  # fmt: skip
+"""One picture, two pictures of other sizes, and none. The prompts have different lengths."""
+DAILY = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava_next", "idefics3")
+"""Families with positions of their own, with features in several layers, with attention in both directions, with several parts
+of a picture, and with padded pictures."""
+UNUSED = {
+    "llava": ("model.vision_tower.encoder.layers.1.", "model.vision_tower.post_layernorm."),  # vision_feature_layer is -2
+    "llava_next": ("model.vision_tower.encoder.layers.1.", "model.vision_tower.post_layernorm."),
+    "vipllava": ("model.vision_tower.post_layernorm.",),  # its last layer is read, as with vision_feature_layer=-1
+    "llava_onevision": ("model.vision_tower.head.", "model.vision_tower.post_layernorm."),
+    "aya_vision": ("model.vision_tower.head.", "model.vision_tower.post_layernorm."),
+    "gemma3": ("model.vision_tower.head.",), "deepseek_vl": ("model.vision_model.head.",),
+}  # fmt: skip
+"""Parameters that the answers of a family do not depend on, by the beginnings of their names. They have no gradient."""
+
+
+def policy_of_family(family: str, **options: Any) -> HFPolicy:
+    model, processor = tiny_vision(family)
+    return HFPolicy(model, processor, sampling=SamplingConfig(max_new_tokens=7), **options)
+
+
+def assert_as_alone(policy: HFPolicy, unused: tuple[str, ...], states: Any = MIXED_STATES) -> None:
+    """Sampled and scored log-probs and the gradients of all parameters are those of plain forward passes, row by row. All
+    parameters have one but the unused."""
+    torch.manual_seed(0)
+    groups = policy.generate_actions(states, 2)
+    rows = [(state, action) for state, group in zip(states, groups, strict=True) for action in group]
+    alone = [plain_log_probs(policy, state, action.token_ids) for state, action in rows]
+    assert torch.cat(alone).std() > 0.5  # the distributions are not flat
+    policy.train()
+    scores = policy.score_groups(states, groups).log_probs
+    policy.eval()
+    for scored, (_, action), expected in zip(scores, rows, alone, strict=True):
+        torch.testing.assert_close(scored[: len(action)], expected, atol=2e-5, rtol=0)
+        torch.testing.assert_close(torch.tensor(action.behaviour_log_probs), expected.detach(), atol=2e-5, rtol=0)
+    weights = torch.arange(scores.numel()).sin().view(scores.shape)
+    found = gradients(policy.model, (scores * weights).sum())
+    plain = sum((row * weight[: len(row)]).sum() for row, weight in zip(alone, weights, strict=True))
+    expected_slopes = gradients(policy.model, plain)  # type: ignore[arg-type]
+    for of_vision in (True, False):  # apart, because the gradients of a vision tower are small
+        some = [name for name in expected_slopes if ("vis" in name) is of_vision]
+        assert relative_difference(_of(found, some), _of(expected_slopes, some)) < 1e-5
+    without = {name for name in found if name.startswith(unused)}
+    assert without == {name for name, slope in expected_slopes.items() if not slope.any()}
+    assert without == {name for name, slope in found.items() if not slope.any()}
+
+
+def _of(slopes: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+    return {name: slopes[name] for name in names}
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # of the processor of GLM-4V
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in FAMILIES]
+)
+def test_a_family_is_sampled_and_scored_as_in_plain_forward_passes(family: str) -> None:
+    assert_as_alone(policy_of_family(family), UNUSED.get(family, ()))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_rows_are_computed_as_wholes_with_gradient_checkpointing(family: str) -> None:
+    policy = policy_of_family(family)
+    policy.model.activation_checkpointing_enable()
+    assert_as_alone(policy, UNUSED.get(family, ()))

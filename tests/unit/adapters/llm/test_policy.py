@@ -1,27 +1,35 @@
-"""`HFPolicy`: sampling, and what ends completions."""
+"""`HFPolicy`: sampling, and what ends completions; and wrong arguments, states and actions, refused in words."""
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 
-from adapters.llm import HFPolicy, SampledTokens, SamplingConfig
+from adapters.llm import HFOptions, HFPolicy, SampledTokens, SamplingConfig
 from adapters.llm.completions import Completion
 from adapters.llm.sampling.vllm_server import VLLMServerSampler
-from grpo import GRPOConfig, GRPOTrainer
-from grpo.errors import ConfigError, ContractError
+from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer
+from grpo.errors import ConfigError, ContractError, GRPOError, GRPOWarning
 from tests.support.llm_models import (
     CHARACTERS,
     END,
     PAD,
+    ROWS,
     STATES,
+    VOCABULARY_SIZE,
+    adapted_model,
     character_tokenizer,
+    completion,
     encoded,
     forward_shapes,
     policy_of,
     row_logits,
     tiny_model,
 )
+from tests.support.objective_inputs import as_users_run_it
 
 TOKENIZER = character_tokenizer()
 # Sampling
@@ -38,8 +46,6 @@ def test_sampled_actions_have_texts_finish_reasons_log_probs_and_metrics() -> No
         spelled = "".join(CHARACTERS[token - 2] for token in action.token_ids if token not in (PAD, END))
         assert action.text == spelled  # with the stop string, without special tokens
         assert (action.text[-1:] in ("1", "a")) == (action.finish_reason == "stop")
-        assert sampled.behaviour_log_probs is not None
-        assert action.behaviour_log_probs is not None
         assert sampled.behaviour_log_probs[row, : len(action)].tolist() == pytest.approx(action.behaviour_log_probs)
     assert sampled.metrics == {
         "completions/tokens": float(sum(map(len, rows))),
@@ -72,10 +78,10 @@ def test_settings_of_one_call_are_checked_and_apply_to_that_call_only() -> None:
     assert policy.sampling.max_new_tokens == 8
     with pytest.raises(ConfigError, match=r"SamplingConfig\.top_p"):
         policy.generate_actions(STATES, 1, top_p=2.0)
-    with pytest.raises(
-        ConfigError,
-        match=r"no settings 'max_tokens', 'topk'. Did you mean SamplingConfig\(max_new_tokens=...\)\? Did you mean .*top_k=",
-    ):
+    message = (
+        r"no settings 'max_tokens', 'topk'. Did you mean SamplingConfig\(max_new_tokens=...\)\? Did you mean .*top_k="
+    )
+    with pytest.raises(ConfigError, match=message):
         policy.generate_actions(STATES, 1, max_tokens=5, topk=3)
 
 
@@ -109,10 +115,13 @@ class Told:
         self.synced.append(model)
 
 
+TWO_ROWS = SampledTokens(
+    token_ids=[[5, END], [6]], finish_reasons=["end", "stop"], behaviour_log_probs=[[-1, -2], [-3]]
+)
+
+
 def test_another_sampler_gets_the_prompts_and_the_weights() -> None:
-    sampler = Told(
-        SampledTokens(token_ids=[[5, END], [6]], finish_reasons=["end", "stop"], behaviour_log_probs=[[-1, -2], [-3]])
-    )
+    sampler = Told(TWO_ROWS)
     policy = policy_of(sampler=sampler)
     sampled = policy.sample_actions(["1+1="], 2)
     assert sampler.asked["prompts"] == [encoded("1+1=")]
@@ -120,7 +129,6 @@ def test_another_sampler_gets_the_prompts_and_the_weights() -> None:
     assert len(set(sampler.asked["seeds"])) == 2
     assert all(0 <= seed < 2**63 for seed in sampler.asked["seeds"])
     assert sampled.scores is None  # this sampler has no log-probs under the policy
-    assert sampled.behaviour_log_probs is not None
     assert sampled.behaviour_log_probs.tolist() == [[-1, -2], [-3, 0]]
     assert sampled.actions == [
         [
@@ -142,9 +150,7 @@ def test_a_sampler_of_this_process_does_not_begin_sampling() -> None:
 
 
 def test_seeds_are_drawn_when_sampling_begins_and_the_sampler_is_asked_later() -> None:
-    sampler = Told(
-        SampledTokens(token_ids=[[5, END], [6]], finish_reasons=["end", "stop"], behaviour_log_probs=[[-1, -2], [-3]])
-    )
+    sampler = Told(TWO_ROWS)
     sampler.samples_beside = True  # type: ignore[attr-defined]
     policy = policy_of(sampler=sampler)
     torch.manual_seed(3)
@@ -153,7 +159,6 @@ def test_seeds_are_drawn_when_sampling_begins_and_the_sampler_is_asked_later() -
     torch.manual_seed(3)
     sampler.asked = {}
     sample = policy.begin_sampling(["1+1="], 2)
-    assert sample is not None
     assert sampler.asked == {}
     assert torch.equal(torch.get_rng_state(), after)
     torch.manual_seed(99)
@@ -161,9 +166,6 @@ def test_seeds_are_drawn_when_sampling_begins_and_the_sampler_is_asked_later() -
     assert sampler.asked == asked
     assert sampled.actions == expected.actions
     assert torch.equal(sampled.behaviour_log_probs, expected.behaviour_log_probs)
-
-
-# End tokens
 
 
 def asked_ends(tokenizer: Any = TOKENIZER, model: Any = None, **options: Any) -> tuple[int, ...]:
@@ -184,9 +186,8 @@ def test_the_end_tokens_are_those_of_the_tokenizer_and_of_the_model() -> None:
 def test_a_model_without_an_end_token_needs_end_token_ids() -> None:
     model = tiny_model(eos_token_id=None)
     tokenizer = character_tokenizer(end=False)
-    with pytest.raises(
-        ConfigError, match=r"no completion could end.*Pass options=HFOptions\(end_token_ids=\(\.\.\.,\)\)"
-    ):
+    message = r"no completion could end.*Pass options=HFOptions\(end_token_ids=\(\.\.\.,\)\)"
+    with pytest.raises(ConfigError, match=message):
         policy_of(model, tokenizer=tokenizer)
     assert asked_ends(tokenizer, model, end_token_ids=[]) == ()
     assert asked_ends(tokenizer, model, sampling=SamplingConfig(stop=("\n",), max_new_tokens=8)) == ()
@@ -201,29 +202,13 @@ def test_a_tokenizer_needs_no_padding_token() -> None:
     assert torch.equal(found.mask, policy_of().sample_actions(STATES, 2).mask)
 
 
-# Length of prompts
-
-
-def test_prompts_that_are_too_long_are_refused_before_sampling(subtests: pytest.Subtests) -> None:
-    for family in ("qwen3", "gpt2"):
-        with subtests.test(family=family):
-            policy = policy_of(tiny_model(family), max_new_tokens=10)  # of 64 positions, so prompts of 54 tokens fit
-            assert len(policy.generate_actions(["a" * 54], 1)) == 1
-            with pytest.raises(ContractError, match=r"64 positions; those at \[1\] need \[65\]"):
-                policy.generate_actions(["a" * 54, "a" * 55], 1)
-            assert len(policy.generate_actions(["a" * 55], 1, max_new_tokens=9)) == 1
-
-
-def test_no_prompt_is_refused() -> None:
-    with pytest.raises(ContractError, match=r"got none\. Pass at least one prompt"):
-        HFPolicy(tiny_model(), character_tokenizer()).generate_actions([], 2)
-
-
-def test_an_unknown_sampler_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="sampler must be 'decoding', 'recorded', 'generate', 'continuous' or a Sampler"
-    ):
-        policy_of(sampler="vllm")
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_prompts_that_are_too_long_are_refused_before_sampling(family: Any) -> None:
+    policy = policy_of(tiny_model(family), max_new_tokens=10)  # of 64 positions, so prompts of 54 tokens fit
+    assert len(policy.generate_actions(["a" * 54], 1)) == 1
+    with pytest.raises(ContractError, match=r"64 positions; those at \[1\] need \[65\]"):
+        policy.generate_actions(["a" * 54, "a" * 55], 1)
+    assert len(policy.generate_actions(["a" * 55], 1, max_new_tokens=9)) == 1
 
 
 def test_the_limit_of_rows_also_splits_a_group() -> None:
@@ -238,14 +223,6 @@ def test_the_limit_of_rows_also_splits_a_group() -> None:
     ]
 
 
-def test_an_end_token_that_is_given_ends_completions() -> None:
-    [[action]] = policy_of(end_token_ids=[1], max_new_tokens=40).generate_actions(["abc"], 1, temperature=0)
-    assert 1 not in action.token_ids[:-1]
-
-
-# Demonstrations
-
-
 def test_a_supervised_run_teaches_given_texts() -> None:
     """Two texts of different length. After training, each is what the model finds most likely, with its end."""
     torch.manual_seed(0)
@@ -253,11 +230,8 @@ def test_a_supervised_run_teaches_given_texts() -> None:
     given = policy.demonstrations(["ab", "b"], ["a1", "11ba"])
     assert [action.token_ids for action in given.actions] == [(*encoded("a1"), END), (*encoded("11ba"), END)]
     assert given.mask.tolist() == [[True] * 3 + [False] * 2, [True] * 5]
-    trainer = GRPOTrainer(
-        config=GRPOConfig(learning_rate=2e-2, seed=0, micro_batch_size=1),
-        policy=policy,
-        reward_model=lambda states, actions: [0.0] * len(states),
-    )
+    config = GRPOConfig(learning_rate=2e-2, seed=0, micro_batch_size=1)
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=lambda states, actions: [0.0] * len(states))
     history = trainer.train(None, demonstrations=given, num_iterations=40, progress=False)
     assert history[-1]["train/demonstration_loss"] < 0.1
     found = policy.generate_actions(["ab", "b"], 1, temperature=0)
@@ -272,3 +246,200 @@ def test_a_demonstration_ends_with_a_token_that_ends_completions() -> None:
         assert given.actions[0].token_ids == (*encoded("b"), expected)
     with pytest.raises(ContractError, match=r"texts must have one entry per row = 1; got a list of 2 str"):
         policy_of().demonstrations(["a"], ["b", "c"])
+    with pytest.raises(ContractError, match=r"demonstrations: texts must be a list of str; got None"):
+        policy_of().demonstrations(["a"], [None])  # type: ignore[list-item]
+
+
+def test_texts_are_no_completions() -> None:
+    """Before anything is scored: the plan of the passes reads them first."""
+    trainer = trainer_of(policy_of())
+    message = r"actions must be Completions; got str 'b'.* demonstrations\(states, texts\)"
+    with as_users_run_it(), pytest.raises(ContractError, match=message):
+        trainer.update(ExperienceBatch.from_demonstrations(["a"], ["b"]))
+
+
+# --- wrong models, tokenizers, settings, states and actions
+
+
+# Models
+
+
+def trainer_of(policy: Any, **settings: Any) -> GRPOTrainer:
+    config = GRPOConfig(group_size=2, seed=0, **settings)
+    return GRPOTrainer(
+        config=config, policy=policy, reward_model=lambda states, actions: [float(sum(a.token_ids)) for a in actions]
+    )
+
+
+def test_an_adapter_that_was_loaded_for_inference_is_refused_by_the_trainer(tmp_path: Path) -> None:
+    """`PeftModel.from_pretrained` freezes the adapter unless is_trainable=True."""
+    get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(str(tmp_path))
+    frozen = policy_of(PeftModel.from_pretrained(tiny_model(), str(tmp_path)))
+    assert len(frozen.get_parameters()) == len(list(frozen.model.parameters()))
+    with pytest.raises(ConfigError, match=r"HFPolicy\.get_parameters\(\) must hold .* are frozen.*is_trainable=True"):
+        trainer_of(frozen)
+    trained = policy_of(PeftModel.from_pretrained(tiny_model(), str(tmp_path), is_trainable=True))
+    assert all("lora" in name for name in trained.get_parameters())
+    assert trainer_of(trained).step(["1+1="])["train/num_updates"] == 1
+
+
+def test_a_frozen_model_may_be_the_reference() -> None:
+    reference = policy_of(tiny_model().requires_grad_(False))
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, reference_sync_every=1),
+        policy=policy_of(),
+        reference_policy=reference,
+        reward_model=lambda states, actions: [float(len(action)) for action in actions],
+    )
+    trainer.step(["1+1="])
+    assert torch.equal(*(next(iter(p.get_parameters().values())) for p in (trainer.policy, reference)))
+
+
+def test_a_reference_model_that_shares_trained_parameters_is_refused(subtests: pytest.Subtests) -> None:
+    model, adapted = tiny_model(), adapted_model()
+    tied = tiny_model()
+    tied.lm_head = model.lm_head
+    for trained, reference in [(model, model), (adapted, adapted.get_base_model()), (model, tied)]:
+        with subtests.test(), pytest.raises(ConfigError, match=r"reference_model must be another model"):
+            HFPolicy(trained, TOKENIZER, reference_model=reference)
+        assert any(parameter.requires_grad for parameter in trained.parameters())
+    HFPolicy(model, TOKENIZER, reference_model=copy.deepcopy(model))
+
+
+def unnamed() -> Any:
+    model = tiny_model()
+    model.config.return_dict = False
+    return model
+
+
+WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"model": "gpt2"}, r"got 'gpt2'\. Use HFPolicy\.from_pretrained\('gpt2'\)"),
+    ({"model": None}, r"must be a decoder-only .* got NoneType"),
+    ({"model": torch.nn.Linear(2, 2)}, r"must be a decoder-only .* got Linear"),
+    ({"model": unnamed()}, r"return_dict=False\. Set model\.config\.return_dict = True"),
+    ({"tokenizer": None}, r"tokenizer must be the model's tokenizer; got NoneType"),
+    ({"tokenizer": "gpt2"}, r"tokenizer must be the model's tokenizer; got str 'gpt2'"),
+    ({"model": tiny_model(vocab_size=20)}, r"must not be larger than the model's vocabulary of 20 tokens; it has 44"),
+    ({"reference_model": 3}, r"must be a decoder-only"),
+    ({"reference_model": tiny_model(vocab_size=20)}, r"must have the vocabulary of the model, 44 tokens; it has 20"),
+    ({"options": HFOptions(end_token_ids=(VOCABULARY_SIZE,))},
+        rf"from 0 to {VOCABULARY_SIZE - 1}, .* got \({VOCABULARY_SIZE},\)"),
+    ({"options": HFOptions(end_token_ids=(-1,))}, r"end_token_ids must be from 0"),
+    ({"options": {"exact_entropy": True}}, r"options must be HFOptions or None; got dict"),
+    ({"exact_entropy": True, "prompt_column": "q"},
+        r"takes prompt_column, exact_entropy in options. Pass options=HFOptions\("),
+    ({"temperature": 0.5}, r"HFPolicy has no arguments \['temperature'\]"),
+    ({"sampling": {"temperature": 1.0}}, r"sampling must be a SamplingConfig or None; got dict"),
+    ({"sampler": 3}, r"sampler must be 'decoding', 'recorded', 'generate', 'continuous' or a Sampler"),
+]  # fmt: skip
+
+
+def test_wrong_arguments_of_the_constructor_are_refused(subtests: pytest.Subtests) -> None:
+    for changes, message in WRONG_ARGUMENTS:
+        arguments = {"model": tiny_model(), "tokenizer": TOKENIZER, **changes}
+        with subtests.test(changes=changes), as_users_run_it(), pytest.raises(GRPOError, match=message):
+            HFPolicy(arguments.pop("model"), arguments.pop("tokenizer"), **arguments)
+
+
+def test_a_misplaced_option_is_refused_before_the_model_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"takes exact_entropy in options"):
+        HFPolicy.from_pretrained("no/such-model", exact_entropy=True)
+
+
+def test_an_end_token_beyond_the_vocabulary_ends_nothing() -> None:
+    tokenizer = character_tokenizer(end=False)
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    with pytest.raises(ConfigError, match="no completion could end before max_new_tokens"):
+        policy_of(tiny_model(eos_token_id=None), tokenizer=tokenizer)
+
+
+def test_wrong_states_and_numbers_of_completions_are_refused(subtests: pytest.Subtests) -> None:
+    policy = policy_of()
+    chat = [{"role": "user", "content": "1+1="}]
+    for states, size, message in [
+        ("abc", 1, r"states must be a sequence of prompts; got str 'abc'\. Pass a list"),
+        ({"prompt": "abc"}, 1, r"states must be a sequence of prompts; got dict"),
+        (None, 1, r"states must be a sequence of prompts; got NoneType"),
+        (3, 1, r"states must be a sequence of prompts; got int"), ([], 1, r"got none\. Pass at least one prompt"),
+        (["abc"], 0, r"num_actions_per_state must be an integer of at least 1; got 0"),
+        (["abc"], -1, r"at least 1; got -1"), (["abc"], 1.5, r"at least 1; got 1\.5"),
+        (chat, 1, r"A chat is one state, a list of messages; got a message as a state"),
+    ]:  # fmt: skip
+        with subtests.test(states=states, size=size), as_users_run_it(), pytest.raises(ContractError, match=message):
+            policy.generate_actions(states, size)
+
+
+def test_wrong_actions_are_refused(subtests: pytest.Subtests) -> None:
+    policy = policy_of()
+    for states, actions, message in [
+        (STATES, ROWS[:2], r"actions must have one entry per row = 3; got a list of 2"),
+        (["a"], ["b"], r"actions must be Completions; got str 'b'"),
+        (["a"], [completion(5, VOCABULARY_SIZE)],
+            rf"scored token ids must be below {VOCABULARY_SIZE}, .*; got {VOCABULARY_SIZE}"),
+    ]:  # fmt: skip
+        with subtests.test(actions=actions), as_users_run_it():
+            with pytest.raises(ContractError, match=message):
+                policy.score_actions(states, actions)
+            with pytest.raises(ContractError, match=message):
+                policy.get_log_probabilities(states, actions)
+    with pytest.raises(ContractError, match=r"score_groups: actions must have one entry per row = 3"):
+        policy.score_groups(STATES, [[row] for row in ROWS[:2]])
+
+
+def test_wrong_samples_of_another_sampler_are_refused() -> None:
+    def given(*rows: list[int], **changes: Any) -> SampledTokens:
+        right = {"finish_reasons": ["end"] * len(rows), "behaviour_log_probs": [[-1.0] * len(row) for row in rows]}
+        return SampledTokens(**{"token_ids": [*rows], **right, **changes})
+
+    with pytest.raises(ContractError, match=rf"sampled token ids must be below {VOCABULARY_SIZE}, .*; got 99"):
+        policy_of(sampler=Told(given([99]))).generate_actions(["a"], 1)
+    with pytest.raises(ContractError, match=r"the sampler: token_ids must have one entry per row = 2"):
+        policy_of(sampler=Told(given([9]))).generate_actions(["a"], 2)
+    wrong: list[dict[str, Any]] = [
+        {"finish_reasons": []}, {"behaviour_log_probs": [[-1.0]]}, {"policy_log_probs": []}, {"entropies": [[]]},
+        {"token_ids": [5]}, {"behaviour_log_probs": "ab"}, {"finish_reasons": None},
+    ]  # fmt: skip
+    for changes in wrong:
+        refusal = pytest.raises(ContractError, match=rf"SampledTokens\.{next(iter(changes))} must have one")
+        with as_users_run_it(), refusal:
+            given([5, 6], **changes)
+
+
+def test_a_token_that_was_added_to_the_tokenizer_only_is_refused_in_a_prompt() -> None:
+    """Added tokens that no prompt has do not matter (Gemma 3 has one for images)."""
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    policy = policy_of(tokenizer=tokenizer)
+    assert len(policy.generate_actions(["1+1="], 1)) == 1
+    message = rf"state 1 must have token ids below {VOCABULARY_SIZE}.* got {VOCABULARY_SIZE} \('<new>'\)"
+    with pytest.raises(ContractError, match=message):
+        policy.generate_actions(["1+1=", "1<new>"], 1)
+
+
+def test_hooks_on_the_output_head_apply_to_sampling_and_scoring(subtests: pytest.Subtests) -> None:
+    """A hook that forbids the letters, before the policy is made and after."""
+    letters = [2 + CHARACTERS.index(letter) for letter in CHARACTERS if letter.isalpha()]
+
+    def forbid(module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_fill(-1, torch.tensor(letters), -100.0)
+
+    for is_early in (True, False):
+        with subtests.test(is_early=is_early):
+            model = tiny_model()
+            if is_early:
+                model.lm_head.register_forward_hook(forbid)
+            policy = policy_of(model)
+            if not is_early:
+                model.lm_head.register_forward_hook(forbid)
+            sampled = policy.sample_actions(STATES, 4)
+            scores = policy.score_groups(STATES, sampled.actions)
+            torch.testing.assert_close(scores.log_probs, sampled.behaviour_log_probs, atol=1e-4, rtol=0)
+            drawn = {token for group in sampled.actions for action in group for token in action.token_ids}
+            assert not drawn & set(letters)
+            scores.log_probs.sum().backward()
+            assert model.lm_head.weight.grad is not None
+
+
+def test_the_warning_of_the_first_ratio_names_the_dropout_of_an_adapter() -> None:
+    with pytest.warns(GRPOWarning, match=r"first ratio is not 1\. Dropout is on in train\(\).*lora_dropout.*p=0\.5"):
+        trainer_of(policy_of(adapted_model(lora_dropout=0.5))).step(["1+1=", "2+2="])

@@ -74,10 +74,7 @@ def test_a_pass_without_tokens_calls_each_layer_twice_and_has_a_gradient() -> No
 
 def test_rows_that_fork_are_scored_without_sharing_what_follows_the_prompt() -> None:
     policy = policy_of(max_tokens_per_forward=8)
-    forked = [
-        completion(5, 6, 7),
-        completion(5, 6, 8),
-    ]
+    forked = [completion(5, 6, 7), completion(5, 6, 8)]
     forked = [type(row)(token_ids=row.token_ids, text="", finish_reason="end", forks=(2,)) for row in forked]
     expected = policy.score_actions(["1", "1"], forked)
     assert [list(rows) for rows in policy.plan_micro_batches(["1", "1"], forked)] == [[0, 1]]
@@ -90,7 +87,6 @@ def test_rows_that_fork_are_scored_without_sharing_what_follows_the_prompt() -> 
 
 
 def test_an_agent_is_not_divided() -> None:
-    with pytest.raises(
-        ConfigError, match=r"AgentPolicy: weights cannot be divided among ranks; got the engine Sharded[.]"
-    ):
+    message = r"AgentPolicy: weights cannot be divided among ranks; got the engine Sharded[.]"
+    with pytest.raises(ConfigError, match=message):
         AgentPolicy.shard_units(object())

@@ -1,6 +1,7 @@
 """A policy refuses a model that samples from another distribution than it scores."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from tests.support.llm_models import (
     forward_shapes,
     tiny_model,
 )
+from tests.support.tiny_architectures import tiny_of
 
 TOKENIZER = character_tokenizer()
 SIZES = {"vocab_size": VOCABULARY_SIZE, **LAYERS, **ENDS}
@@ -67,14 +69,11 @@ def of_seed_0(make: Callable[[], Any]) -> Any:
         return make().eval()
 
 
-def test_a_model_whose_decoding_loses_the_state_is_refused(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_whose_decoding_loses_the_state_is_refused(dtype: Any) -> None:
     """`generate` gives RWKV every new token without the state of the tokens before."""
-    for dtype in [torch.float32, torch.bfloat16]:
-        with (
-            subtests.test(dtype=dtype),
-            pytest.raises(ConfigError, match=r"with RwkvForCausalLM, .* differs by [\d.]+ between .* Use another"),
-        ):
-            HFPolicy(of_seed_0(rwkv).to(dtype), TOKENIZER)
+    with pytest.raises(ConfigError, match=r"with RwkvForCausalLM, .* differs by [\d.]+ between .* Use another"):
+        HFPolicy(of_seed_0(rwkv).to(dtype), TOKENIZER)
 
 
 def test_a_model_that_keeps_its_state_between_calls_is_refused() -> None:
@@ -83,17 +82,13 @@ def test_a_model_that_keeps_its_state_between_calls_is_refused() -> None:
         HFPolicy(of_seed_0(recurrent_gemma), TOKENIZER)
 
 
-def test_models_that_score_what_they_sample_are_accepted(subtests: pytest.Subtests) -> None:
-    for make, loop in [
-        *((family, "decoding") for family in FAMILIES),
-        (qwen3_next, "decoding"),
-        ("qwen3", "generate"),
-        ("mamba", "generate"),
-        (falcon_h1, "generate"),
-    ]:
-        with subtests.test(make=make, loop=loop):
-            model = tiny_model(make) if isinstance(make, str) else of_seed_0(make)
-            assert HFPolicy(model, TOKENIZER, sampler=loop).model is model
+@pytest.mark.parametrize(("make", "loop"), [
+    *((family, "decoding") for family in FAMILIES), (qwen3_next, "decoding"), ("qwen3", "generate"),
+    ("mamba", "generate"), (falcon_h1, "generate"),
+])  # fmt: skip
+def test_models_that_score_what_they_sample_are_accepted(make: Any, loop: Any) -> None:
+    model = tiny_model(make) if isinstance(make, str) else of_seed_0(make)
+    assert HFPolicy(model, TOKENIZER, sampler=loop).model is model
 
 
 def test_prompts_of_one_token_are_sampled_as_they_are_scored() -> None:
@@ -105,20 +100,19 @@ def test_prompts_of_one_token_are_sampled_as_they_are_scored() -> None:
     torch.testing.assert_close(again.log_probs, sampled.behaviour_log_probs, atol=FLOAT32_LOG_PROB, rtol=0)
 
 
-def test_the_check_changes_neither_the_model_nor_the_random_state(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_the_check_changes_neither_the_model_nor_the_random_state(family: Any) -> None:
     """The random state, the mode and `requires_grad` stay the same, and dropout does not disturb the check."""
-    for family in ["qwen3", "mistral"]:
-        with subtests.test(family=family):
-            model = get_peft_model(tiny_model(family), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5))
-            model.gradient_checkpointing_enable()
-            model.train()
-            trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-            before = torch.get_rng_state()
-            HFPolicy(model, TOKENIZER)
-            assert torch.equal(torch.get_rng_state(), before)
-            assert model.training
-            assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained
-            assert all(parameter.grad is None for parameter in model.parameters())
+    model = get_peft_model(tiny_model(family), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5))
+    model.gradient_checkpointing_enable()
+    model.train()
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    before = torch.get_rng_state()
+    HFPolicy(model, TOKENIZER)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 class Elsewhere:
@@ -145,7 +139,70 @@ def test_the_check_takes_eighteen_forward_passes_of_short_rows() -> None:
     assert shapes == [*drawn, (1, 18), (1, 11), (2, 10), (2, 7), (1, 3), (1, 3), (2, 1), (2, 1)]
 
 
-def test_the_check_fits_into_a_model_of_few_positions(subtests: pytest.Subtests) -> None:
-    for positions in (8, 9, 17):
-        with subtests.test(positions=positions):
-            HFPolicy(tiny_model("gpt2", n_positions=positions), TOKENIZER)
+@pytest.mark.parametrize("positions", [8, 9, 17])
+def test_the_check_fits_into_a_model_of_few_positions(positions: Any) -> None:
+    HFPolicy(tiny_model("gpt2", n_positions=positions), TOKENIZER)
+
+
+# --- mixtures of experts below float32
+
+
+PROMPTS = ["1+1=", "12+30=?"]
+
+
+def experts(model_type: str, dtype: torch.dtype, **sampling: Any) -> HFPolicy:
+    sampling_config = SamplingConfig(max_new_tokens=4, **sampling)
+    return HFPolicy(tiny_of(model_type).to(dtype), character_tokenizer(), sampling=sampling_config)
+
+
+def reports(policy: HFPolicy, caplog: pytest.LogCaptureFixture, *, times: int = 1) -> list[str]:
+    """What the log says if the first token had a log-prob that was 1.5 higher at sampling."""
+    caplog.clear()
+    for _ in range(times):
+        groups = [list(group) for group in policy.sample_actions(PROMPTS, 2).actions]
+        first, *rest = groups[0][0].behaviour_log_probs
+        groups[0][0] = replace(groups[0][0], behaviour_log_probs=(first + 1.5, *rest))
+        policy.score_groups(PROMPTS, groups)
+    return [record.getMessage() for record in caplog.records if "experts" in record.getMessage()]
+
+
+def test_tokens_with_other_experts_are_reported_once_with_the_class(caplog: pytest.LogCaptureFixture) -> None:
+    (message,) = reports(experts("mixtral", torch.bfloat16), caplog, times=2)
+    assert "MixtralForCausalLM is a mixture of experts in half precision" in message
+    assert "differs by up to 1.5, and that of " in message
+    assert "ObjectiveConfig(sampler_correction='truncate')" in message
+
+
+def test_other_models_precisions_and_distributions_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    assert reports(experts("mixtral", torch.float32), caplog) == []
+    assert reports(experts("llama", torch.bfloat16), caplog) == []
+    assert reports(experts("mixtral", torch.bfloat16, top_k=5), caplog) == []
+    with_dropout = experts("mixtral", torch.bfloat16)
+    with_dropout.model.dropout = torch.nn.Dropout()
+    with_dropout.train()
+    assert reports(with_dropout, caplog) == []
+
+
+def test_scores_after_an_update_are_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    policy = experts("mixtral", torch.bfloat16)
+    actions = policy.sample_actions(PROMPTS, 2).actions
+    policy.score_groups(PROMPTS, actions)
+    moved = [[replace(action, behaviour_log_probs=(0.0,) * len(action)) for action in group] for group in actions]
+    caplog.clear()
+    policy.score_groups(PROMPTS, moved)
+    assert "experts" not in caplog.text
+
+
+def test_one_token_whose_experts_are_others_is_no_reason_to_refuse_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = CausalLM.log_probs_alone
+
+    def with_others(self: CausalLM, prompt: Any, tokens: Any) -> torch.Tensor:
+        return alone(self, prompt, tokens) + torch.tensor([1.7, *[0.0] * (len(tokens) - 1)])
+
+    monkeypatch.setattr(CausalLM, "log_probs_alone", with_others)
+    monkeypatch.setattr("adapters.llm.scoring.CHECKED_LENGTHS", [((10, 3), 8)])
+    experts("mixtral", torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"must use the same distribution"):
+        experts("llama", torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"must use the same distribution"):
+        experts("mixtral", torch.float32)

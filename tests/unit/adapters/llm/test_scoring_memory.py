@@ -14,34 +14,23 @@ from adapters.llm.model.token_log_probs import token_log_probs
 from benchmarks._memory import peak_extra_memory
 
 HIDDEN, ROWS, STEPS, RANK = 16, 16, 40, 2
-
 BLOCK_BYTES = 3 * 2**20
 """A tenth of the real size, with small vocabularies, so that the test is fast."""
-
 Trained = Literal["layers", "everything", "adapted head"]
-
 VOCABULARY_FLOATS = {
     "layers": 0,
     "everything": 2 * HIDDEN,  # tied: the gradients of head and embeddings are in memory until they are summed
     "adapted head": RANK,  # B of the adapter
 }
 """Number of weights per word that have a gradient."""
-
-
 CASES: list[tuple[Trained, bool]] = [("layers", True), ("everything", False), ("adapted head", True)]
 
 
 def model_of(vocabulary_size: int, trained: Trained) -> Any:
     config = Qwen3Config(
-        vocab_size=vocabulary_size,
-        hidden_size=HIDDEN,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=trained != "adapted head",
-    )
+        vocab_size=vocabulary_size, hidden_size=HIDDEN, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, tie_word_embeddings=trained != "adapted head",
+    )  # fmt: skip
     model = Qwen3ForCausalLM(config)
     if trained == "adapted head":  # not a plain linear layer, so its blocks are checkpointed
         return get_peft_model(model, LoraConfig(r=RANK, target_modules=["q_proj", "lm_head"]))
@@ -67,16 +56,15 @@ def peak_of_scoring(vocabulary_size: int, trained: Trained, *, with_entropy: boo
 
 
 @pytest.mark.slow
-def test_a_larger_vocabulary_adds_at_most_the_gradient_of_its_weights(
-    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("trained", "with_entropy"), CASES)
+def test_a_larger_vocabulary_adds_only_the_gradient_of_its_weights(
+    trained: Any, with_entropy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for trained, with_entropy in CASES:
-        with subtests.test(trained=trained, with_entropy=with_entropy):
-            monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK_BYTES)
-            monkeypatch.setattr(module, "KEPT_BYTES", BLOCK_BYTES)
-            small, large = 4_000, 20_000
-            found = [peak_of_scoring(size, trained, with_entropy=with_entropy) for size in (small, large)]
-            weights = 4 * VOCABULARY_FLOATS[trained] * (large - small)
-            assert found[1] - found[0] < weights + 2**20
-            all_logits = 4 * ROWS * STEPS * large
-            assert all_logits > 8 * BLOCK_BYTES  # all logits at once would be seen
+    monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(module, "KEPT_BYTES", BLOCK_BYTES)
+    small, large = 4_000, 20_000
+    found = [peak_of_scoring(size, trained, with_entropy=with_entropy) for size in (small, large)]
+    weights = 4 * VOCABULARY_FLOATS[trained] * (large - small)
+    assert found[1] - found[0] < weights + 2**20
+    all_logits = 4 * ROWS * STEPS * large
+    assert all_logits > 8 * BLOCK_BYTES  # all logits at once would be seen

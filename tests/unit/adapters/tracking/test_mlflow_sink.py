@@ -1,6 +1,7 @@
 """MLflow's own client finds in a database what was logged, each iteration once."""
 
 import json
+import re
 import string
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from adapters.tracking import MLflowSink
 from adapters.tracking.mlflow_sink import accepted_name
 from grpo import GRPOWarning
-from tests.support.tracked_runs import FIRST_ROW, STATES, crash_after, samples, train
+from tests.support.tracked_runs import FIRST_ROW, pictured_samples, resumed_run, samples, train
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,13 +47,9 @@ def table(store: str, run: Any, file: str) -> list[dict[str, Any]]:
 
 
 def test_a_run_and_its_resume_are_one_run_with_every_iteration_once(tmp_path: Path, store: str) -> None:
-    folder, checkpoints = tmp_path / "run", tmp_path / "checkpoints"
-    options: dict[str, Any] = {"eval_states": STATES, "eval_every": 2}
-    with MLflowSink(folder, experiment="resumed", tracking_uri=store) as sink:
-        started = train([sink], 5, checkpoints, **options)
-    crash_after(5, checkpoints)
-    with MLflowSink(folder, experiment="resumed", tracking_uri=store) as sink:
-        resumed = train([sink], 8, checkpoints, **options)
+    started, resumed = resumed_run(
+        lambda: MLflowSink(tmp_path / "run", experiment="resumed", tracking_uri=store), tmp_path
+    )
 
     run = only_run(store, "resumed")
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
@@ -81,6 +78,17 @@ def test_tables_are_mlflows_own(tmp_path: Path, store: str) -> None:
     run = only_run(store, "tables")
     loaded = client(store).load_table(run.info.experiment_id, "train_samples.json", [run.info.run_id])
     assert dict(loaded.iloc[0]) == {"iteration": 1, **FIRST_ROW}
+
+
+def test_pictures_of_the_newest_rows_are_images(tmp_path: Path, store: str) -> None:
+    with MLflowSink(tmp_path / "run", experiment="pictures", tracking_uri=store) as sink:
+        sink.log({}, 1)
+        for iteration in (1, 2):
+            sink.log_samples(pictured_samples(), iteration)
+    files = client(store).list_artifacts(only_run(store, "pictures").info.run_id, "images")
+    names = [file.path.removeprefix("images/") for file in files if file.path.endswith(".png")]
+    assert len(names) == 1
+    assert re.match(r"train.pictures.1.step.2\b", names[0])  # versions of MLflow separate the parts by other signs
 
 
 def test_a_table_keeps_its_newest_rows(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:

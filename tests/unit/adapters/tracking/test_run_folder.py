@@ -2,27 +2,22 @@
 
 import json
 import math
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 import torch
 
-from adapters.bandits import SoftmaxPolicy
-from adapters.tracking import RunFolder
-from grpo import ConfigError, GRPOConfig, GRPOTrainer
+from adapters.llm import Picture
+from adapters.tracking import RunFolder, plot_history, write_report
+from grpo import ConfigError
 from grpo.sinks import Samples
-
-STATES = [0, 1]
-
-
-def right(states: Any, actions: Any) -> torch.Tensor:
-    return (torch.as_tensor(actions) == torch.as_tensor(states)).float()
-
-
-def trainer() -> GRPOTrainer:
-    policy = SoftmaxPolicy(num_actions=4, num_states=2)
-    return GRPOTrainer(config=GRPOConfig(seed=0, learning_rate=0.1), policy=policy, reward_model=right)
+from tests.support.tracked_runs import STATES, samples, trainer
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -33,17 +28,6 @@ def iterations(path: Path) -> list[int]:
     return [line["iteration"] for line in lines(path)]
 
 
-def samples(kind: Any = "train", reward: float = 1.0) -> Samples:
-    """Two states with three actions each."""
-    return Samples(
-        kind=kind,
-        states=["a", "a", "a", "b", "b", "b"],
-        actions=["x", "y", "z", "x", "y", "z"],
-        group_ids=torch.tensor([0, 0, 0, 1, 1, 1]),
-        rewards=torch.full((6,), reward),
-    )
-
-
 def test_a_run_leaves_metrics_samples_and_settings(tmp_path: Path) -> None:
     sink = RunFolder(tmp_path / "run", num_states=1, num_actions=3)
     history = trainer().train(STATES, num_iterations=4, eval_states=STATES, eval_every=2, sinks=[sink], progress=False)
@@ -51,14 +35,9 @@ def test_a_run_leaves_metrics_samples_and_settings(tmp_path: Path) -> None:
     metrics, tables = lines(tmp_path / "run/metrics.jsonl"), lines(tmp_path / "run/samples.jsonl")
     assert [line.pop("iteration") for line in metrics] == [1, 2, 3, 4]
     assert metrics == history
-    assert [(one["iteration"], one["kind"], one["rows"], len(one["samples"])) for one in tables] == [
-        (1, "train", 16, 3),
-        (2, "train", 16, 3),
-        (2, "eval", 16, 3),
-        (3, "train", 16, 3),
-        (4, "train", 16, 3),
-        (4, "eval", 16, 3),
-    ]
+    kinds = [(1, "train"), (2, "train"), (2, "eval"), (3, "train"), (4, "train"), (4, "eval")]
+    assert [(one["iteration"], one["kind"]) for one in tables] == kinds
+    assert [(one["rows"], len(one["samples"])) for one in tables] == [(8, 3)] * 6
     assert {row["state"] for row in tables[0]["samples"]} == {"0"}
     (start,) = json.loads((tmp_path / "run/settings.json").read_text())["starts"]
     assert start["iteration"] == 1
@@ -73,37 +52,22 @@ def test_log_every_leaves_out_iterations_but_neither_evaluations_nor_the_last(tm
 
 
 def test_a_resumed_run_repeats_no_line(tmp_path: Path) -> None:
-    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    """Lines 4 to 6 are from weights that are gone. They go at the start, and not with the next line."""
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path, log_every=5)
     first.start({"seed": 0}, 1)
     for iteration in range(1, 7):
         first.log({"rewards/mean": 0.0}, iteration)
-        first.log_samples(samples(reward=0.0), iteration)
+        first.log_samples(samples(), iteration)
     first.close()
     second.start({"seed": 0}, 4)
-    second.log({"rewards/mean": 1.0}, 4)
-    second.log_samples(samples(), 4)
+    assert iterations(tmp_path / "metrics.jsonl") == iterations(tmp_path / "samples.jsonl") == [1, 2, 3]
+    second.log({"rewards/mean": 1.0}, 5)
+    second.log_samples(samples(), 5)
     second.close()
-    assert [(line["iteration"], line["rewards/mean"]) for line in lines(tmp_path / "metrics.jsonl")] == [
-        (1, 0.0),
-        (2, 0.0),
-        (3, 0.0),
-        (4, 1.0),
-    ]
-    assert iterations(tmp_path / "samples.jsonl") == [1, 2, 3, 4]
+    found = [(line["iteration"], line["rewards/mean"]) for line in lines(tmp_path / "metrics.jsonl")]
+    assert found == [(1, 0.0), (2, 0.0), (3, 0.0), (5, 1.0)]
+    assert iterations(tmp_path / "samples.jsonl") == [1, 2, 3, 5]
     assert not list(tmp_path.glob("earlier-*"))
-
-
-def test_the_lines_of_repeated_iterations_go_at_the_start_and_not_with_the_next_line(tmp_path: Path) -> None:
-    """With log_every=10, the next line is that of iteration 10. Lines 4 to 9 are from weights that are gone."""
-    with RunFolder(tmp_path) as first:
-        for iteration in range(1, 10):
-            first.log({}, iteration)
-    second = RunFolder(tmp_path, log_every=10)
-    second.start({}, 4)
-    assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3]
-    second.log({}, 10)
-    second.close()
-    assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3, 10]
 
 
 def test_the_half_line_of_a_killed_process_is_dropped(tmp_path: Path) -> None:
@@ -162,15 +126,8 @@ def test_a_new_run_moves_an_earlier_run_aside(tmp_path: Path) -> None:
 def test_a_stopped_run_continues_its_folder_through_the_trainer(tmp_path: Path) -> None:
     def train(num_iterations: int) -> None:
         with RunFolder(tmp_path / "run") as sink:
-            trainer().train(
-                STATES,
-                num_iterations=num_iterations,
-                sinks=[sink],
-                checkpoint_dir=tmp_path / "checkpoints",
-                checkpoint_every=2,
-                resume="auto",
-                progress=False,
-            )
+            saved = {"checkpoint_dir": tmp_path / "checkpoints", "checkpoint_every": 2, "resume": "auto"}
+            trainer().train(STATES, num_iterations=num_iterations, sinks=[sink], progress=False, **saved)
 
     train(2)
     train(5)
@@ -180,7 +137,9 @@ def test_a_stopped_run_continues_its_folder_through_the_trainer(tmp_path: Path) 
     assert [(one["iteration"], one["settings"]["num_iterations"]) for one in starts] == [(1, 2), (3, 5)]
 
 
-def test_a_loop_of_your_own_needs_no_start(tmp_path: Path) -> None:
+def test_nothing_is_written_before_the_first_line_and_a_loop_of_your_own_needs_no_start(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "unused").close()
+    assert not (tmp_path / "unused").exists()
     with RunFolder(tmp_path) as sink:
         sink.log({"rewards/mean": math.nan}, 1)
         sink.log_samples(samples("eval"), 1)
@@ -202,6 +161,93 @@ def test_bad_arguments_are_refused(tmp_path: Path, subtests: pytest.Subtests) ->
             RunFolder(folder, **options)
 
 
-def test_nothing_is_written_before_the_run_starts(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "run").close()
-    assert not (tmp_path / "run").exists()
+@dataclass(frozen=True)
+class Said:
+    """An action that has pictures in its parts, as a conversation has."""
+
+    text: str
+    shown: tuple[Any, ...] = ()
+
+
+def test_a_table_has_small_copies_of_pictures_and_the_report_shows_them(tmp_path: Path) -> None:
+    wide, other = Picture.of(np.zeros((8, 640, 3), np.uint8)), Picture.of(np.full((4, 4, 3), 9, np.uint8))
+    rows = Samples(
+        kind="train",
+        states=[{"prompt": "a", "images": [wide, wide]}, {"prompt": "a", "images": [wide, wide]}, "b", "b"],
+        actions=[Said("x"), Said("y", ({"image": other},)), "x", "y"],
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        rewards=torch.ones(4),
+    )
+    with RunFolder(tmp_path) as sink:
+        sink.log({"rewards/mean": 1.0}, 1)
+        sink.log_samples(rows, 1)
+    [line] = lines(tmp_path / "samples.jsonl")
+    small = wide.small_picture()
+    assert [row.get("pictures") for row in line["samples"]] == [[small], [small, other.link], None, None]
+    assert Picture.of(small).image.size == (320, 4)
+    line["samples"][2]["pictures"] = ["https://host/a.png", 7]  # nobody wrote it, and it is not shown
+    (tmp_path / "samples.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert re.findall(r'<img src="([^"]*)" alt="picture">', page) == [small, small, other.link]
+    assert "host/a.png" not in page
+    assert ">pictures<" not in page
+
+
+# --- plot_history: which panels it draws, and that their lines are the metrics
+
+
+matplotlib.use("Agg")
+
+HISTORY = [
+    {"rewards/mean": 0.0, "rewards/q25": 0.0, "rewards/q75": 0.5, "train/entropy": 1.0, "train/kl_mean": 0.0},
+    {"rewards/mean": 0.5, "rewards/q25": 0.25, "rewards/q75": 0.75, "train/kl_mean": 0.0, "eval/avg_reward": 0.75},
+    {"rewards/mean": 0.5, "rewards/q25": 0.5, "rewards/q75": 0.5, "train/entropy": 0.5, "eval/avg_reward": 0.25},
+]
+
+
+def panels_of(figure: plt.Figure) -> dict[str, dict[str, tuple[list[float], list[float]]]]:
+    """Title -> label at the line's end -> (iterations, values)."""
+    return {
+        axis.get_title(loc="left"): {
+            text.get_text(): (line.get_xdata().tolist(), line.get_ydata().tolist())
+            for text in axis.texts
+            for line in axis.lines
+            if line.get_color() == text.get_color()
+        }
+        for axis in figure.axes
+    }
+
+
+def test_each_panel_shows_the_metrics_that_were_measured() -> None:
+    figure = plot_history(HISTORY)
+    panels = panels_of(figure)
+    plt.close(figure)
+    assert panels == {
+        "Reward": {"evaluation 0.25": ([2, 3], [0.75, 0.25]), "training 0.5": ([1, 2, 3], [0.0, 0.5, 0.5])},
+        "Entropy": {"0.5": ([1, 3], [1.0, 0.5])},  # not measured in the second iteration; the KL never changes
+    }
+
+
+def test_lines_of_a_file_are_drawn_at_their_iterations() -> None:
+    lines = [
+        {"iteration": 10 * n, "rewards/mean": float(n), "train/entropy": None if n == 2 else 1.0 / n} for n in (1, 2, 3)
+    ]
+    figure = plot_history(lines)
+    panels = panels_of(figure)
+    plt.close(figure)
+    assert panels == {"Reward": {"3": ([10, 20, 30], [1, 2, 3])}, "Entropy": {"0.333": ([10, 30], [1.0, 1 / 3])}}
+
+
+def test_one_iteration_and_rewards_that_are_never_finite_are_plotted(tmp_path: Path) -> None:
+    for history in ([{"rewards/mean": 1.0}], [{"rewards/mean": math.nan}] * 3):
+        path = tmp_path / "new" / "history.png"
+        before = plt.get_fignums()
+        plot_history(history, path)
+        assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+        assert plt.get_fignums() == before
+        path.unlink()
+
+
+def test_an_empty_history_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"plot_history needs at least one iteration; the history is empty"):
+        plot_history([])

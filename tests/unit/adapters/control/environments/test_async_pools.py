@@ -99,7 +99,7 @@ def test_values_that_are_not_finite_are_named_without_a_rebuild(pool: AsyncPool,
     rebuilds = pool.num_rebuilds
     for command, fault in (
         (Command.NAN, "the observation contains NaN or infinity"),
-        (Command.INFINITE_REWARD, "the reward must be finite; got -inf"),
+        (Command.INFINITE_REWARD, "the reward must be finite, also as float32; got -inf"),
     ):
         with subtests.test(command=command):
             pool.reset([0, 1], starts_of(0, 1))

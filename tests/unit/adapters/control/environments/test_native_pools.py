@@ -31,25 +31,6 @@ def test_whole_episodes_equal_the_single_environment(subtests: pytest.Subtests) 
                     assert_same_rows(episode, stepped_by_hand(single, starts[number], number))
 
 
-def test_episodes_are_truncated_at_the_time_limit(subtests: pytest.Subtests) -> None:
-    """A balancing rule keeps the pole up until then."""
-    for env_id, env_kwargs, limit in (
-        ("CartPole-v0", {}, 200),
-        ("CartPole-v1", {}, 500),
-        ("CartPole-v1", {"max_episode_steps": 30}, 30),
-    ):
-        with subtests.test(env_id=env_id, limit=limit):
-            pool = make_pool(env_id, 2, **env_kwargs)
-            assert isinstance(pool, NativeCartPole)
-            observations, _ = pool.reset([0, 1], starts_of(0, 1))
-            for number in range(1, limit + 1):
-                lean = observations[:, 2] + 0.3 * observations[:, 3] + 0.05 * observations[:, 1]
-                step = pool.step(np.array([0, 1]), (lean > 0).astype(np.int64))
-                observations = step.observations
-                assert step.truncated.tolist() == [number == limit] * 2
-                assert not step.terminated.any()
-
-
 def test_the_sutton_barto_reward_is_minus_one_at_the_fall() -> None:
     pool = make_pool("CartPole-v1", 1, sutton_barto_reward=True)
     assert isinstance(pool, NativeCartPole)
@@ -148,8 +129,3 @@ def test_infos_are_empty_dicts_if_requested() -> None:
         pool = NativeCartPole(2, infos=infos)
         assert pool.reset([0, 1], starts_of(0, 1))[1] == [{}, {}]
         assert pool.step(np.array([0, 1]), np.array([0, 0])).infos == expected
-
-
-def test_a_pool_without_members_is_refused() -> None:
-    with pytest.raises(ConfigError, match="members must be an integer >= 1; got int 0"):
-        NativeCartPole(0)

@@ -1,5 +1,6 @@
 """Every kind of pool gives the episodes of environments stepped by hand, and `make_pool` chooses the kind."""
 
+import pickle
 import sys
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -12,6 +13,7 @@ from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 from adapters.control.environments.episodes import EpisodeStart
+from adapters.control.environments.pool_base import WorkerLost, find_misfit
 from adapters.control.environments.pools import (
     AsyncPool,
     EnvironmentPool,
@@ -175,7 +177,7 @@ def test_faulty_environments_are_named(subtests: pytest.Subtests) -> None:
         (Command.NAN, "the observation contains NaN or infinity"),
         (Command.WRONG_SHAPE, r"the observation must be float32 \[2\]; got float32 \[2, 1\]"),
         (Command.WRONG_DTYPE, r"the observation must be float32 \[2\]; got complex64 \[2\]"),
-        (Command.INFINITE_REWARD, "the reward must be finite; got -inf"),
+        (Command.INFINITE_REWARD, "the reward must be finite, also as float32; got -inf"),
         (Command.NO_REWARD, "the reward must be a number; got 'much'"),
         (Command.RAISE, "the environment raised ArithmeticError: out of paper"),
     ):
@@ -194,9 +196,8 @@ def test_faulty_environments_are_named(subtests: pytest.Subtests) -> None:
             pytest.raises(ContractError, match=f"Scripted, member 1, step 0, seed 7: .* {fault}"),
         ):
             pool.reset([0, 1], [EpisodeStart(seed=0), EpisodeStart(seed=7, options={"observation": first})])
-    with pytest.raises(
-        ContractError, match="Scripted, member 0, step 0, seed 5: the environment raised TypeError"
-    ) as raised:
+    words = "Scripted, member 0, step 0, seed 5: the environment raised TypeError"
+    with pytest.raises(ContractError, match=words) as raised:
         pool.reset([0], [EpisodeStart(seed=5, options={"raises": True})])
     assert isinstance(raised.value.__cause__, TypeError)
 
@@ -224,12 +225,22 @@ def test_a_pool_knows_the_time_limit_of_its_environments(subtests: pytest.Subtes
     assert SerialPool([some, none]).max_episode_steps is None
 
 
+def test_a_pool_names_the_keywords_of_its_environments_also_long_ones() -> None:
+    def name(*rows: str) -> str:
+        return make_pool(lambda: gymnasium.make("FrozenLake-v1", desc=list(rows)), 1).layers[-1]
+
+    assert name("SF", "FG") == "FrozenLakeEnv(map_name='4x4', desc=['SF', 'FG'])"
+    start = ("S" + "F" * 60, "F" * 61)
+    one, other = name(*start, "F" * 60 + "G"), name(*start, "G" + "F" * 60)
+    assert one[:130] == other[:130]
+    assert one != other
+
+
 def test_make_pool_chooses_the_kind() -> None:
     assert isinstance(make_pool("CartPole-v1", 2), NativeCartPole)
-    assert isinstance(make_pool("CartPole-v1", 2, max_episode_steps=-1), SerialPool)
-    assert isinstance(make_pool("CartPole-v1", 2, disable_env_checker=True), SerialPool)
-    assert isinstance(make_pool("Acrobot-v1", 2), SerialPool)
-    assert isinstance(make_pool(Scripted, 2), SerialPool)
+    for options in ({"max_episode_steps": -1}, {"disable_env_checker": True}):
+        assert isinstance(make_pool("CartPole-v1", 2, **options), SerialPool)
+    assert [type(make_pool(env, 2)) for env in ("Acrobot-v1", Scripted)] == [SerialPool] * 2
     pendulum = make_pool("Pendulum-v1", 3, g=1.0)
     assert isinstance(pendulum, EnvironmentPool)
     assert (pendulum.num_members, pendulum.observation_space.shape, pendulum.action_space.shape) == (3, (3,), (1,))
@@ -243,16 +254,14 @@ def test_make_pool_chooses_the_kind() -> None:
 
 
 def test_an_unknown_id_is_answered_with_similar_ids() -> None:
-    with pytest.raises(
-        ConfigError, match=r"registered as 'CartPol-v1'\. Did you mean 'CartPole-v1'.*import the package"
+    for env_id, words in (
+        ("CartPol-v1", r"registered as 'CartPol-v1'\. Did you mean 'CartPole-v1'.*import the package"),
+        ("HalfCheetah-v9", "'HalfCheetah-v9'.*Did you mean 'HalfCheetah-v"),
+        ("nowhere/Qqqqqqqqqq-v0", r"'nowhere/Qqqqqqqqqq-v0'\. If it comes"),
+        ("no_such_module:Some-v0", "'no_such_module:Some-v0' cannot be created: .*no_such_module"),
     ):
-        make_pool("CartPol-v1", 2)
-    with pytest.raises(ConfigError, match=r"'HalfCheetah-v9'.*Did you mean 'HalfCheetah-v"):
-        make_pool("HalfCheetah-v9", 2)
-    with pytest.raises(ConfigError, match=r"'nowhere/Qqqqqqqqqq-v0'\. If it comes"):
-        make_pool("nowhere/Qqqqqqqqqq-v0", 2)
-    with pytest.raises(ConfigError, match=r"'no_such_module:Some-v0' cannot be created: .*no_such_module"):
-        make_pool("no_such_module:Some-v0", 2)
+        with pytest.raises(ConfigError, match=words):
+            make_pool(env_id, 2)
 
 
 def test_a_missing_mujoco_is_answered_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,31 +280,60 @@ class ObservesText(Scripted):
     observation_space = spaces.Text(5)
 
 
-def test_settings_that_contradict_each_other_are_refused() -> None:
+def test_settings_that_contradict_each_other_are_refused(subtests: pytest.Subtests) -> None:
     one: Any = Scripted()
-    with pytest.raises(ConfigError, match="num_members must be an integer >= 1; got int 0"):
-        make_pool("CartPole-v1", 0)
-    with pytest.raises(ConfigError, match=r"vectorization must be one of .* 'threads'"):
-        make_pool("CartPole-v1", 1, vectorization="threads")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="'native' supports CartPole-v0 and CartPole-v1"):
-        make_pool("Acrobot-v1", 1, vectorization="native")
-    with pytest.raises(ConfigError, match=r"keywords of gymnasium.make need an environment id; got \['g'\]"):
-        make_pool(Scripted, 1, g=1.0)
-    with pytest.raises(
-        ConfigError, match=r"got Scripted\. A single instance cannot be copied. Pass a function that creates it"
+    sync = SyncVectorEnv([Scripted] * 2)
+    for make, message in (
+        (lambda: make_pool("CartPole-v1", 0), "num_members must be an integer >= 1; got int 0"),
+        (lambda: make_pool("CartPole-v1", 1, vectorization="threads"), r"vectorization must be one of .* 'threads'"),
+        (lambda: make_pool("Acrobot-v1", 1, vectorization="native"), "'native' supports CartPole-v0 and CartPole-v1"),
+        (lambda: make_pool(Scripted, 1, g=1.0), r"keywords of gymnasium.make need an environment id; got \['g'\]"),
+        (lambda: make_pool(one, 1), r"Scripted\. A single instance cannot be copied. Pass a function that creates it"),
+        (lambda: make_pool(sync, 3, vectorization="sync"), "num_members=2 and vectorization='auto'; got 3 and 'sync'"),
+        (lambda: make_pool(sync, 2, vectorization="sync"), "num_members=2 and vectorization='auto'; got 2 and 'sync'"),
+        (lambda: make_pool(RecordEpisodeStatistics(sync), 2), "Statistics cannot be stepped member by member"),
+        (lambda: make_pool(lambda: one, 2), "a separate one for each member; got 1 for 2 members"),
+        (lambda: SerialPool([]), "got 0 for 0 members"),
+        (lambda: NativeCartPole(0), "members must be an integer >= 1; got int 0"),
+        (lambda: SerialPool([Scripted(), ObservesThreeNumbers()]), r"member 1 \(Scripted\) has Box\(0.0, 1.0, \(3,\)"),
+        (lambda: SerialPool([ObservesText()]), "fixed shape; got Text"),
     ):
-        make_pool(one, 1)
-    with pytest.raises(ConfigError, match="needs num_members=2 and vectorization='auto'; got 3 and 'sync'"):
-        make_pool(SyncVectorEnv([Scripted] * 2), 3, vectorization="sync")
-    with pytest.raises(ConfigError, match="needs num_members=2 and vectorization='auto'; got 2 and 'sync'"):
-        make_pool(SyncVectorEnv([Scripted] * 2), 2, vectorization="sync")
-    with pytest.raises(ConfigError, match="RecordEpisodeStatistics cannot be stepped member by member"):
-        make_pool(RecordEpisodeStatistics(SyncVectorEnv([Scripted])), 1)
-    with pytest.raises(ConfigError, match="a separate one for each member; got 1 for 2 members"):
-        make_pool(lambda: one, 2)
-    with pytest.raises(ConfigError, match="got 0 for 0 members"):
-        SerialPool([])
-    with pytest.raises(ConfigError, match=r"member 1 \(Scripted\) has Box\(0.0, 1.0, \(3,\)"):
-        SerialPool([Scripted(), ObservesThreeNumbers()])
-    with pytest.raises(ConfigError, match="fixed shape; got Text"):
-        SerialPool([ObservesText()])
+        with subtests.test(message), pytest.raises(ConfigError, match=message):
+            make()
+
+
+# --- descriptions of observations that do not fit, and the error about lost workers
+
+
+def test_the_error_describes_an_observation_outside_its_space(subtests: pytest.Subtests) -> None:
+    pair = spaces.Box(0, 1, (2,))
+    one_key, one_part = spaces.Dict({"a": spaces.Discrete(2)}), spaces.Tuple([spaces.Discrete(2)])
+    for space, observation, misfit in [
+        (spaces.Discrete(3), 2, None),
+        (spaces.Discrete(3), np.int32(2), None),
+        (spaces.Discrete(3), 2.0, "must be int64 []; got float64 []"),
+        (pair, [0, 1], None),
+        (pair, np.zeros(2, np.float64), None),
+        (pair, None, "must be float32 [2]; got object []"),
+        (pair, [[1], [1, 2]], "must be float32 [2]; got list of uneven rows"),
+        (one_key, {"a": 1}, None),
+        (one_key, {"b": 1}, "must be a dict with the keys ['a']; got the keys ['b']"),
+        (one_key, 1, "must be a dict with the keys ['a']; got int"),
+        (one_key, {"a": [1]}, "['a'] must be int64 []; got int64 [1]"),
+        (one_part, (1,), None),
+        (one_part, (1, 2), "must be a tuple of 1; got 2"),
+        (one_part, [1], "must be a tuple of 1; got list"),
+        (one_part, (0.5,), "[0] must be int64 []; got float64 []"),
+    ]:
+        with subtests.test(space=str(space), observation=observation):
+            assert find_misfit(space, observation) == misfit
+
+
+def test_a_lost_workers_error_survives_pickling() -> None:
+    lost = WorkerLost((0, 2), "member 0, which raised ValueError: x; member 2, which ended with exit code 7")
+    again = pickle.loads(pickle.dumps(lost))
+    assert again.members == [0, 2]
+    assert str(again) == (
+        "Lost the worker of member 0, which raised ValueError: x; member 2, which ended with exit code 7. "
+        "The pool was rebuilt: reset its members and run their episodes again."
+    )

@@ -24,30 +24,13 @@ from adapters.control.environments.snapshots import (
 from grpo.errors import ConfigError, ContractError
 
 TABLES_AND_CONTROL = [
-    "CartPole-v1",
-    "Acrobot-v1",
-    "Pendulum-v1",
-    "MountainCar-v0",
-    "MountainCarContinuous-v0",
-    "FrozenLake-v1",
-    "CliffWalking-v1",
-    "CliffWalkingSlippery-v1",
-    "Taxi-v4",
-    "Blackjack-v1",
-]
+    "CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCar-v0", "MountainCarContinuous-v0", "FrozenLake-v1",
+    "CliffWalking-v1", "CliffWalkingSlippery-v1", "Taxi-v4", "Blackjack-v1",
+]  # fmt: skip
 MUJOCO = [
-    "HalfCheetah-v5",
-    "Hopper-v5",
-    "Reacher-v5",
-    "Pusher-v5",
-    "Walker2d-v5",
-    "Ant-v5",
-    "Swimmer-v5",
-    "InvertedPendulum-v5",
-    "InvertedDoublePendulum-v5",
-    "Humanoid-v5",
-    "HumanoidStandup-v5",
-]
+    "HalfCheetah-v5", "Hopper-v5", "Reacher-v5", "Pusher-v5", "Walker2d-v5", "Ant-v5", "Swimmer-v5",
+    "InvertedPendulum-v5", "InvertedDoublePendulum-v5", "Humanoid-v5", "HumanoidStandup-v5",
+]  # fmt: skip
 
 Make = Callable[[], gymnasium.Env]
 
@@ -160,31 +143,33 @@ def test_contacts_are_those_of_the_restored_state() -> None:
     assert lying.unwrapped.data.ncon == standing.unwrapped.data.ncon == 0
 
 
-def test_the_time_limit_truncates_where_the_trunk_is_truncated() -> None:
-    trunk, branch = (gymnasium.make("Pendulum-v1", max_episode_steps=10) for _ in range(2))
-    snapshot = take_snapshot(trunk, played(trunk, seed=0, num_steps=7))
-    played(branch, seed=0, num_steps=9)
-    restore_snapshot(branch, snapshot)
-    assert [branch.step(np.zeros(1, np.float32))[3] for _ in range(3)] == [False, False, True]
-
-
 def test_a_finished_cartpole_stays_finished() -> None:
     trunk, branch = gymnasium.make("CartPole-v1"), gymnasium.make("CartPole-v1")
     observation, _ = trunk.reset(seed=0)
     terminated = False
     while not terminated:
         observation, _, terminated, _, _ = trunk.step(1)
-    snapshot = take_snapshot(trunk, observation)
-    restore_snapshot(branch, snapshot)
+    restore_snapshot(branch, take_snapshot(trunk, observation))
     assert branch.unwrapped.steps_beyond_terminated == 0
 
 
+class Plain(gymnasium.Env):
+    """Its state is its attributes."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def snapshot(self) -> Any:
+        return environment_state(self)
+
+    def restore(self, state: Any) -> None:
+        restore_environment_state(self, state)
+
+
 def test_a_generator_that_does_not_exist_yet_is_restored() -> None:
-    class Dice(gymnasium.Env):
+    class Dice(Plain):
         """Draws only in step, so at the snapshot its generator does not exist."""
 
         observation_space = gymnasium.spaces.Discrete(2)
-        action_space = gymnasium.spaces.Discrete(2)
 
         def reset(self, *, seed=None, options=None):
             super().reset(seed=seed)
@@ -193,16 +178,8 @@ def test_a_generator_that_does_not_exist_yet_is_restored() -> None:
         def step(self, action):
             return 0, self.np_random.random(), False, False, {}
 
-        def snapshot(self) -> Any:
-            return environment_state(self)
-
-        def restore(self, state: Any) -> None:
-            restore_environment_state(self, state)
-
     trunk, branch = Dice(), Dice()
-    observation, _ = trunk.reset()
-    snapshot = take_snapshot(trunk, observation)
-    restore_snapshot(branch, snapshot)
+    restore_snapshot(branch, take_snapshot(trunk, trunk.reset()[0]))
     assert [branch.step(0)[1] for _ in range(5)] == [trunk.step(0)[1] for _ in range(5)]
 
 
@@ -347,11 +324,10 @@ def test_np_random_is_restored_in_place() -> None:
 
 
 def test_a_custom_environment_restores_its_attributes() -> None:
-    class Windy(gymnasium.Env):
+    class Windy(Plain):
         """Has state in attributes and in two kinds of generators."""
 
         observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
-        action_space = gymnasium.spaces.Discrete(2)
 
         def reset(self, *, seed=None, options=None):
             super().reset(seed=seed)
@@ -366,19 +342,12 @@ def test_a_custom_environment_restores_its_attributes() -> None:
             self.position += self.wind.normal(size=2) + self.gusts.normal(size=2)
             return self.position.copy(), float(np.sum(self.path)), False, False, {}
 
-        def snapshot(self) -> Any:
-            return environment_state(self)
-
-        def restore(self, state: Any) -> None:
-            restore_environment_state(self, state)
-
     assert_branches_like_its_trunk(Windy)
 
 
 def test_the_error_for_an_unsupported_environment_says_what_to_implement() -> None:
-    env = Counter()
     with pytest.raises(ConfigError, match=r"Counter must be .*implement Snapshotable.*snapshot\(self\).*restore"):
-        take_snapshot(env, 0)
+        take_snapshot(Counter(), 0)
 
 
 def test_an_attribute_of_an_unknown_type_is_named() -> None:

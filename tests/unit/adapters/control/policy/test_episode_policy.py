@@ -1,6 +1,9 @@
 """EpisodePolicy: sampling and scoring agree, critics and copies work, and custom parts are used."""
 
 import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -8,15 +11,16 @@ import pytest
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from adapters.control import EpisodeOptions, EpisodePolicy, FromTorch, StepReward, take_snapshot
+from adapters.control import EnvironmentReward, EpisodeOptions, EpisodePolicy, FromTorch, StepReward, take_snapshot
 from adapters.control.environments.episodes import Episode, EpisodeStart
 from adapters.control.environments.pools import make_pool
-from adapters.control.policy.networks import CNNTorso
-from grpo import GRPOConfig, GRPOTrainer
+from grpo import ActionScores, ConfigError, ContractError, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
 from grpo.policy_base import SplitsSteps
 from tests.support.control_environments import UNIT, Chance, Spaces, Watched
-from tests.support.control_policies import POLICIES, STARTS, made, rows_of, trainer_of
+from tests.support.control_episodes import episode_of
+from tests.support.control_policies import POLICIES, STARTS, made, policy_of, rows_of, trainer_of
 
 
 @pytest.fixture(scope="module")
@@ -102,31 +106,19 @@ def test_entropy_and_log_probs_are_those_of_the_distribution() -> None:
     assert made("squashed").sample_actions(STARTS, 1).scores.entropy is None  # type: ignore[union-attr]
 
 
-def test_final_values_are_the_critics_for_truncated_and_0_for_terminated_episodes(subtests: pytest.Subtests) -> None:
-    for is_cut_off in (True, False):
-        with subtests.test(is_cut_off=is_cut_off):
-            make = lambda cut=is_cut_off: Spaces(UNIT, spaces.Discrete(2), is_cut_off=cut)  # noqa: E731
-            policy = EpisodePolicy(make, critic=True, options=EpisodeOptions(hidden=(4,)))
-            episodes = rows_of(policy.sample_actions(STARTS, 2).actions)
-            scores = policy.score_actions(STARTS, episodes)
-            assert policy.critic is not None
-            expected = policy.critic(torch.stack([episode.final_observation for episode in episodes])).squeeze(1)
-            assert expected.abs().min() > 1e-3
-            torch.testing.assert_close(scores.final_values, expected if is_cut_off else torch.zeros(4))
-            observations = torch.stack([episode.observations for episode in episodes])
-            torch.testing.assert_close(scores.values, policy.critic(observations).squeeze(-1))
-
-
-def test_in_a_mixed_batch_final_values_are_0_exactly_for_terminated_episodes() -> None:
+def test_values_are_the_critics_and_final_ones_are_0_for_terminated_episodes() -> None:
     """The policy truncates at 6 steps, and some episodes have terminated by then."""
-    policy = EpisodePolicy(
-        lambda: Chance(99, end_above=0.9), critic=True, options=EpisodeOptions(hidden=(4,), max_episode_steps=6)
-    )
+    policy = policy_of(lambda: Chance(99, end_above=0.9), critic=True, hidden=(4,), max_episode_steps=6)
+    assert policy.critic is not None
     episodes = rows_of(policy.sample_actions([EpisodeStart(seed=seed) for seed in range(8)], 1).actions)
     assert len({episode.terminated for episode in episodes}) == 2
-    final_values = policy.score_actions(None, episodes).final_values
-    assert final_values is not None
-    assert [bool(value == 0.0) for value in final_values] == [episode.terminated for episode in episodes]
+    scores = policy.score_actions(None, episodes)
+    expected = policy.critic(torch.stack([episode.final_observation for episode in episodes])).squeeze(1)
+    assert expected.abs().min() > 1e-3
+    is_cut = torch.tensor([not episode.terminated for episode in episodes])
+    torch.testing.assert_close(scores.final_values, torch.where(is_cut, expected, 0.0))
+    values = policy.critic(torch.cat([episode.observations for episode in episodes])).squeeze(1)
+    torch.testing.assert_close(scores.values[scores.mask], values)  # type: ignore[index]
 
 
 def test_a_custom_critic_is_used_and_trained() -> None:
@@ -148,16 +140,7 @@ def test_actor_and_critic_share_no_weights() -> None:
 
 def test_state_keys_are_equal_for_observations_that_agree_to_the_decimals() -> None:
     def episode(rows: list[list[float]]) -> Episode:
-        length = len(rows)
-        return Episode(
-            observations=torch.tensor(rows),
-            actions=torch.zeros(length),
-            rewards=torch.zeros(length, dtype=torch.float64),
-            terminated=True,
-            truncated=False,
-            final_observation=torch.zeros(2),
-            log_probs=torch.zeros(length),
-        )
+        return episode_of([0.0] * len(rows), observations=rows)
 
     policy = EpisodePolicy(lambda: Spaces(UNIT, spaces.Discrete(2)), options=EpisodeOptions(state_key_decimals=2))
     first, second = episode([[0.1, 0.2], [0.104, 0.2], [0.2, 0.1]]), episode([[0.11, 0.2], [-0.001, 0.0]])
@@ -184,6 +167,68 @@ def test_without_split_steps_updates_use_whole_episodes() -> None:
         trainer = trainer_of(kind, batch_size=3)
         trainer.step(STARTS)
         assert int(next(iter(trainer.optimizer_step.optimizer.state.values()))["step"]) == num_updates  # type: ignore[union-attr]
+
+
+def test_recordings_are_the_episodes_that_the_policy_would_have_sampled(subtests: pytest.Subtests) -> None:
+    """Observations and actions of sampled episodes, in the environment's format, with and without the last observation."""
+    inside = EpisodeOptions(initial_log_std=-4.0)  # no action is clipped
+    wide: Any = lambda seen: seen[:, :2] < 9  # noqa: E731
+    for environment, mask, options in (
+        ("CartPole-v1", None, None), ("Pendulum-v1", None, inside), ("CartPole-v1", wide, None)
+    ):  # fmt: skip
+        policy = EpisodePolicy(environment, num_members=2, action_mask=mask, options=options)
+        sampled = rows_of(policy.sample_actions(STARTS, 1).actions)
+        last = [episode.final_observation.unsqueeze(0) for episode in sampled]
+        taken = [policy.distribution.to_env(episode.actions) for episode in sampled]
+        for is_whole in (False, True):
+            with subtests.test(environment=environment, is_masked=mask is not None, is_whole=is_whole):
+                seen = [episode.observations for episode in sampled]
+                seen = [torch.cat(each) for each in zip(seen, last, strict=True)] if is_whole else seen
+                given = policy.demonstrations([each.numpy() for each in seen], taken)
+                assert given.is_demonstration is not None
+                assert bool(given.is_demonstration.all())
+                found = policy.score_actions(given.states, given.actions)
+                torch.testing.assert_close(found.log_probs, policy.score_actions(STARTS, sampled).log_probs)
+                assert torch.equal(found.mask, given.mask)
+                assert policy.demonstrations(seen, taken).num_rows == len(sampled), "tensors"
+
+
+def test_a_policy_imitates_a_recorded_expert() -> None:
+    """The expert answers the sign of the observation. Beside rewards that are all equal, only it teaches."""
+    policy = EpisodePolicy("CartPole-v1", num_members=2)
+    seen = np.linspace(-1, 1, 40, dtype=np.float32)[:, None] * np.ones((1, 4), dtype=np.float32)
+    given = policy.demonstrations([seen], [(seen[:, 0] > 0).astype(np.int64)])
+    config = GRPOConfig(group_size=2, learning_rate=0.02, batch_size=20, seed=0)
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=lambda states, actions: [1.0] * len(states))
+    history = trainer.train(None, demonstrations=given, num_iterations=30, progress=False)
+    assert history[-1]["train/demonstration_loss"] < 0.1
+    (beside,) = trainer.train(STARTS, demonstrations=given, num_iterations=31, progress=False)
+    assert beside["rows/demonstrations"] == 1.0
+
+
+def test_recordings_that_do_not_fit_are_refused(subtests: pytest.Subtests) -> None:
+    policy, seen, taken = EpisodePolicy("CartPole-v1", num_members=2), np.zeros((5, 4)), np.zeros(5, dtype=np.int64)
+    fits = r"demonstrations: an episode must have L observations, or L \+ 1, of Box.* for its L actions; got"
+    cases: list[tuple[str, Any, Any]] = [
+        (fits, [seen[:, :3]], [taken]),
+        (fits, [seen], [taken[:3]]),
+        (fits, [seen], [taken[:0]]),
+        (fits, [None], [None]),
+        (r"needs \[n, \*shape\] = \['n'\]", seen, taken),  # one episode without the axis of episodes
+        ("action 0 is not in the space", [seen], [taken + 2]),
+        ("actions must have one entry per row = 1", [seen], [taken, taken]),
+        ("there must be a row to imitate", [], []),
+    ]
+    for words, observations, actions in cases:
+        with subtests.test(words), pytest.raises(ContractError, match=words):
+            policy.demonstrations(observations, actions)
+    with subtests.test("steps"), pytest.raises(ContractError, match="actions must be a list of Episode objects; got"):
+        trainer_of(policy).update(
+            ExperienceBatch.from_demonstrations(torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64))
+        )
+    masked = EpisodePolicy("CartPole-v1", num_members=2, action_mask="info")
+    with pytest.raises(ConfigError, match="a recording has no masks, which action_mask='info' needs"):
+        masked.demonstrations([seen], [taken])
 
 
 def test_a_copy_has_its_own_weights_and_shares_the_environments() -> None:
@@ -226,13 +271,6 @@ def test_the_initial_log_std_is_used_by_both_kinds_of_heads() -> None:
         assert bool((parameters[:, 0].abs() < 0.1).all())
 
 
-def test_images_stay_bytes_and_go_through_convolutions() -> None:
-    policy = made("image")
-    assert isinstance(policy.actor[0], CNNTorso)
-    (episode, *_) = rows_of(policy.sample_actions(STARTS, 1).actions)
-    assert episode.observations.dtype == torch.uint8
-
-
 def test_a_custom_distribution_is_used() -> None:
     laplace = FromTorch(UNIT, 2, lambda mean: torch.distributions.Laplace(mean, 0.5))
     policy = EpisodePolicy(lambda: Spaces(UNIT, UNIT), distribution=laplace, options=EpisodeOptions(hidden=(4,)))
@@ -266,3 +304,53 @@ def test_the_reward_gets_the_episodes_in_the_order_of_their_states() -> None:
         [EpisodeStart(seed=1, options={"first": 0.25}), EpisodeStart(seed=1, options={"first": 0.75})]
     )
     assert seen == [0.25, 0.25, 0.75, 0.75]
+
+
+class Foreseeing(EpisodePolicy):
+    """With a density of the next observation: a Gaussian with standard deviation 1 around what a linear layer says."""
+
+    def __init__(self, environment: Any, **arguments: Any) -> None:
+        super().__init__(environment, **arguments)
+        self.expected = torch.nn.Linear(4, 4)
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        scores = super().score_actions(states, actions)
+        rows = [
+            torch.distributions.Normal(self.expected(one.observations), 1.0).log_prob(next_observations(one)).sum(1)
+            for one in actions
+        ]
+        return replace(scores, observed_log_probs=pad_sequence(rows, batch_first=True), observed_mask=scores.mask)
+
+
+def next_observations(episode: Episode) -> torch.Tensor:
+    return torch.cat([episode.observations[1:], episode.final_observation[None]])
+
+
+def test_a_density_of_the_next_observation_is_learned_with_its_own_gradient() -> None:
+    """Least squares by hand: c times the mean over all observations of |x W + b - y|^2 / 2. They teach nothing else, so the
+    actor's step is that of a policy without them."""
+    torch.manual_seed(0)
+    options = EpisodeOptions(split_steps=False)
+    plain = EpisodePolicy("CartPole-v1", num_members=2, options=options)
+    torch.manual_seed(0)
+    policy = Foreseeing("CartPole-v1", num_members=2, options=options)
+    batches = []
+    for each, coef in ((plain, 0.0), (policy, 0.5)):
+        objective = ObjectiveConfig(observation_coef=coef, aggregation="step_mean")
+        config = GRPOConfig(group_size=2, seed=0, max_grad_norm=None, objective=objective)
+        trainer = GRPOTrainer(
+            config=config, policy=each, reward_model=EnvironmentReward(), optimizer=partial(torch.optim.SGD, lr=0.1)
+        )
+        batches.append(trainer.collect([EpisodeStart(seed=0), EpisodeStart(seed=1)]))
+        start = copy.deepcopy(dict(each.named_parameters()))
+        trainer.update(batches[-1])
+    x = torch.cat([one.observations for one in batches[1].actions]).double()
+    y = torch.cat([next_observations(one) for one in batches[1].actions]).double()
+    weight, bias = (start[f"expected.{name}"].detach().double() for name in ("weight", "bias"))
+    error = x @ weight.T + bias - y
+    torch.testing.assert_close(
+        policy.expected.weight.double(), weight - 0.1 * 0.5 * error.T @ x / len(x), rtol=1e-4, atol=1e-6
+    )
+    torch.testing.assert_close(policy.expected.bias.double(), bias - 0.1 * 0.5 * error.mean(0), rtol=1e-4, atol=1e-6)
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(policy.get_parameters()[name], value, msg=name)

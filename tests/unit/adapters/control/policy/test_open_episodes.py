@@ -25,26 +25,21 @@ from adapters.control import (
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, TrainingInterrupted
 from grpo.errors import ConfigError, ContractError, GRPOWarning
 from tests.support.control_environments import Chance, Crossing, Watched
+from tests.support.control_policies import policy_of
 
 STARTS = [EpisodeStart(seed=seed) for seed in (3, 4, 5)]
 
 POLICIES: dict[str, Callable[[], EpisodePolicy]] = {
     "native": lambda: EpisodePolicy("CartPole-v1", num_members=3, options=EpisodeOptions(num_steps=7)),
-    "sync": lambda: EpisodePolicy(
-        "CartPole-v1", num_members=4, vectorization="sync", options=EpisodeOptions(num_steps=7)
-    ),
-    "repeated": lambda: EpisodePolicy(
-        "Pendulum-v1", num_members=3, options=EpisodeOptions(num_steps=8, repeat=3, max_episode_steps=40)
-    ),
+    "sync": lambda: policy_of("CartPole-v1", num_members=4, vectorization="sync", num_steps=7),
+    "repeated": lambda: policy_of("Pendulum-v1", num_members=3, num_steps=8, repeat=3, max_episode_steps=40),
     "normalised": lambda: EpisodePolicy(
         "MountainCarContinuous-v0",
         num_members=3,
         options=EpisodeOptions(num_steps=20, max_episode_steps=45, normalize_observations=True),
     ),
     "masked": lambda: EpisodePolicy("Taxi-v4", num_members=3, action_mask="info", options=EpisodeOptions(num_steps=30)),
-    "chance": lambda: EpisodePolicy(
-        lambda: Chance(9, end_above=0.9), num_members=3, options=EpisodeOptions(num_steps=4)
-    ),
+    "chance": lambda: policy_of(lambda: Chance(9, end_above=0.9), num_members=3, num_steps=4),
 }
 
 
@@ -119,11 +114,9 @@ def assert_played_by(policy: EpisodePolicy, seed: int, parts: list[Episode]) -> 
     ends = [place for place, part in enumerate(parts) if is_over(part)]
     parts = parts[: ends[0] + 1] if ends else parts
     names = {
-        "Pendulum": "Pendulum-v1",
-        "MountainCar": "MountainCarContinuous-v0",
-        "Taxi": "Taxi-v4",
+        "Pendulum": "Pendulum-v1", "MountainCar": "MountainCarContinuous-v0", "Taxi": "Taxi-v4",
         "Cart": "CartPole-v1",
-    }
+    }  # fmt: skip
     setting = str(policy.settings()["environment"])
     env = next((gymnasium.make(name) for start, name in names.items() if setting.startswith(start)), Chance(9, 0.9))
     observation, _ = env.reset(seed=seed)

@@ -13,11 +13,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from adapters.control import Categorical, EpisodeOptions, EpisodePolicy, EpisodeStart, episode_starts
+from adapters.control import Categorical, EpisodePolicy, EpisodeStart, episode_starts
 from grpo import load_weights
 from grpo.errors import CheckpointError, ConfigError
-from tests.support.control_policies import made, trainer_of
+from tests.support.control_policies import made, policy_of, trainer_of
 from tests.support.odd_environments import ACTED, Odd
+
+ROOT = Path(__file__).parents[5]
 
 pytestmark = pytest.mark.usefixtures("without_type_checks")
 
@@ -49,19 +51,24 @@ def test_a_policy_of_every_action_space_is_saved_and_loaded(tmp_path: Path, subt
             assert_same(policy, EpisodePolicy.load(tmp_path / "policy", environment=lambda space=space: Odd(act=space)))
 
 
-def test_another_process_acts_as_this_one(tmp_path: Path) -> None:
-    policy = made("normalized")
-    policy.save(tmp_path / "policy")
-    observation = np.array([0.1, 0.5, -0.1, 0.2], dtype=np.float32)
-    script = (
-        "import sys, numpy; from adapters.control import EpisodePolicy; policy = EpisodePolicy.load(sys.argv[1]); "
-        f"observation = numpy.array({observation.tolist()}, dtype=numpy.float32); "
-        "print(policy.decide(policy.encoder(observation[None])).tolist())"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "policy")], capture_output=True, text=True, check=True
-    ).stdout
-    assert said.strip() == str(policy.decide(policy.encoder(observation[None])).tolist())
+def answers(folder: str) -> list[str]:
+    """What the policies in a folder do, one of each action space."""
+    found = []
+    for name, space in ACTED.items():
+        policy = EpisodePolicy.load(Path(folder) / name, environment=lambda space=space: Odd(act=space))
+        observation = np.array([0.1, 0.5], dtype=np.float32)
+        parameters = policy.decide(policy.encoder(observation[None])).tolist()
+        found.append(f"{name}: {policy.predict(observation, deterministic=True)[0]!r}, {parameters}")
+    return found
+
+
+def test_another_process_acts_as_this_one_in_every_action_space(tmp_path: Path) -> None:
+    for name, space in ACTED.items():
+        EpisodePolicy(lambda space=space: Odd(act=space), num_members=1).save(tmp_path / name)
+    script = f"import sys; from {__name__} import answers; print(answers(sys.argv[1]))"
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert said.strip() == str(answers(str(tmp_path)))
 
 
 class Own(nn.Linear):
@@ -102,6 +109,13 @@ def test_keywords_of_the_environment_are_kept_and_can_be_replaced(tmp_path: Path
     assert [EpisodePolicy.load(path, **make).pool._envs[0].unwrapped.g for make in ({}, {"g": 5.0})] == [4.0, 5.0]
     assert EpisodePolicy.load(path, environment="Pendulum-v1").pool._envs[0].unwrapped.g == 10.0
     assert EpisodePolicy.load(path, num_members=3).pool.num_members == 3
+    rows = ["SF", "FG"]
+    path = EpisodePolicy("FrozenLake-v1", num_members=1, desc=rows).save(tmp_path / "map")
+    rows[1] = "HG"
+    assert EpisodePolicy.load(path).pool._envs[0].unwrapped.desc.tolist() == [[b"S", b"F"], [b"F", b"G"]]
+    path = EpisodePolicy("FrozenLake-v1", num_members=1, desc=("SF", "FG")).save(tmp_path / "map")
+    with pytest.raises(ConfigError, match=r"built with desc=tuple, which a file cannot hold\. Pass desc"):
+        EpisodePolicy.load(path)
 
 
 def test_files_that_hold_no_policy_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
@@ -130,9 +144,7 @@ def test_an_id_that_would_import_a_module_is_not_taken_from_a_file(tmp_path: Pat
 def test_weights_of_another_activation_or_distribution_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
     def policy(**options: Any) -> EpisodePolicy:
         distribution = options.pop("distribution", "squashed")
-        return EpisodePolicy(
-            "Pendulum-v1", num_members=1, distribution=distribution, options=EpisodeOptions(hidden=(4,), **options)
-        )
+        return policy_of("Pendulum-v1", num_members=1, distribution=distribution, hidden=(4,), **options)
 
     trainer_of(policy()).save_checkpoint(tmp_path)
     load_weights(tmp_path, policy(initial_log_std=-1.0, max_episode_steps=9))  # these do not matter to weights

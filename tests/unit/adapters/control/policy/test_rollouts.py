@@ -99,16 +99,6 @@ def test_every_member_of_a_group_gets_the_same_reset() -> None:
     assert begun[3:] == [EpisodeStart(seed=3, options=options)] * 3
 
 
-def test_random_events_of_the_environment_are_shared_within_a_group() -> None:
-    policy = policy_on(POOLS["chance"](5))
-    first, second = policy.sample_actions([EpisodeStart(), EpisodeStart()], 4).actions
-    for group in (first, second):
-        assert (
-            len({tuple(episode.rewards.tolist()) for episode in group}) == 1
-        )  # the reward is the number drawn at each step
-    assert first[0].rewards.tolist() != second[0].rewards.tolist()
-
-
 def test_an_episode_does_not_depend_on_the_number_of_members_or_on_other_episodes(subtests: pytest.Subtests) -> None:
     for kind, make in POOLS.items():
         with subtests.test(kind=kind):
@@ -226,12 +216,6 @@ def test_limits_and_counts_of_repeated_actions_are_in_steps_of_the_environment()
         policy_on(SerialPool([Crossing()], infos=True), repeat=2, action_mask="info")
 
 
-def test_an_episode_is_truncated_at_the_environments_own_limit() -> None:
-    policy = policy_on(make_pool("Pendulum-v1", 2, max_episode_steps=4))
-    (episode,) = flat(policy.sample_actions([EpisodeStart(seed=4)], 1).actions)
-    assert (len(episode), episode.terminated, episode.truncated) == (4, False, True)
-
-
 # Lost workers
 
 
@@ -271,9 +255,8 @@ def test_finished_episodes_are_kept_when_a_worker_is_lost() -> None:
 def test_losses_with_finished_episodes_in_between_are_tolerated() -> None:
     lost_in = [4, 9, 14, 19]  # three steps finish a pair of episodes, and every pair but the first is lost once
     assert len(lost_in) > MAX_LOSSES_IN_A_ROW
-    record = policy_on(Watched(SerialPool([Chance(3) for _ in range(2)]), lost_in)).roll_out(
-        starts_of(*range(10)), seed=0
-    )
+    policy = policy_on(Watched(SerialPool([Chance(3) for _ in range(2)]), lost_in))
+    record = policy.roll_out(starts_of(*range(10)), seed=0)
     assert (record.num_lost, record.lengths) == (4, [3] * 10)
 
 
@@ -311,13 +294,8 @@ def test_a_diverged_network_is_named_and_not_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     monkeypatch.chdir(tmp_path)  # MuJoCo writes its log in the working directory
-    for env_id, distribution in (
-        ("CartPole-v1", "auto"),
-        ("FrozenLake-v1", "auto"),
-        ("Pendulum-v1", "auto"),
-        ("Pendulum-v1", "beta"),
-        ("HalfCheetah-v5", "auto"),
-    ):
+    ids = ("CartPole-v1", "FrozenLake-v1", "Pendulum-v1", "HalfCheetah-v5")
+    for env_id, distribution in (*((env_id, "auto") for env_id in ids), ("Pendulum-v1", "beta")):
         with subtests.test(env_id=env_id, distribution=distribution):
             options: dict[str, Any] = {"max_episode_steps": 5, "distribution": distribution}
             policy = policy_of(env_id, num_members=2, hidden=(4,), **options)
@@ -328,15 +306,12 @@ def test_a_diverged_network_is_named_and_not_the_environment(
             assert env_id not in str(raised.value)
 
 
-class Broken(Chance):
-    """Observes NaN."""
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        observation, *rest = super().step(action)
-        return (observation * np.nan, *rest)  # type: ignore[return-value]
-
-
 def test_a_broken_environment_is_named_and_not_the_network() -> None:
+    class Broken(Chance):
+        def step(self, action: Any) -> Any:
+            observation, *rest = super().step(action)
+            return (observation * np.nan, *rest)
+
     with pytest.raises(ContractError, match=r"Chance, member 0, step 1, seed 1: the observation contains NaN"):
         policy_on(SerialPool([Broken()])).roll_out(starts_of(1), seed=0)
 
@@ -355,6 +330,24 @@ def test_groups_of_strangers_are_named_once() -> None:
         policy.sample_actions(starts_of(1, 2), 3)
     policy.sample_actions(starts_of(1, 2), 3)  # warnings are errors
     EpisodePolicy(IgnoresSeed, num_members=4).sample_actions(starts_of(1, 2), 1)  # there is nobody to compare with
+
+
+@pytest.mark.parametrize("num_steps", [None, 50])
+def test_an_environment_that_seeds_the_policys_generator_is_named_once(num_steps: int | None) -> None:
+    class Seeds(Chance):
+        def reset(self, **options: Any) -> Any:
+            torch.manual_seed(7)
+            return super().reset(**options)
+
+    policy, usual = (policy_of(kind, num_members=1, num_steps=num_steps) for kind in (Seeds, Chance))
+    for seed in (3, 3, 4, 5):  # two calls with one seed are alike anyway
+        torch.manual_seed(seed)
+        usual.sample_actions(starts_of(1), 1)
+    torch.manual_seed(3)
+    policy.sample_actions(starts_of(1), 1)
+    with pytest.warns(GRPOWarning, match="the environment seeds torch's global generator"):
+        policy.sample_actions(starts_of(1), 1)
+    policy.sample_actions(starts_of(1), 1)
 
 
 def test_groups_of_twins_are_named_in_the_first_iteration() -> None:
@@ -434,14 +427,6 @@ def test_missing_and_wrong_masks_are_refused(subtests: pytest.Subtests) -> None:
             policy = policy_on(SerialPool([env], infos=infos), action_mask=mask)
             with pytest.raises(error, match=message):
                 policy.sample_actions(starts_of(1), 1)
-
-
-def test_an_environment_without_a_limit_has_one_of_ten_thousand_steps(subtests: pytest.Subtests) -> None:
-    assert gymnasium.spec("CliffWalking-v1").max_episode_steps is None
-    for environment in ("CliffWalking-v1", Unending, make_pool("CliffWalking-v1", 1)):
-        with subtests.test(environment=environment):
-            assert EpisodePolicy(environment).time_limit == 10_000
-            assert EpisodePolicy(environment, options=EpisodeOptions(max_episode_steps=9)).time_limit == 9
 
 
 class Unending(Chance):

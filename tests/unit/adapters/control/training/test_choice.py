@@ -11,12 +11,10 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from adapters.control import FITTED_PRESETS, PRESETS, ControlPreset, episode_starts, preset_for
+from adapters.control import FITTED_PRESETS, PRESETS, episode_starts, preset_for
 from grpo.errors import ConfigError, ContractError
-from tests.support.control_environments import Spaces
+from tests.support.control_policies import IMAGE
 from tests.support.odd_environments import Masked, Odd
-
-PAIR = spaces.Box(-1.0, 1.0, (2,), np.float32)
 
 
 class Track(gymnasium.Env):
@@ -75,32 +73,27 @@ def test_settings_follow_from_what_random_actions_find(subtests: pytest.Subtests
         ("a dense reward and an end", limited(200, 3), {"gamma": 0.99}),
         ("an end of long episodes", limited(1_000, 3), {"gamma": 0.995}),
         ("an end of shorter episodes", limited(999, 3), {"gamma": 0.99}),
-        (
-            "two numbers",
-            lambda: Track(actions=2),
-            {"num_epochs": 10, "learning_rate": 1e-3, "normalize_observations": True},
-        ),
+        ("two numbers", lambda: Track(actions=2),
+         {"num_epochs": 10, "learning_rate": 1e-3, "normalize_observations": True}),
         ("three numbers", lambda: Track(actions=3), {"num_epochs": 10, "learning_rate": 3e-4}),
-        (
-            "a table",
-            lambda: Track(lambda cell: -1.0, 3, observations="number"),
-            {"num_groups": 16, "learning_rate": 1e-3, "normalize_observations": False, "gamma": 0.99, "repeat": 1},
-        ),
+        ("a table", lambda: Track(lambda cell: -1.0, 3, observations="number"),
+         {"num_groups": 16, "learning_rate": 1e-3, "normalize_observations": False, "gamma": 0.99, "repeat": 1}),
         # 1 - 1 / (10 x 50): standing still costs 500
         ("a rare fall", lambda: Track(lambda cell: -50.0 if abs(cell) == 3 else -1.0, 3), {"gamma": 0.998}),
-        (
-            "a rare fall that costs little",
-            lambda: Track(lambda cell: -2.0 if abs(cell) == 3 else -1.0, 3),
-            {"gamma": 0.99},
-        ),
+        ("a rare fall that costs little", lambda: Track(lambda cell: -2.0 if abs(cell) == 3 else -1.0, 3), {"gamma": 0.99}),
         ("a rare abyss", lambda: Track(lambda cell: -1e6 if abs(cell) == 3 else -1.0, 3), {"gamma": 0.999}),
-        (
-            "a table with rare rewards",
-            lambda: Track(lambda cell: float(cell == 9), 9, observations="number"),
-            {"num_groups": 32, "learning_rate": 3e-4, "gamma": 0.99},
-        ),
+        ("a table with rare rewards", lambda: Track(lambda cell: float(cell == 9), 9, observations="number"),
+         {"num_groups": 32, "learning_rate": 3e-4, "gamma": 0.99}),
+        ("a table and a box", lambda: Track(lambda cell: -1.0, 3, observations="number", actions=1),
+         {"num_groups": 16, "num_epochs": 10, "num_steps": 128}),
+        # an iteration takes 64 decisions: of 64 members with one each, of 16 with four or more, or of 8 with eight
+        ("one step", lambda: Track(num_cells=1), {"num_groups": 64, "num_steps": 8}),
+        ("seven steps", lambda: Track(float, limit=7), {"num_groups": 16, "num_steps": 32, "repeat": 1}),
+        ("eight steps", lambda: Track(float, limit=8), {"num_groups": 8, "num_steps": 64, "repeat": 1}),
+        # six decisions of four steps
+        ("24 equal steps", lambda: Track(limit=24), {"num_groups": 16, "num_steps": 64, "repeat": 4}),
         ("a mask", lambda: Masked(), {"action_mask": "info", "repeat": 1}),
-    )
+    )  # fmt: skip
     for name, environment, expected in rows:
         with subtests.test(name):
             preset = preset_for(environment)
@@ -142,6 +135,11 @@ def test_steps_of_random_actions_count_and_are_few_in_a_short_run() -> None:
 
 def test_equal_environments_have_equal_presets_and_global_generators_do_not_change() -> None:
     class Global(Track):
+        def __init__(self) -> None:
+            super().__init__()
+            random.random()
+            torch.rand(())
+
         def step(self, action: Any) -> Any:
             random.random()
             torch.rand(())
@@ -171,8 +169,31 @@ def test_a_function_or_a_wrapped_environment_is_trained_in_place_of_the_id() -> 
     assert policy.pool.num_members == preset.num_groups
     trainer = preset.make_trainer(policy, seed=0)
     assert trainer.step(episode_starts(preset.num_groups)(0))["train/num_updates"] > 0
-    other = preset_for(lambda: gymnasium.make("Pendulum-v1", g=5.0))
-    assert (other.env_id, other.why != "") == ("Pendulum-v1", True), "other keywords are another environment"
+    for keywords in ({"g": 5.0}, {"max_episode_steps": 50}):
+        other = preset_for(lambda keywords=keywords: gymnasium.make("Pendulum-v1", **keywords))
+        assert (other.env_id, other.why != "") == ("Pendulum-v1", True), "other keywords are another environment"
+
+
+def test_a_registered_environment_may_need_keywords() -> None:
+    class Needs(Track):
+        def __init__(self, *, cells: int) -> None:
+            super().__init__(num_cells=cells)
+
+    gymnasium.register("Needs-v0", entry_point=Needs)
+    try:
+        for environment in (lambda: gymnasium.make("Needs-v0", cells=3), gymnasium.make("Needs-v0", cells=3)):
+            assert preset_for(environment).make_policy().pool.layers[-1] == "Needs(cells=3)"
+        with pytest.raises(ConfigError, match="missing 1 required keyword-only argument: 'cells'"):
+            preset_for("Needs-v0")
+    finally:
+        del gymnasium.registry["Needs-v0"]
+
+
+def test_images_are_not_normalised_whatever_the_actions() -> None:
+    for space in (IMAGE, spaces.Dict(camera=IMAGE, speed=spaces.Box(-1.0, 1.0, (2,), np.float32))):
+        preset = preset_for(lambda space=space: Odd(space, act=spaces.Box(-1.0, 1.0, (3,), np.float32)))
+        assert (preset.credit, preset.num_epochs, preset.normalize_observations) == ("group", 10, False)
+        preset.make_policy(num_members=1)
 
 
 def test_an_id_with_a_measured_preset_has_it() -> None:
@@ -194,8 +215,13 @@ def test_few_iterations_are_said(caplog: pytest.LogCaptureFixture) -> None:
     assert not said("CartPole-v1", total_steps=80_000)
     assert not said("CartPole-v1")
     assert said("CartPole-v1", credit="fitted", total_steps=10_239)  # 8 members of 64 steps
+    assert caplog.text.endswith("Use more steps, or a smaller num_steps: dataclasses.replace(preset, num_steps=...).\n")
     assert not said("CartPole-v1", credit="fitted", total_steps=10_240)
     assert not said("CartPole-v1", total_steps=8_000, max_episode_steps=50)
+    # the limit of an environment that is not registered counts, too: 2 groups of 8 episodes of 50 steps, less 1,780
+    assert not said(lambda: gymnasium.wrappers.TimeLimit(Track(), 50), credit="group", total_steps=17_800)
+    assert said(lambda: gymnasium.wrappers.TimeLimit(Track(), 50), credit="group", total_steps=16_000)
+    assert caplog.text.endswith("or (but for images) credit='fitted', which has short iterations.\n")
 
 
 def test_what_cannot_be_made_again_is_refused_with_a_remedy() -> None:
@@ -203,22 +229,16 @@ def test_what_cannot_be_made_again_is_refused_with_a_remedy() -> None:
         def observation(self, observation: Any) -> Any:
             return observation
 
-    with pytest.raises(ConfigError, match=r"Track is not registered, so it cannot be made again. Pass a function"):
-        preset_for(Track())
-    with pytest.raises(ConfigError, match=r"Silent.*cannot be made again. Pass a function that creates it"):
-        preset_for(Silent(gymnasium.make("CartPole-v1")))
-    with pytest.raises(ConfigError, match="got int 3"):
-        preset_for(3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"must be a gymnasium\.Env; got a int"):
-        preset_for(lambda: 3)  # type: ignore[arg-type,return-value]
+    cases: tuple[tuple[Any, str], ...] = (
+        (Track(), "Track is not registered, so it cannot be made again. Pass a function"),
+        (Silent(gymnasium.make("CartPole-v1")), "Silent.*cannot be made again. Pass a function that creates it"),
+        (3, "got int 3"),
+        (lambda: 3, r"must be a gymnasium\.Env; got a int"),
+    )
+    for environment, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            preset_for(environment)
     with pytest.raises(ConfigError, match="total_steps must be an integer >= 1"):
         preset_for("CartPole-v1", total_steps=0)
     with pytest.raises(ContractError, match="reward must be a number; got 'one'"):
         preset_for(lambda: Odd(reward="one"))
-
-
-def test_images_have_the_mean_of_their_group() -> None:
-    picture = spaces.Box(0, 255, (40, 40, 3), np.uint8)
-    preset = preset_for(lambda: Spaces(picture, spaces.Discrete(3)))
-    assert (preset.credit, "the group's mean (images)" in preset.why) == ("group", True)
-    assert isinstance(preset, ControlPreset)

@@ -9,24 +9,17 @@ from torch import Tensor, nn
 
 from adapters.control import EnvironmentReward, EpisodeOptions, EpisodePolicy, StepReward, effort
 from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask
-from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, GRPOTrainer, WeightedRewards
+from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, WeightedRewards
 from grpo.errors import ConfigError, RewardError
 from tests.support.control_environments import UNIT, Chance, Spaces
+from tests.support.control_episodes import episode_of
+from tests.support.control_policies import policy_of
 
 STARTS = [EpisodeStart(seed=1), EpisodeStart(seed=2)]
 
 
 def episode(*rewards: float, actions: Tensor | None = None) -> Episode:
-    length = len(rewards)
-    return Episode(
-        observations=torch.zeros(length, 3),
-        actions=torch.zeros(length, 2) if actions is None else actions,
-        rewards=torch.tensor(rewards, dtype=torch.float64),
-        terminated=True,
-        truncated=False,
-        final_observation=torch.zeros(3),
-        log_probs=torch.zeros(length),
-    )
+    return episode_of(rewards, actions=torch.zeros(len(rewards), 2) if actions is None else actions)
 
 
 EPISODES = [episode(1.0), episode(2.0, 4.0), episode(3.0, 5.0, 7.0)]
@@ -79,9 +72,7 @@ def test_a_term_of_a_wrong_length_is_named() -> None:
 
 
 def trainer_of(reward: Any, policy: EpisodePolicy | None = None, **settings: Any) -> GRPOTrainer:
-    policy = policy or EpisodePolicy(
-        lambda: Chance(5, end_above=0.8), num_members=3, options=EpisodeOptions(hidden=(4,))
-    )
+    policy = policy or policy_of(lambda: Chance(5, end_above=0.8), num_members=3, hidden=(4,))
     return GRPOTrainer(config=GRPOConfig(group_size=3, seed=0, **settings), policy=policy, reward_model=reward)
 
 
@@ -96,23 +87,6 @@ def test_the_default_advantage_equals_hand_worked_values() -> None:
     )
     expected = [[-19 / 3, 0.0, 0.0], [-4 / 3, -4.0, 0.0], [23 / 3, 4.0, 0.0]]
     torch.testing.assert_close(trainer_of(reward).advantages(batch), torch.tensor(expected, dtype=torch.float64))
-
-
-def test_the_default_advantage_compares_active_episodes_of_the_group() -> None:
-    trainer = trainer_of(EnvironmentReward(), advantage=AdvantageConfig(gamma=0.5))
-    batch = trainer.collect(STARTS)
-    assert len({len(one) for one in batch.actions}) > 1
-    advantages = trainer.advantages(batch)
-    for group in (0, 1):
-        members = [row for row in range(6) if batch.group_ids[row] == group]
-        for t in range(batch.mask.shape[1]):
-            alive = [row for row in members if len(batch.actions[row]) > t]
-            returns = {
-                row: sum(0.5**k * r for k, r in enumerate(batch.actions[row].rewards[t:].tolist())) for row in alive
-            }
-            for row in alive:
-                mean = sum(returns.values()) / len(alive)
-                assert float(advantages[row, t]) == pytest.approx(returns[row] - mean, abs=1e-12)
 
 
 def test_weighted_terms_are_added_and_reported_by_name() -> None:
@@ -163,9 +137,7 @@ def test_episodes_of_one_step_have_one_reward_per_row(subtests: pytest.Subtests)
     """Blackjack often gives such a batch. The advantages are the differences from the group's mean."""
     for reward in (EnvironmentReward(), StepReward(lambda one: one.rewards)):
         with subtests.test(reward=type(reward).__name__):
-            policy = EpisodePolicy(
-                lambda: Spaces(UNIT, spaces.Discrete(4), length=1), num_members=3, options=EpisodeOptions(hidden=(4,))
-            )
+            policy = policy_of(lambda: Spaces(UNIT, spaces.Discrete(4), length=1), num_members=3, hidden=(4,))
             trainer = trainer_of(reward, policy)
             batch = trainer.collect(STARTS)
             totals = torch.tensor([float(one.rewards.sum()) for one in batch.actions], dtype=torch.float64).view(2, 3)

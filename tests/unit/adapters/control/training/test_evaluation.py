@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from adapters.control import EnvironmentReward, EpisodeOptions, EpisodePolicy, Evaluation, FromTorch, evaluate_policy
-from adapters.control.environments.episodes import EpisodeStart, episode_starts
-from adapters.control.environments.pools import SerialPool
-from adapters.control.training.evaluation import EVALUATION_SEED
+from adapters.control.environments.episodes import episode_starts
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError, ContractError
-from tests.support.control_environments import UNIT, Chance, Crossing, Spaces, Watched
+from tests.support.control_environments import UNIT, Chance, Crossing, Spaces
 from tests.support.control_policies import policy_of
 
 
@@ -31,9 +29,14 @@ def everything_random() -> list[Any]:
 
 
 def test_an_evaluation_changes_no_policy_state_mode_or_generator(subtests: pytest.Subtests) -> None:
-    policy = trained(normalize_observations=True)
-    for deterministic, is_training in ((True, True), (False, False)):
-        with subtests.test(deterministic=deterministic, is_training=is_training):
+    laplace = FromTorch(UNIT, 2, lambda mean: torch.distributions.Laplace(mean, 0.5))  # draws from a global generator
+    policies = trained(normalize_observations=True), trained(lambda: Spaces(UNIT, UNIT), distribution=laplace)
+    for policy, deterministic, is_training in (
+        (policies[0], True, True),
+        (policies[0], False, False),
+        (policies[1], False, True),
+    ):
+        with subtests.test(policy=policies.index(policy), deterministic=deterministic, is_training=is_training):
             policy.train(is_training)
             policy.actor[0].eval()  # a part that the user keeps in evaluation mode
             before = {name: value.clone() for name, value in policy.state_dict().items()}
@@ -45,16 +48,6 @@ def test_an_evaluation_changes_no_policy_state_mode_or_generator(subtests: pytes
             assert (policy.training, policy.actor[0].training) == (is_training, False)
 
 
-def test_an_evaluation_restores_the_global_generator_a_distribution_uses() -> None:
-    laplace = FromTorch(UNIT, 2, lambda mean: torch.distributions.Laplace(mean, 0.5))
-    policy = EpisodePolicy(
-        lambda: Spaces(UNIT, UNIT), distribution=laplace, num_members=2, options=EpisodeOptions(hidden=(4,))
-    )
-    drawn = everything_random()
-    evaluate_policy(policy, num_episodes=2, deterministic=False)
-    assert everything_random() == drawn
-
-
 def test_an_evaluation_is_repeatable() -> None:
     policy = trained()
     first, second = evaluate_policy(policy, num_episodes=4), evaluate_policy(policy, num_episodes=4)
@@ -63,25 +56,6 @@ def test_an_evaluation_is_repeatable() -> None:
     assert noisy.returns.tolist() == evaluate_policy(policy, num_episodes=4, deterministic=False).returns.tolist()
     assert noisy.returns.tolist() != first.returns.tolist()
     assert evaluate_policy(policy, num_episodes=4, seed=1).returns.tolist() != first.returns.tolist()
-
-
-def test_evaluations_do_not_change_the_training_run() -> None:
-    def weights(num_evaluations: int) -> list[float]:
-        torch.manual_seed(0)
-        policy = EpisodePolicy(
-            "Pendulum-v1",
-            num_members=3,
-            options=EpisodeOptions(hidden=(4,), max_episode_steps=9, normalize_observations=True),
-        )
-        config = GRPOConfig(group_size=3, seed=0)
-        trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward())
-        for iteration in range(3):
-            trainer.step(episode_starts(2)(iteration))
-            for _ in range(num_evaluations):
-                evaluate_policy(policy, num_episodes=5, deterministic=False)
-        return torch.cat([value.detach().flatten() for value in policy.parameters()]).tolist()
-
-    assert weights(0) == weights(2)
 
 
 def test_evaluation_takes_the_most_likely_actions_unless_told_to_sample() -> None:
@@ -97,17 +71,10 @@ def test_evaluation_takes_the_most_likely_actions_unless_told_to_sample() -> Non
     assert noisy.mean_return > 12  # left and right about equally often
 
 
-def test_starts_have_consecutive_seeds() -> None:
-    pool = Watched(SerialPool([Chance(2) for _ in range(2)]))
-    evaluate_policy(EpisodePolicy(pool), num_episodes=5)
-    assert [start for _, start in pool.begun] == [EpisodeStart(seed=EVALUATION_SEED + number) for number in range(5)]
-
-
 def test_an_evaluation_obeys_action_masks() -> None:
     policy = EpisodePolicy(lambda: Crossing(allows=2), action_mask="info", num_members=2)
-    assert (
-        evaluate_policy(policy, num_episodes=4).lengths.tolist() == [6] * 4
-    )  # the environment raises for a masked action
+    # the environment raises for a masked action
+    assert evaluate_policy(policy, num_episodes=4).lengths.tolist() == [6] * 4
 
 
 def test_an_evaluation_restores_the_mode_after_an_error() -> None:
@@ -117,24 +84,21 @@ def test_an_evaluation_restores_the_mode_after_an_error() -> None:
     assert policy.training
 
 
-def test_training_limits_do_not_apply_to_evaluations() -> None:
-    policy = EpisodePolicy("Pendulum-v1", num_members=2, options=EpisodeOptions(max_episode_steps=7))
-    assert evaluate_policy(policy, num_episodes=2).lengths.tolist() == [200, 200]
-    assert evaluate_policy(policy, num_episodes=2, max_steps=11).lengths.tolist() == [11, 11]
-
-
-def test_an_evaluation_without_a_limit_of_the_environment_has_that_of_the_policy() -> None:
-    policy = EpisodePolicy(
-        "CliffWalking-v1", num_members=2, options=EpisodeOptions(max_episode_steps=7)
-    )  # a first policy walks into a wall
-    assert max(evaluate_policy(policy, num_episodes=2).lengths) == 7
-    assert max(evaluate_policy(policy, num_episodes=2, max_steps=9).lengths) == 9
+def test_limits_of_training_apply_to_evaluations_only_if_the_environment_has_none() -> None:
+    for env_id, length in (("Pendulum-v1", 200), ("CliffWalking-v1", 7)):  # a first policy walks into a wall
+        policy = EpisodePolicy(env_id, num_members=2, options=EpisodeOptions(max_episode_steps=7))
+        assert evaluate_policy(policy, num_episodes=2).lengths.tolist() == [length] * 2
+        assert evaluate_policy(policy, num_episodes=2, max_steps=11).lengths.tolist() == [11, 11]
 
 
 def test_an_evaluation_prints_its_mean_and_numbers_below_1_are_refused() -> None:
     result = Evaluation(returns=np.array([1.0, 3.0]), lengths=np.array([10, 21]))
     assert str(result) == "return 2.0 +- 1.0 in 2 episodes of 16 steps"
-    with pytest.raises(ConfigError, match="num_episodes must be an integer >= 1; got int 0"):
-        evaluate_policy(EpisodePolicy(Chance), num_episodes=0)
-    with pytest.raises(ConfigError, match="max_steps must be an integer >= 1, or None; got int 0"):
-        evaluate_policy(EpisodePolicy(Chance), max_steps=0)
+    for name, value, words in (
+        ("num_episodes", 0, ">= 1; got int 0"),
+        ("max_steps", 0, ">= 1, or None; got int 0"),
+        ("seed", -1, ">= 0; got int -1"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} must be an integer {words}"):
+            evaluate_policy(EpisodePolicy(Chance), **{name: value})
+    evaluate_policy(EpisodePolicy(Chance), num_episodes=1, max_steps=1, seed=0)

@@ -14,6 +14,7 @@ from adapters.control.environments.episodes import episode_mask, pad_to_steps
 from grpo import ExperienceBatch
 from grpo.errors import ConfigError, ContractError
 from tests.support.control_environments import Spaces
+from tests.support.control_episodes import episode_of
 from tests.support.control_policies import IMAGE
 
 TWO = spaces.Discrete(3)
@@ -25,16 +26,7 @@ def policy_on(space: spaces.Space) -> EpisodePolicy:
 
 
 def episode(observations: Any, rewards: Sequence[float], final: Any, *, terminated: bool = True) -> Episode:
-    count = len(rewards)
-    return Episode(
-        observations=torch.as_tensor(observations, dtype=torch.float32),
-        actions=torch.zeros(count, dtype=torch.int64),
-        rewards=torch.tensor(rewards, dtype=torch.float64),
-        log_probs=torch.zeros(count),
-        terminated=terminated,
-        truncated=not terminated,
-        final_observation=torch.as_tensor(final, dtype=torch.float32),
-    )
+    return episode_of(rewards, observations=observations, final=final, terminated=terminated)
 
 
 def batch_of(episodes: Sequence[Episode]) -> ExperienceBatch:
@@ -129,6 +121,23 @@ def test_its_state_goes_on() -> None:
     other.load_state_dict(copy.deepcopy(one.state_dict()))
     batch = batch_of(bandit(200, 2, np.cos)[0])
     assert torch.equal(other(batch), one(batch))
+
+
+def test_small_images_with_a_network_of_ones_own_are_fitted_as_rows() -> None:
+    space = spaces.Box(0, 255, (2, 1, 3), np.uint8)
+    as_images = EpisodePolicy(lambda: Spaces(space, spaces.Discrete(2)), num_members=1, torso=torch.nn.Flatten())
+    as_rows = EpisodePolicy(lambda: Spaces(space, spaces.Discrete(2)), num_members=1)
+    assert as_images.encoder.is_image
+    pixels, rewards = torch.randint(256, (6, 2, 1, 3), dtype=torch.uint8), torch.arange(6.0).tolist()
+    found = [
+        FittedAdvantages(policy, gamma=0.9)(batch_of([episode(rows.tolist(), rewards, last.tolist())]))
+        for policy, rows, last in (
+            (as_images, pixels, pixels[0]),
+            (as_rows, pixels.flatten(1).float(), pixels[0].flatten().float()),
+        )
+    ]
+    assert found[0].abs().sum() > 0
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_what_cannot_be_fitted_is_refused() -> None:

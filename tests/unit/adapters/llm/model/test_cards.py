@@ -95,9 +95,8 @@ def test_a_model_of_the_hub_is_the_base_model(base: str, tmp_path: Path, lora: A
     trained = HFPolicy.from_pretrained(base, lora=lora, device="cpu")
     card = card_of(trained, tmp_path / "trained")
     assert card.data.base_model == base
-    assert (card.data.library_name, card.data.tags[-1]) == (
-        ("transformers", "reinforcement-learning") if lora is None else ("peft", "lora")
-    )
+    expected = ("transformers", "reinforcement-learning") if lora is None else ("peft", "lora")
+    assert (card.data.library_name, card.data.tags[-1]) == expected
     assert f'of <a href="https://huggingface.co/{base}">{base}</a>, trained by' in rendered(card)
     assert "\n## Training\n" not in card.text
     again = HFPolicy.from_pretrained(tmp_path / "trained", device="cpu")
@@ -174,11 +173,8 @@ class Hub(BaseHTTPRequestHandler):
             return self._answer(401, {"error": "Invalid credentials"})
         page = f"http://{self.headers['Host']}/someone/name"
         answer: dict[str, Any] = {
-            "url": page,
-            "commitUrl": f"{page}/commit/1",
-            "commitOid": "1",
-            "name": "someone/name",
-        }
+            "url": page, "commitUrl": f"{page}/commit/1", "commitOid": "1", "name": "someone/name",
+        }  # fmt: skip
         if self.path.startswith("/api/models/someone/name/preupload"):
             files = [file["path"] for file in json.loads(body)["files"]]
             answer["files"] = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in files]
@@ -259,9 +255,8 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) 
         "a/b c": "str 'a/b c'",
         "a/`b`": "str",
     }.items():
-        with pytest.raises(
-            ConfigError, match=rf"push_to_hub must be the name of a repository, 'user/name', or None; got {got}"
-        ):
+        message = rf"push_to_hub must be the name of a repository, 'user/name', or None; got {got}"
+        with pytest.raises(ConfigError, match=message):
             trained.save_pretrained(tmp_path / "x", push_to_hub=name)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"trainer must be the run's GRPOTrainer, or None; got int 3"):
         trained.save_pretrained(tmp_path / "x", trainer=3)

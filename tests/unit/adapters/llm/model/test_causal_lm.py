@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,40 +17,30 @@ from transformers import (
 
 from adapters.llm.model.causal_lm import CausalLM, LogitsPostprocessing
 from grpo.errors import ContractError
-from tests.support.llm_models import ENDS, FAMILIES, SHARING, VOCABULARY_SIZE, tiny_model
+from tests.support.llm_models import ENDS, FAMILIES, VOCABULARY_SIZE, tiny_model
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 
 
-def test_the_head_of_the_hidden_states_gives_the_logits_of_the_model(subtests: pytest.Subtests) -> None:
-    for family in FAMILIES:
-        with subtests.test(family=family):
-            model = tiny_model(family, dtype=torch.float64)
-            lm = CausalLM(model)
-            hidden = lm.decoder(input_ids=TOKENS, use_cache=False).last_hidden_state
-            expected = model(input_ids=TOKENS, use_cache=False).logits
-            torch.testing.assert_close(lm.head(hidden).to(expected.dtype), expected, atol=1e-12, rtol=0)
-            is_plain = family not in ("granite", "cohere", "gemma2")
-            assert (type(lm.head) is nn.Linear) == is_plain  # a plain linear head has its gradient in blocks
-            lm.check_logits()
-
-
-def test_prompts_are_shared_unless_a_layer_of_the_cache_cannot_be_copied(subtests: pytest.Subtests) -> None:
-    for family in FAMILIES:
-        with subtests.test(family=family):
-            assert CausalLM(tiny_model(family)).shares_prompts == (family in SHARING)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_of_the_hidden_states_gives_the_logits_of_the_model(family: Any) -> None:
+    model = tiny_model(family, dtype=torch.float64)
+    lm = CausalLM(model)
+    hidden = lm.decoder(input_ids=TOKENS, use_cache=False).last_hidden_state
+    expected = model(input_ids=TOKENS, use_cache=False).logits
+    torch.testing.assert_close(lm.head(hidden).to(expected.dtype), expected, atol=1e-12, rtol=0)
+    is_plain = family not in ("granite", "cohere", "gemma2")
+    assert (type(lm.head) is nn.Linear) == is_plain  # a plain linear head has its gradient in blocks
+    lm.check_logits()
 
 
 def test_forks_are_shared_with_full_attention_only(subtests: pytest.Subtests) -> None:
     """Padding between edges would move a sliding window."""
     one_window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     for family, changes, shares in [
-        ("qwen3", {}, True),
-        ("qwen3", one_window, False),
-        ("mistral", {}, False),
-        ("mistral", {"sliding_window": None}, True),
-        ("mamba", {}, False),
-    ]:
+        ("qwen3", {}, True), ("qwen3", one_window, False), ("mistral", {}, False),
+        ("mistral", {"sliding_window": None}, True), ("mamba", {}, False),
+    ]:  # fmt: skip
         with subtests.test(family=family, changes=changes):
             assert CausalLM(tiny_model(family, **changes)).shares_forks == shares
 
@@ -63,19 +54,11 @@ POSTPROCESSING = [
 ]
 
 
-def test_logits_are_capped_and_scaled_as_the_config_says(subtests: pytest.Subtests) -> None:
-    for settings, logits, expected in POSTPROCESSING:
-        with subtests.test(settings=settings):
-
-            class Config:
-                pass
-
-            config = Config()
-            for name, value in settings.items():
-                setattr(config, name, value)
-            post = LogitsPostprocessing(config)
-            torch.testing.assert_close(post(torch.tensor(logits)), torch.tensor(expected))
-            assert post.is_identity == (logits == expected)
+@pytest.mark.parametrize(("settings", "logits", "expected"), POSTPROCESSING)
+def test_logits_are_capped_and_scaled_as_the_config_says(settings: Any, logits: Any, expected: Any) -> None:
+    post = LogitsPostprocessing(SimpleNamespace(**settings))
+    torch.testing.assert_close(post(torch.tensor(logits)), torch.tensor(expected))
+    assert post.is_identity == (logits == expected)
 
 
 class Doubled(Qwen3ForCausalLM):
@@ -123,16 +106,12 @@ def test_adapters_in_layers_are_unwrapped_and_virtual_tokens_are_refused() -> No
         CausalLM(get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)))
 
 
-X = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-
-
-def test_float32_and_float64_without_autocast_count_as_float32(subtests: pytest.Subtests) -> None:
-    for dtype in X:
-        with subtests.test(dtype=dtype):
-            lm = CausalLM(tiny_model(dtype=dtype))
-            assert lm.computes_in_float32 == (dtype in (torch.float32, torch.float64))
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                assert not lm.computes_in_float32
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_float32_and_float64_without_autocast_count_as_float32(dtype: Any) -> None:
+    lm = CausalLM(tiny_model(dtype=dtype))
+    assert lm.computes_in_float32 == (dtype in (torch.float32, torch.float64))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not lm.computes_in_float32
 
 
 def test_gradient_checkpointing_counts_in_training_mode_only() -> None:
@@ -152,17 +131,11 @@ def test_the_maximum_sequence_length_is_read_from_the_config() -> None:
     assert CausalLM(tiny_model("qwen3")).max_positions == 64
     assert CausalLM(tiny_model("gpt2", n_positions=32)).max_positions == 32  # GPT-2 calls it n_positions
     assert CausalLM(tiny_model("mamba")).max_positions is None
-
-
-def test_longrope_is_limited_to_its_original_length() -> None:
+    # longrope is limited to its original length
     rotary = {
-        "rope_type": "longrope",
-        "rope_theta": 10_000.0,
-        "original_max_position_embeddings": 16,
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0] * 4,
-        "factor": 4.0,
-    }
+        "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0,
+    }  # fmt: skip
     model = tiny_model("llama", rope_parameters=rotary, max_position_embeddings=64)
     assert CausalLM(model).max_positions == 16
     assert CausalLM(tiny_model("llama")).max_positions == 64
@@ -189,19 +162,17 @@ def test_what_only_looks_trainable_is_refused_for_its_reason(subtests: pytest.Su
 
     cases: dict[str, Callable[[], Any]] = {
         "must be on one device": on_two_devices,
-        "got aLoRA, which acts only": lambda: get_peft_model(
-            tiny_model(), LoraConfig(**linear, alora_invocation_tokens=[5, 6])
-        ),
+        "got aLoRA, which acts only": lambda: get_peft_model(tiny_model(),
+            LoraConfig(**linear, alora_invocation_tokens=[5, 6])),
         "got LILY, which mixes its experts": lambda: get_peft_model(tiny_model(), LilyConfig(**linear)),
-        "got PREFIX_TUNING, which adds virtual tokens": lambda: get_peft_model(
-            tiny_model(), PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-        ),
+        "got PREFIX_TUNING, which adds virtual tokens": lambda: get_peft_model(tiny_model(),
+            PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")),
         "must not be merged": merged,
         "must not be compiled as a whole": lambda: torch.compile(tiny_model(), backend="eager"),
         r"must not be compiled as a whole.*layer\.compile": compiled_in_place,
         "must not be a PeftMixedModel": lambda: get_peft_model(tiny_model(), LoraConfig(**linear), mixed=True),
         "on the meta device": lambda: tiny_model().to("meta"),
-    }
+    }  # fmt: skip
     for message, make in cases.items():
         with subtests.test(message=message), pytest.raises(ContractError, match=message):
             CausalLM(make())

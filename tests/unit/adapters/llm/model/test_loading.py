@@ -72,9 +72,8 @@ def disturb(model: Any) -> None:
 
 
 def test_a_model_and_its_tokenizer_are_loaded_from_a_folder(folder: Path) -> None:
-    policy = HFPolicy.from_pretrained(
-        folder, sampling=SamplingConfig(max_new_tokens=4), options=HFOptions(exact_entropy=True)
-    )
+    sampling, options = SamplingConfig(max_new_tokens=4), HFOptions(exact_entropy=True)
+    policy = HFPolicy.from_pretrained(folder, sampling=sampling, options=options)
     torch.testing.assert_close(logits(policy.model), logits(base_model()))
     assert policy.model.dtype == torch.float32  # the saved data type
     assert policy.tokenizer.eos_token_id == END
@@ -123,9 +122,7 @@ def test_lora_is_added_with_defaults_or_with_a_config(folder: Path) -> None:
     assert not isinstance(load_model(folder, lora=False)[0], PeftModel)
 
 
-def test_the_revision_and_trust_in_remote_code_are_passed_to_transformers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_revision_and_trust_in_remote_code_are_passed_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both apply to the model and to the tokenizer."""
     asked: list[dict[str, Any]] = []
 
@@ -154,9 +151,6 @@ def test_code_that_comes_with_a_model_is_not_executed(folder: Path) -> None:
     assert not (folder / "ran").exists()
 
 
-# Saving
-
-
 def test_a_whole_model_is_saved_and_loaded(folder: Path, tmp_path: Path) -> None:
     policy = HFPolicy.from_pretrained(folder)
     disturb(policy.model)
@@ -166,36 +160,27 @@ def test_a_whole_model_is_saved_and_loaded(folder: Path, tmp_path: Path) -> None
     assert again.tokenizer("1+1=")["input_ids"] == policy.tokenizer("1+1=")["input_ids"]
 
 
-def test_an_adapter_is_saved_and_loaded_with_its_base_for_more_training(folder: Path, tmp_path: Path) -> None:
-    policy = HFPolicy.from_pretrained(folder, lora=True)
-    disturb(policy.model)
-    policy.save_pretrained(tmp_path / "adapter")
-    written = {path.name for path in (tmp_path / "adapter").iterdir()}
-    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= written
-    assert "model.safetensors" not in written  # only the adapter is saved
-    again = HFPolicy.from_pretrained(tmp_path / "adapter")
-    assert isinstance(again.model, PeftModel)
-    torch.testing.assert_close(logits(again.model), logits(policy.model), rtol=0, atol=FLOAT32_LOG_PROB)
-    assert again.get_parameters().keys() == policy.get_parameters().keys()
-
-
-def test_a_merged_model_is_saved_as_a_plain_model(folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_saved_by_itself_or_merged_as_a_plain_model(folder: Path, tmp_path: Path) -> None:
     policy = HFPolicy.from_pretrained(folder, lora=True)
     disturb(policy.model)
     expected = logits(policy.model)
     assert float((expected - logits(base_model())).abs().max()) > 0.05
-    policy.save_pretrained(tmp_path / "merged", merge=True)
-    again = HFPolicy.from_pretrained(tmp_path / "merged")
-    assert type(again.model) is Qwen3ForCausalLM
-    torch.testing.assert_close(logits(again.model), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(
-        logits(policy.model), expected, rtol=0, atol=FLOAT32_LOG_PROB
-    )  # the policy's own model has not changed
+    for merge, kind, num_parameters in (
+        (False, PeftModel, len(policy.get_parameters())),
+        (True, Qwen3ForCausalLM, None),
+    ):
+        policy.save_pretrained(tmp_path / str(merge), merge=merge)
+        written = {path.name for path in (tmp_path / str(merge)).iterdir()}
+        assert ("adapter_model.safetensors" in written, "model.safetensors" in written) == (not merge, merge)
+        again = HFPolicy.from_pretrained(tmp_path / str(merge))
+        assert isinstance(again.model, kind)
+        assert num_parameters in (None, len(again.get_parameters()))
+        torch.testing.assert_close(logits(again.model), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits(policy.model), expected, rtol=0, atol=FLOAT32_LOG_PROB)  # it has not changed
     plain = HFPolicy.from_pretrained(folder)
     plain.save_pretrained(tmp_path / "plain", merge=True)  # nothing to merge
-    torch.testing.assert_close(
-        logits(load_model(tmp_path / "plain")[0]), logits(plain.model), rtol=0, atol=FLOAT32_LOG_PROB
-    )
+    found = logits(load_model(tmp_path / "plain")[0])
+    torch.testing.assert_close(found, logits(plain.model), rtol=0, atol=FLOAT32_LOG_PROB)
 
 
 def test_tied_weights_stay_tied_when_merged(tmp_path: Path) -> None:
@@ -215,9 +200,8 @@ def test_tied_weights_stay_tied_when_merged(tmp_path: Path) -> None:
 
 def test_four_bits_train_an_adapter(folder: Path, tmp_path: Path) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    policy = HFPolicy.from_pretrained(
-        folder, lora=True, load_in_4bit=True, dtype=torch.float32, sampling=SamplingConfig(max_new_tokens=4)
-    )
+    sampling = SamplingConfig(max_new_tokens=4)
+    policy = HFPolicy.from_pretrained(folder, lora=True, load_in_4bit=True, dtype=torch.float32, sampling=sampling)
     linear = policy.model.get_base_model().model.layers[0].mlp.up_proj.base_layer
     assert isinstance(linear, bitsandbytes.nn.Linear4bit)
     assert linear.weight.quant_type == "nf4"
@@ -226,10 +210,9 @@ def test_four_bits_train_an_adapter(folder: Path, tmp_path: Path) -> None:
     with policy.model.disable_adapter():
         base = logits(policy.model)
     before = {name: value.detach().clone() for name, value in policy.get_parameters().items()}
+    config = GRPOConfig(group_size=4, learning_rate=1e-2, seed=0)
     trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=4, learning_rate=1e-2, seed=0),
-        policy=policy,
-        reward_model=lambda states, actions: [float(sum(action.token_ids)) for action in actions],
+        config=config, policy=policy, reward_model=lambda s, rows: [float(sum(a.token_ids)) for a in rows]
     )
     trainer.step(["1+1=", "ab"])
     policy.eval()
@@ -294,37 +277,17 @@ def four_bit_model() -> Any:
 
 
 def test_a_quantised_model_is_not_packed_if_the_policy_is_made_before_an_evaluation() -> None:
+    """A model that is packed cannot be trained."""
     model = four_bit_model()
     HFPolicy(model, character_tokenizer())
     logits(model.eval())
     linear = model.model.layers[0].mlp.up_proj
     assert not linear.weight.quant_state.packing_format_for_cpu
-
-
-def test_a_quantised_model_that_is_packed_cannot_be_trained() -> None:
     model = four_bit_model()
     logits(model)
     with pytest.raises(ConfigError, match=r"packed .* Load the model again, and make the HFPolicy before"):
         HFPolicy(model, character_tokenizer())
     HFPolicy(model.requires_grad_(False), character_tokenizer())
-
-
-def test_a_four_bit_model_loaded_by_transformers_has_gradients(folder: Path) -> None:
-    """The policy keeps bitsandbytes from packing the weights on CPUs where it would."""
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    if not bitsandbytes.functional.has_avx512bf16():
-        pytest.skip("this CPU has no AVX512-BF16, so bitsandbytes packs nothing")
-    quantised = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        quantization_config=transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-        ),
-        device_map={"": "cpu"},
-    )
-    policy = HFPolicy(add_lora(quantised), character_tokenizer())
-    disturb(policy.model)
-    logits(policy.model.eval())
-    assert_gradients_are_those_of_plain_weights(policy)
 
 
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt:UserWarning")
@@ -344,19 +307,15 @@ def test_eight_bits_train_an_adapter_before_and_after_a_merge(folder: Path) -> N
     assert relative_difference(slopes(), before) < 1e-6
 
 
-def test_quantised_weights_without_an_adapter_are_refused(folder: Path, subtests: pytest.Subtests) -> None:
-    for bits, lora in (("load_in_4bit", None), ("load_in_8bit", False)):
-        message = r"quantised weights cannot be trained\. Pass lora=True"
-        with subtests.test(bits=bits), pytest.raises(ConfigError, match=message):
-            HFPolicy.from_pretrained(folder, lora=lora, **{bits: True})
-
-
-def test_four_and_eight_bits_exclude_each_other(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="exclude each other"):
-        HFPolicy.from_pretrained(folder, lora=True, load_in_4bit=True, load_in_8bit=True)
-
-
-# Missing packages and extra settings
+def test_settings_of_quantised_weights_that_exclude_each_other(folder: Path, subtests: pytest.Subtests) -> None:
+    untrainable = r"quantised weights cannot be trained\. Pass lora=True"
+    for settings, message in (
+        ({"load_in_4bit": True}, untrainable),
+        ({"load_in_8bit": True, "lora": False}, untrainable),
+        ({"load_in_4bit": True, "load_in_8bit": True, "lora": True}, "exclude each other"),
+    ):
+        with subtests.test(settings=settings), pytest.raises(ConfigError, match=message):
+            HFPolicy.from_pretrained(folder, **settings)
 
 
 def test_a_folder_with_an_adapter_takes_no_second_one(folder: Path, tmp_path: Path) -> None:
@@ -367,10 +326,8 @@ def test_a_folder_with_an_adapter_takes_no_second_one(folder: Path, tmp_path: Pa
 
 
 def test_without_bitsandbytes_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find(name, *rest)
-    )
+    find, missing = importlib.util.find_spec, "bitsandbytes"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == missing else find(name, *rest))
     with pytest.raises(ImportError, match=r'pip install "\.\[llm-4bit\]" in the checkout'):
         HFPolicy.from_pretrained(folder, lora=True, load_in_4bit=True)
 
@@ -393,22 +350,17 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn of what is tested here
-def test_an_adapter_gives_the_same_log_probs_when_it_is_saved_and_loaded(
-    folder: Path, tmp_path: Path, subtests: pytest.Subtests
-) -> None:
+def test_a_saved_adapter_gives_the_same_log_probs(folder: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
     """By itself and merged; new names, new tokens and adapters of transformers included."""
     linear = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
     configs: dict[str, Any] = {
-        "lora": LoraConfig(**linear),
-        "dora": LoraConfig(**linear, use_dora=True),
+        "lora": LoraConfig(**linear), "dora": LoraConfig(**linear, use_dora=True),
         "pissa": LoraConfig(**linear, init_lora_weights="pissa"),
         "biases and a head": LoraConfig(**linear, bias="all", modules_to_save=["lm_head"]),
         "loha": peft.LoHaConfig(**linear),
         "oft": peft.OFTConfig(r=0, oft_block_size=8, target_modules=["q_proj"], task_type="CAUSAL_LM"),
-        "mine": LoraConfig(**linear),
-        "integrated": LoraConfig(**linear),
-        "resized": LoraConfig(**linear),
-    }
+        "mine": LoraConfig(**linear), "integrated": LoraConfig(**linear), "resized": LoraConfig(**linear),
+    }  # fmt: skip
     for name, config in configs.items():
         model, tokenizer = load_model(folder)
         if name == "resized":
@@ -507,11 +459,9 @@ def test_tied_weights_that_are_trained_apart_are_saved_untied(tmp_path: Path, su
         character_tokenizer().save_pretrained(tmp_path / name)
     linear = {"r": 4, "task_type": "CAUSAL_LM"}
     for base, targets, whole in (
-        ("base", ["q_proj"], ["lm_head"]),
-        ("base", ["q_proj"], ["lm_head", "embed_tokens"]),
-        ("base", ["lm_head"], None),
-        ("experts", ["lm_head"], None),
-    ):
+        ("base", ["q_proj"], ["lm_head"]), ("base", ["q_proj"], ["lm_head", "embed_tokens"]),
+        ("base", ["lm_head"], None), ("experts", ["lm_head"], None),
+    ):  # fmt: skip
         model, tokenizer = load_model(tmp_path / base)
         model = peft.get_peft_model(model, LoraConfig(**linear, target_modules=targets, modules_to_save=whole))
         disturb(model)
@@ -523,43 +473,37 @@ def test_tied_weights_that_are_trained_apart_are_saved_untied(tmp_path: Path, su
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn of what is tested here
-def test_what_peft_leaves_out_of_an_adapter_is_saved_merged_only(
-    folder: Path, tmp_path: Path, subtests: pytest.Subtests
-) -> None:
+@pytest.mark.parametrize("integrated", [False, True])
+def test_what_peft_leaves_out_of_an_adapter_is_saved_merged_only(integrated: Any, folder: Path, tmp_path: Path) -> None:
     """Norms that were made trainable beside the adapter are in no folder of an adapter."""
-    for integrated in (False, True):
-        with subtests.test(integrated=integrated):
-            model, tokenizer = load_model(folder)
-            config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-            if integrated:
-                model.add_adapter(config)
-            else:
-                model = peft.get_peft_model(model, config)
-            for name, parameter in model.named_parameters():
-                if name.endswith("norm.weight"):
-                    parameter.requires_grad_(True)
-            disturb(model)
-            with pytest.raises(ConfigError, match=r"PEFT leaves out \d+ parameters .*norm.* merge=True"):
-                save_model(model, tokenizer, tmp_path / f"adapter-{integrated}")
-            save_model(model, tokenizer, tmp_path / f"merged-{integrated}", merge=True)
-            found = logits(load_model(tmp_path / f"merged-{integrated}")[0])
-            torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-5)
+    model, tokenizer = load_model(folder)
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    if integrated:
+        model.add_adapter(config)
+    else:
+        model = peft.get_peft_model(model, config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.requires_grad_(True)
+    disturb(model)
+    with pytest.raises(ConfigError, match=r"PEFT leaves out \d+ parameters .*norm.* merge=True"):
+        save_model(model, tokenizer, tmp_path / f"adapter-{integrated}")
+    save_model(model, tokenizer, tmp_path / f"merged-{integrated}", merge=True)
+    found = logits(load_model(tmp_path / f"merged-{integrated}")[0])
+    torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-5)
 
 
-def test_a_merged_model_of_quantised_weights_is_a_plain_model(
-    folder: Path, tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    for bits in ("load_in_4bit", "load_in_8bit"):
-        with subtests.test(bits=bits):
-            model, tokenizer = load_model(folder, lora=True, dtype=torch.float32, **{bits: True})
-            disturb(model)
-            policy = HFPolicy(model, tokenizer)
-            policy.save_pretrained(tmp_path / bits, merge=True)
-            again = HFPolicy.from_pretrained(tmp_path / bits).model
-            assert dict(again.state_dict()).keys() == base_model().state_dict().keys()
-            assert "quantization_config" not in json.loads((tmp_path / bits / "config.json").read_text())
-            wanted = logits(model)
-            assert float((logits(again) - wanted).abs().max()) < 0.1 * float(wanted.abs().max())
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+def test_a_merged_model_of_quantised_weights_is_a_plain_model(bits: Any, folder: Path, tmp_path: Path) -> None:
+    model, tokenizer = load_model(folder, lora=True, dtype=torch.float32, **{bits: True})
+    disturb(model)
+    policy = HFPolicy(model, tokenizer)
+    policy.save_pretrained(tmp_path / bits, merge=True)
+    again = HFPolicy.from_pretrained(tmp_path / bits).model
+    assert dict(again.state_dict()).keys() == base_model().state_dict().keys()
+    assert "quantization_config" not in json.loads((tmp_path / bits / "config.json").read_text())
+    wanted = logits(model)
+    assert float((logits(again) - wanted).abs().max()) < 0.1 * float(wanted.abs().max())
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn of what is tested here
@@ -581,14 +525,10 @@ def test_what_a_reader_would_not_find_is_refused(folder: Path, tmp_path: Path, s
     prompts = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
     cases: list[tuple[Any, bool, str]] = [
         (two(), False, "only one adapter can be saved"),
-        (
-            peft.get_peft_model(base_model(), LoraConfig(**linear, lora_bias=True)),
-            True,
-            "PEFT cannot merge the adapter of",
-        ),
+        (peft.get_peft_model(base_model(), LoraConfig(**linear, lora_bias=True)), True, "PEFT cannot merge the adapter of"),
         (peft.get_peft_model(tiny_model("llama"), prompts), True, "adaption prompts change no weights"),
         *((quantised_by(method), True, f"these are quantised by {method}") for method in ("hqq", "torchao", "gptq")),
-    ]
+    ]  # fmt: skip
     for model, merge, message in cases:
         with subtests.test(message=message), pytest.raises(ConfigError, match=message):
             save_model(model, character_tokenizer(), tmp_path / "refused", merge=merge)
@@ -596,9 +536,8 @@ def test_what_a_reader_would_not_find_is_refused(folder: Path, tmp_path: Path, s
 
 def test_a_merged_model_that_computes_something_else_is_refused(tmp_path: Path) -> None:
     """Mamba reads the weight of `dt_proj` without calling the layer, so an adapter of the layer does not act."""
-    model = peft.get_peft_model(
-        tiny_model("mamba"), LoraConfig(r=4, target_modules=["dt_proj"], init_lora_weights=False)
-    )
+    config = LoraConfig(r=4, target_modules=["dt_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model("mamba"), config)
     with torch.no_grad():
         for name, value in model.named_parameters():
             if "lora_" in name:
@@ -609,23 +548,20 @@ def test_a_merged_model_that_computes_something_else_is_refused(tmp_path: Path) 
 
 def test_models_with_mamba_layers_get_lora_where_it_acts() -> None:
     model = add_lora(tiny_model("mamba"))
-    assert {name.split(".")[-1] for name, part in model.named_modules() if hasattr(part, "lora_A")} == {
-        "in_proj",
-        "x_proj",
-    }
+    adapted = {name.split(".")[-1] for name, part in model.named_modules() if hasattr(part, "lora_A")}
+    assert adapted == {"in_proj", "x_proj"}
 
 
 @pytest.mark.filterwarnings("ignore")  # the layers warn that kernels are missing
-def test_lora_of_mamba_2_layers_is_trained_and_saved(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for family in ("mamba2", "falcon_h1", "nemotron_h"):
-        with subtests.test(family=family):
-            model = add_lora(tiny_of(family))
-            disturb(model)
-            policy = HFPolicy(model, character_tokenizer(), sampling=SamplingConfig(max_new_tokens=4))
-            scores = policy.score_actions(["1+1="], [completion(5, 6, 7)]).log_probs
-            slopes = gradients(model, scores.sum())
-            assert [name for name, slope in slopes.items() if not slope.any()] == []
-            policy.save_pretrained(tmp_path / family, merge=True)
-            again = HFPolicy.from_pretrained(tmp_path / family, sampling=policy.sampling)
-            found = again.score_actions(["1+1="], [completion(5, 6, 7)]).log_probs
-            torch.testing.assert_close(found, scores, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("family", ["mamba2", "falcon_h1", "nemotron_h"])
+def test_lora_of_mamba_2_layers_is_trained_and_saved(family: Any, tmp_path: Path) -> None:
+    model = add_lora(tiny_of(family))
+    disturb(model)
+    policy = HFPolicy(model, character_tokenizer(), sampling=SamplingConfig(max_new_tokens=4))
+    scores = policy.score_actions(["1+1="], [completion(5, 6, 7)]).log_probs
+    slopes = gradients(model, scores.sum())
+    assert [name for name, slope in slopes.items() if not slope.any()] == []
+    policy.save_pretrained(tmp_path / family, merge=True)
+    again = HFPolicy.from_pretrained(tmp_path / family, sampling=policy.sampling)
+    found = again.score_actions(["1+1="], [completion(5, 6, 7)]).log_probs
+    torch.testing.assert_close(found, scores, rtol=0, atol=1e-5)

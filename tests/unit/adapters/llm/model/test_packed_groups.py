@@ -1,16 +1,13 @@
 """A prompt and its completions in one row: the hidden states and gradients of rows alone."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from adapters.llm import Completion, HFPolicy
+from adapters.llm import Completion
 from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.model.packed_groups import can_pack, hidden_of_packs, pack_of_rows
 from adapters.llm.model.shared_prompts import hidden_of_whole_rows
-from grpo import GRPOConfig, GRPOTrainer
-from tests.support.llm_models import FLOAT64, gradients, policy_of, relative_difference, tiny_model
+from tests.support.llm_models import gradients, policy_of, relative_difference, tiny_model
 from tests.support.tiny_architectures import model_types, tiny_of
 
 PROMPTS = [[5, 6, 7, 8], [9], [1, 2]]
@@ -73,20 +70,6 @@ def test_padding_beyond_the_last_position_changes_no_hidden_state() -> None:
     torch.testing.assert_close(found[1], expected[1])
 
 
-def test_an_update_has_the_gradient_of_one_without_checkpointing() -> None:
-    slopes = []
-    for checkpoints in (False, True):
-        model = tiny_model(dtype=torch.float64)
-        policy = policy_of(model).train()
-        if checkpoints:
-            model.gradient_checkpointing_enable()
-        rows = [Completion(token_ids=tuple(row), text="", finish_reason="end") for row in TOKENS[:4].tolist()]
-        scores = policy.score_actions(["abcdef", "1", "abcdef", "abcdef"], rows)
-        weights = torch.arange(1.0, 17.0, dtype=torch.float64).view(4, 4)
-        slopes.append(gradients(model, (scores.log_probs * weights).sum()))
-    assert relative_difference(slopes[1], slopes[0]) < FLOAT64
-
-
 def test_rows_that_fork_are_packed_with_their_whole_prompt() -> None:
     """Without a cache, nothing behind a prompt is shared."""
     model = tiny_model(dtype=torch.float64)
@@ -98,22 +81,6 @@ def test_rows_that_fork_are_packed_with_their_whole_prompt() -> None:
     found = policy.score_actions(["abc", "abc"], rows).log_probs
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     assert policy.plan_micro_batches(["abc", "abc"], rows) == plan == [[0, 1]]
-
-
-def test_a_run_with_checkpointing_ends_with_the_same_weights() -> None:
-    def reward(states: Any, actions: Any) -> list[float]:
-        return [sum(token == 7 for token in one.token_ids) for one in actions]
-
-    ends = []
-    for checkpoints in (False, True):
-        model = tiny_model(dtype=torch.float64)
-        policy: HFPolicy = policy_of(model, max_new_tokens=5)
-        if checkpoints:
-            model.gradient_checkpointing_enable()
-        config = GRPOConfig(group_size=4, learning_rate=0.003, seed=0, num_epochs_per_update=2)
-        GRPOTrainer(config=config, policy=policy, reward_model=reward).train(["1+1=", "abc"], num_iterations=2)
-        ends.append({name: value.detach() for name, value in policy.get_parameters().items()})
-    assert relative_difference(ends[1], ends[0]) < 1e-9
 
 
 @pytest.mark.slow

@@ -82,61 +82,26 @@ def assert_scores_are_exact(policy: HFPolicy, model: Any, order: str, precision:
     assert relative_difference(found, gradients(model, (expected * weights).sum())) < precision * FLOAT32_GRADIENT
 
 
-def test_each_row_is_scored_as_it_is_alone(subtests: pytest.Subtests) -> None:
-    for family, order in [
-        *((family, "group-major") for family in FAMILIES),
-        ("qwen3", "interleaved"),
-        ("mistral", "interleaved"),
-        ("qwen3", "regular"),
-        ("mamba", "regular"),
-    ]:
-        with subtests.test(family=family, order=order):
-            model = tiny_model(family)
-            assert_scores_are_exact(HFPolicy(model, TOKENIZER), model, order)
+@pytest.mark.parametrize(("family", "order"), [
+    *((family, "group-major") for family in FAMILIES), ("qwen3", "interleaved"), ("mistral", "interleaved"),
+    ("qwen3", "regular"), ("mamba", "regular"),
+])  # fmt: skip
+def test_each_row_is_scored_as_it_is_alone(family: Any, order: Any) -> None:
+    model = tiny_model(family)
+    assert_scores_are_exact(HFPolicy(model, TOKENIZER), model, order)
 
 
-def test_scores_in_float64_are_exact_up_to_rounding(subtests: pytest.Subtests) -> None:
-    for family, order in [("gpt2", "group-major"), ("gpt2", "regular"), ("gpt2", "interleaved")]:
-        with subtests.test(family=family, order=order):
-            model = tiny_model(family, dtype=torch.float64)
-            assert_scores_are_exact(HFPolicy(model, TOKENIZER), model, order, precision=FLOAT64)
+@pytest.mark.parametrize(("family", "order"), [("gpt2", "group-major"), ("gpt2", "regular"), ("gpt2", "interleaved")])
+def test_scores_in_float64_are_exact_up_to_rounding(family: Any, order: Any) -> None:
+    model = tiny_model(family, dtype=torch.float64)
+    assert_scores_are_exact(HFPolicy(model, TOKENIZER), model, order, precision=FLOAT64)
 
 
-def test_eager_and_sdpa_attention_give_the_same_scores(subtests: pytest.Subtests) -> None:
-    for family, attention in [("gpt2", "eager"), ("qwen3", "eager"), ("qwen3", "sdpa")]:
-        with subtests.test(family=family, attention=attention):
-            model = tiny_model(family, attn_implementation=attention)
-            assert model.config._attn_implementation == attention
-            assert_scores_are_exact(HFPolicy(model, TOKENIZER), model, "group-major")
-
-
-def test_shared_prompts_and_whole_rows_give_the_same_hidden_states_and_gradients(subtests: pytest.Subtests) -> None:
-    for family, order in [
-        ("gpt2", "group-major"),
-        ("gpt2", "regular"),
-        ("qwen3", "interleaved"),
-        ("llama", "group-major"),
-        ("granite", "regular"),
-        ("cohere", "interleaved"),
-    ]:
-        with subtests.test(family=family, order=order):
-            model = tiny_model(family, dtype=torch.float64)
-            lm = CausalLM(model)
-            states, actions = ROWS[order]()
-            prompts = [TOKENIZER(state)["input_ids"] for state in dict.fromkeys(states)]
-            prompt_of_row = torch.tensor([list(dict.fromkeys(states)).index(state) for state in states])
-            width = max(map(len, actions))
-            tokens = torch.tensor([[*action.token_ids, *[0] * (width - len(action))] for action in actions])
-            mask = torch.arange(width) < torch.tensor([len(action) for action in actions])[:, None]
-            found = [
-                hidden_with_shared_prompts(lm, prompts, prompt_of_row, tokens),
-                hidden_of_whole_rows(lm, prompts, prompt_of_row, tokens, mask.sum(1)),
-            ]
-            precision = FLOAT64 if family == "gpt2" else 1.0  # the norms of the other families compute in float32
-            torch.testing.assert_close(found[0][mask], found[1][mask], atol=precision * FLOAT32_LOG_PROB, rtol=0)
-            weights = weights_of(mask)[:, :, None]
-            slopes = [gradients(model, (hidden * weights).sum()) for hidden in found]
-            assert relative_difference(*slopes) < precision * FLOAT32_GRADIENT
+@pytest.mark.parametrize(("family", "attention"), [("gpt2", "eager"), ("qwen3", "eager"), ("qwen3", "sdpa")])
+def test_eager_and_sdpa_attention_give_the_same_scores(family: Any, attention: Any) -> None:
+    model = tiny_model(family, attn_implementation=attention)
+    assert model.config._attn_implementation == attention
+    assert_scores_are_exact(HFPolicy(model, TOKENIZER), model, "group-major")
 
 
 def test_padding_tokens_change_no_hidden_state() -> None:
@@ -152,24 +117,22 @@ def test_padding_tokens_change_no_hidden_state() -> None:
         assert torch.equal(first[1], second[1])
 
 
-def test_padding_beyond_the_last_position_changes_no_score(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_padding_beyond_the_last_position_changes_no_score(checkpoints: Any) -> None:
     """The model has 12 positions. The first row has 9 + 3 tokens, the second 2 + 10, and padding makes the first longer."""
-    for checkpoints in (False, True):
-        with subtests.test(checkpoints=checkpoints):
-            model = tiny_model("gpt2", n_positions=12)
-            policy = HFPolicy(model, TOKENIZER)
-            if checkpoints:
-                model.gradient_checkpointing_enable()
-                policy.train()
-            states, actions = ["abcdefghi", "ab"], [completion(5, 6, 7), completion(*range(2, 12))]
-            scores = policy.score_actions(states, actions)
-            for row, (state, action) in enumerate(zip(states, actions, strict=True)):
-                alone = row_log_probs(model, TOKENIZER(state)["input_ids"], action.token_ids)
-                torch.testing.assert_close(scores.log_probs[row, : len(action)], alone, rtol=0, atol=FLOAT32_LOG_PROB)
-            with pytest.raises(
-                ContractError, match=r"must fit into the model's 12 positions; those at \[1\] need \[13\]"
-            ):
-                policy.score_actions(states, [actions[0], completion(*range(2, 13))])
+    model = tiny_model("gpt2", n_positions=12)
+    policy = HFPolicy(model, TOKENIZER)
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+        policy.train()
+    states, actions = ["abcdefghi", "ab"], [completion(5, 6, 7), completion(*range(2, 12))]
+    scores = policy.score_actions(states, actions)
+    for row, (state, action) in enumerate(zip(states, actions, strict=True)):
+        alone = row_log_probs(model, TOKENIZER(state)["input_ids"], action.token_ids)
+        torch.testing.assert_close(scores.log_probs[row, : len(action)], alone, rtol=0, atol=FLOAT32_LOG_PROB)
+    message = r"must fit into the model's 12 positions; those at \[1\] need \[13\]"
+    with pytest.raises(ContractError, match=message):
+        policy.score_actions(states, [actions[0], completion(*range(2, 13))])
 
 
 def test_a_group_shares_one_forward_pass_over_its_prompt() -> None:
@@ -203,32 +166,27 @@ def test_whole_rows_are_as_wide_as_the_longest_of_them() -> None:
     assert shapes == [(2, 10)]
 
 
-def test_completions_without_a_token_have_scores_of_width_0(subtests: pytest.Subtests) -> None:
-    for family in ["qwen3", "mistral"]:
-        with subtests.test(family=family):
-            scores = HFPolicy(tiny_model(family), TOKENIZER).score_actions(["abc", "1"], [completion(), completion()])
-            assert scores.log_probs.shape == scores.mask.shape == (2, 0)
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_completions_without_a_token_have_scores_of_width_0(family: Any) -> None:
+    scores = HFPolicy(tiny_model(family), TOKENIZER).score_actions(["abc", "1"], [completion(), completion()])
+    assert scores.log_probs.shape == scores.mask.shape == (2, 0)
 
 
 GROUPS = [([0, 0, 1, 1, 2, 2], 2), ([0, 1, 2], 1), ([0, 0, 1, 2], None), ([0, 1, 2, 0, 1, 2], None), ([2, 1, 0], None)]
 
 
-def test_only_adjacent_groups_of_one_size_are_regular(subtests: pytest.Subtests) -> None:
-    for prompt, size in GROUPS:
-        with subtests.test(prompt=prompt):
-            assert Rows(torch.tensor(prompt), 3, torch.device("cpu")).group_size == size
-            assert (
-                Rows(torch.tensor(prompt), 3, torch.device("meta")).group_size == size
-            )  # needs no values on the device
+@pytest.mark.parametrize(("prompt", "size"), GROUPS)
+def test_only_adjacent_groups_of_one_size_are_regular(prompt: Any, size: Any) -> None:
+    assert Rows(torch.tensor(prompt), 3, torch.device("cpu")).group_size == size
+    assert Rows(torch.tensor(prompt), 3, torch.device("meta")).group_size == size  # needs no values on the device
 
 
-def test_each_row_joins_the_keys_of_its_prompt_and_its_own(subtests: pytest.Subtests) -> None:
-    for prompt in [[0, 0, 1, 1], [1, 0, 0, 1]]:
-        with subtests.test(prompt=prompt):
-            of_prompts, of_rows = torch.randn(2, 3, 5, 4), torch.randn(4, 3, 2, 4)
-            joined = Rows(torch.tensor(prompt), 2, torch.device("cpu")).join(of_prompts, of_rows)
-            expected = torch.stack([torch.cat([of_prompts[p], of_rows[row]], 1) for row, p in enumerate(prompt)])
-            assert torch.equal(joined, expected)
+@pytest.mark.parametrize("prompt", [[0, 0, 1, 1], [1, 0, 0, 1]])
+def test_each_row_joins_the_keys_of_its_prompt_and_its_own(prompt: Any) -> None:
+    of_prompts, of_rows = torch.randn(2, 3, 5, 4), torch.randn(4, 3, 2, 4)
+    joined = Rows(torch.tensor(prompt), 2, torch.device("cpu")).join(of_prompts, of_rows)
+    expected = torch.stack([torch.cat([of_prompts[p], of_rows[row]], 1) for row, p in enumerate(prompt)])
+    assert torch.equal(joined, expected)
 
 
 def test_prompts_are_padded_on_the_left_only_if_their_lengths_differ() -> None:

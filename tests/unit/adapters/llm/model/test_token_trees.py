@@ -23,14 +23,11 @@ from tests.support.llm_models import (
 
 STATES = ["12+30=?", "12+30=?", "12+30=?", "abc", "abc", "12+30=?", "z"]
 ROWS = [
-    ((5, 6, 7, 8, 9, 10), (3, 5)),
-    ((5, 6, 7, 8, 9, 11, 12), (3, 5)),
-    ((5, 6, 7, 20), (3,)),
+    ((5, 6, 7, 8, 9, 10), (3, 5)), ((5, 6, 7, 8, 9, 11, 12), (3, 5)), ((5, 6, 7, 20), (3,)),
     ((5, 6, 7, 8), (3,)),  # the same tokens after another prompt
     ((5, 6, 7), (3,)),  # the fork stands at the end
-    ((21, 22), ()),
-    ((23,), (1,)),
-]
+    ((21, 22), ()), ((23,), (1,)),
+]  # fmt: skip
 
 
 def rows_that_fork(sampled: bool = True) -> list[Completion]:
@@ -79,9 +76,8 @@ def test_entropies_and_masked_rows_follow_the_rows() -> None:
     cut = Completion(token_ids=ROWS[1][0], text="", finish_reason="length", forks=ROWS[1][1])
     scores = policy.score_actions(STATES, [actions[0], cut, *actions[2:]])
     alone = [Completion(token_ids=row.token_ids, text="", finish_reason="end") for row in actions]
-    expected = policy.score_actions(
-        STATES, [alone[0], Completion(token_ids=(2,), text="", finish_reason="length"), *alone[2:]]
-    )
+    short = Completion(token_ids=(2,), text="", finish_reason="length")
+    expected = policy.score_actions(STATES, [alone[0], short, *alone[2:]])
     assert torch.equal(scores.mask, expected.mask)
     for name in ("log_probs", "entropy"):
         found: Any = getattr(scores, name)
@@ -135,8 +131,6 @@ def test_values_and_final_values_follow_the_rows() -> None:
     actions = [replace(row, finish_reason=reason) for row, reason in zip(rows_that_fork(), reasons, strict=True)]
     scores = policy.score_actions(STATES, actions)
     expected = policy.score_actions(STATES, [replace(row, forks=()) for row in actions])
-    assert scores.final_values is not None
-    assert expected.final_values is not None
     assert (expected.final_values != 0).tolist() == [reason == "length" for reason in reasons]
     torch.testing.assert_close(scores.final_values, expected.final_values, atol=FLOAT32_LOG_PROB, rtol=0)
     torch.testing.assert_close(scores.values, expected.values, atol=FLOAT32_LOG_PROB, rtol=0)

@@ -18,11 +18,11 @@ from adapters.llm.completions import Completion
 from adapters.llm.rewards import completion_rewards as module
 from adapters.llm.rewards.completion_rewards import CompletionRewards
 from adapters.llm.rewards.verifiers import ExactMatch, PerToken
-from grpo import GRPOConfig, GRPOTrainer, RewardConfig
-from grpo._rewarding.calls import RewardCalls
+from grpo import RewardConfig
+from grpo._retrying.calls import RetriedCalls
 from grpo.checks import check_reward_model
 from grpo.errors import ConfigError, ContractError, ProtocolError, RewardError, RewardTimeoutError
-from grpo.rewards import ask_for_rewards, call_in_process
+from grpo.rewards import ask_for_rewards
 from tests.support.reward_faults import children
 
 
@@ -69,17 +69,12 @@ def test_a_function_with_kwargs_gets_the_arguments_that_trl_passes() -> None:
         return [0.0, 0.0]
 
     chat = [{"role": "user", "content": "hello"}]
-    rewards_of(
-        reward,
-        [{"prompt": "p", "answer": 1, "completion": "gold"}, {"prompt": chat, "answer": 2, "completion": ""}],
-        [A, B],
-    )
+    rows = [{"prompt": "p", "answer": 1, "completion": "gold"}, {"prompt": chat, "answer": 2, "completion": ""}]
+    rewards_of(reward, rows, [A, B])
     assert seen == {
-        "prompts": ["p", chat],
-        "completions": ["a", [{"role": "assistant", "content": "bb"}]],
-        "completion_ids": [[97], [98, 98]],
-        "answer": [1, 2],
-    }
+        "prompts": ["p", chat], "completions": ["a", [{"role": "assistant", "content": "bb"}]],
+        "completion_ids": [[97], [98, 98]], "answer": [1, 2],
+    }  # fmt: skip
 
 
 def test_trls_own_reward_functions_work() -> None:
@@ -119,13 +114,11 @@ def test_a_function_of_states_and_actions_works() -> None:
 def test_columns_with_the_names_of_the_trainers_objects_reach_functions(subtests: pytest.Subtests) -> None:
     rows = [{"prompt": "p", "state": "Ohio", "action": "walk", "states": 50, "actions": 3, "answer": "a"}]
     functions: list[tuple[Any, Any]] = [
-        (lambda completion, state: state, "Ohio"),
-        (lambda prompt, action: action, "walk"),
+        (lambda completion, state: state, "Ohio"), (lambda prompt, action: action, "walk"),
         (lambda completion, states, actions: [states, actions], [50, 3]),
         (lambda completions, state, **kwargs: [state, kwargs["action"]], [["Ohio"], ["walk"]]),
-        (lambda prompts, states: states, [50]),
-        (lambda state: state, "Ohio"),
-    ]
+        (lambda prompts, states: states, [50]), (lambda state: state, "Ohio"),
+    ]  # fmt: skip
     for number, (function, expected) in enumerate(functions):
         seen: list[Any] = []
 
@@ -177,12 +170,9 @@ def test_each_function_gets_its_own_lists() -> None:
 
 
 NUMBERS = [
-    [1, True, 2.5],
-    (1.0, 1.0, 2.5),
-    torch.tensor([1.0, 1.0, 2.5]),
-    torch.tensor([1.0, 1.0, 2.5]).numpy(),
+    [1, True, 2.5], (1.0, 1.0, 2.5), torch.tensor([1.0, 1.0, 2.5]), torch.tensor([1.0, 1.0, 2.5]).numpy(),
     [torch.tensor(1), torch.tensor(1.0).numpy()[()], torch.tensor(True).numpy()[()] + 1.5],
-]
+]  # fmt: skip
 
 
 def test_any_kind_of_number_is_a_reward(subtests: pytest.Subtests) -> None:
@@ -213,8 +203,8 @@ def test_none_is_excluded_from_the_sum_of_a_row() -> None:
 def test_a_row_to_which_no_function_applies_has_reward_nan() -> None:
     rewards = CompletionRewards(only_short)
     with pytest.raises(RewardError, match=r"got \[nan, nan\] at rows \[1, 2\] of 3"):
-        RewardCalls(rewards, RewardConfig())(["p"] * 3, [A, B, C])
-    kept = RewardCalls(rewards, RewardConfig(non_finite="drop"))(["p"] * 3, [A, B, C])
+        RetriedCalls(rewards, RewardConfig())(["p"] * 3, [A, B, C])
+    kept = RetriedCalls(rewards, RewardConfig(non_finite="drop"))(["p"] * 3, [A, B, C])
     assert kept.values.tolist() == kept.components["only_short"].tolist() == [10.0]
     assert kept.kept.tolist() == [True, False, False]
 
@@ -223,8 +213,8 @@ def test_nan_is_an_error_even_if_another_function_applies() -> None:
     rewards = CompletionRewards({"long": long_or_fault, "length": length}, {"long": 0.0, "length": 1.0})
     assert rewards.compute_rewards(["p"] * 2, [A, B]).tolist() == [1.0, 2.0]
     with pytest.raises(RewardError, match=r"must return finite numbers; got .* at rows \[2\] of 3"):
-        RewardCalls(rewards, RewardConfig())(["p"] * 3, [A, B, C])
-    assert RewardCalls(rewards, RewardConfig(non_finite="drop"))(["p"] * 3, [A, B, C]).values.tolist() == [1.0, 2.0]
+        RetriedCalls(rewards, RewardConfig())(["p"] * 3, [A, B, C])
+    assert RetriedCalls(rewards, RewardConfig(non_finite="drop"))(["p"] * 3, [A, B, C]).values.tolist() == [1.0, 2.0]
 
 
 # --- errors
@@ -235,18 +225,12 @@ WRONG_ANSWERS = [
     (lambda prompts: 1.0, r"a list of 3; got float 1.0 for rows 0 to 2"),
     (lambda prompts: "abc", r"a list of 3; got str 'abc'"),
     (lambda prompts: torch.zeros(3, 1), r"got a list of 1 float at row 0"),
-    (
-        lambda prompts: [1.0, "two", 3.0],
-        r"must return a number, or None where it does not apply; got str 'two' at row 1",
-    ),
+    (lambda prompts: [1.0, "two", 3.0], r"must return a number, or None where it does not apply; got str 'two' at row 1"),
     (lambda completion: 1j, r"got complex 1j at row 0"),
     (lambda completion: torch.zeros(2), r"got \[2\] float32 at row 0"),
-    (
-        lambda completion, truth, hint: 0.0,
-        r"<lambda> needs truth, hint; the rows offer action, answer, completion, ",
-    ),
+    (lambda completion, truth, hint: 0.0, r"<lambda> needs truth, hint; the rows offer action, answer, completion, "),
     (lambda completions, trainer_state: [0.0], r"<lambda> needs trainer_state; the rows offer actions, answer, "),
-]
+]  # fmt: skip
 
 
 def test_an_error_says_what_a_function_returned_or_lacked(subtests: pytest.Subtests) -> None:
@@ -263,25 +247,21 @@ def test_rows_with_other_columns_and_actions_that_are_not_completions_are_refuse
 
 
 WRONG_SETTINGS = [
-    (
-        lambda p, c: 0.0,
-        {},
-        r"<lambda>\(p, c\) must name its arguments: prompts, completions, .* Rename its parameters",
-    ),
+    (lambda p, c: 0.0, {}, r"<lambda>\(p, c\) must name its arguments: prompts, completions, .* Rename its parameters"),
     (lambda prompts, completion: 0.0, {}, "do not mix the two kinds"),
-    (lambda answer: 0.0, {}, "must name its arguments"),
-    (lambda completion, /: 0.0, {}, "must name its arguments"),
+    (lambda answer: 0.0, {}, "must name its arguments"), (lambda completion, /: 0.0, {}, "must name its arguments"),
     ([length, length], {}, r"different names; got length, length. Pass {'name': function, ...}"),
-    ([], {}, "needs at least one reward"),
-    ([right, length], {"weights": [1.0]}, "one weight per function, 2; got 1"),
+    ([], {}, "needs at least one reward"), ([right, length], {"weights": [1.0]}, "one weight per function, 2; got 1"),
     ({"right": right}, {"weights": {"wrong": 1.0}}, "one weight for each"),
-]
+    (length, {"weights": 3}, "weights must be None, a mapping or a sequence"),
+    (length, {"prompt_column": 3}, "prompt_column a text; got .* int 3"),
+]  # fmt: skip
 
 
-def test_wrong_settings_are_refused(subtests: pytest.Subtests) -> None:
-    for functions, options, message in WRONG_SETTINGS:
-        with subtests.test(message=message), pytest.raises(ConfigError, match=message):
-            CompletionRewards(functions, **options)
+@pytest.mark.parametrize(("functions", "options", "message"), WRONG_SETTINGS)
+def test_wrong_settings_are_refused(functions: Any, options: Any, message: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CompletionRewards(functions, **options)
 
 
 def test_a_reward_that_is_not_a_function_is_refused() -> None:
@@ -293,12 +273,11 @@ def test_an_exception_names_the_function_and_can_drop_the_row() -> None:
     def picky(completion: str) -> float:
         return {"a": 1.0, "ccc": 3.0}[completion]
 
-    with pytest.raises(
-        RewardError, match=r"raised RuntimeError: picky raised KeyError: 'bb' at row 1 for rows 0 to 2"
-    ) as caught:
-        RewardCalls(CompletionRewards(picky), RewardConfig())(ROWS, [A, B, C])
+    message = r"raised RuntimeError: picky raised KeyError: 'bb' at row 1 for rows 0 to 2"
+    with pytest.raises(RewardError, match=message) as caught:
+        RetriedCalls(CompletionRewards(picky), RewardConfig())(ROWS, [A, B, C])
     assert isinstance(caught.value.__cause__.__cause__, KeyError)  # type: ignore[union-attr]
-    kept = RewardCalls(CompletionRewards(picky), RewardConfig(on_failure="drop"))(ROWS, [A, B, C])
+    kept = RetriedCalls(CompletionRewards(picky), RewardConfig(on_failure="drop"))(ROWS, [A, B, C])
     assert kept.values.tolist() == [1.0, 3.0]
     assert kept.metrics["rows/dropped"] == 1.0
 
@@ -327,21 +306,20 @@ async def later(completions: list[str], **kwargs: Any) -> list[float | None]:
     return [None, 0.5, 0.5]
 
 
-def test_async_calls_run_together_up_to_the_limit(subtests: pytest.Subtests) -> None:
-    for limit, most in [(64, 3), (2, 2)]:
-        with subtests.test(limit=limit):
-            judge = Judge()
-            rewards = CompletionRewards({"judge": judge, "later": later, "right": right})
-            ask = functools.partial(ask_for_rewards, rewards, ROWS, [A, B, C], max_concurrent=limit)
-            assert ask().values.tolist() == [1.0 + 1.0, 2.0 + 0.5 + 0.0, 3.0 + 0.5 + 1.0]
-            assert judge.most == most
-            ask()
-            assert len(judge.loops) == 1  # one loop for all calls, so open clients stay usable
+@pytest.mark.parametrize(("limit", "most"), [(64, 3), (2, 2)])
+def test_async_calls_run_together_up_to_the_limit(limit: Any, most: Any) -> None:
+    judge = Judge()
+    rewards = CompletionRewards({"judge": judge, "later": later, "right": right})
+    ask = functools.partial(ask_for_rewards, rewards, ROWS, [A, B, C], max_concurrent=limit)
+    assert ask().values.tolist() == [1.0 + 1.0, 2.0 + 0.5 + 0.0, 3.0 + 0.5 + 1.0]
+    assert judge.most == most
+    ask()
+    assert len(judge.loops) == 1  # one loop for all calls, so open clients stay usable
 
 
-def within(functions: Any, timeout: float | None = 60.0, **settings: Any) -> RewardCalls:
+def within(functions: Any, timeout: float | None = 60.0, **settings: Any) -> RetriedCalls:
     config = RewardConfig(timeout=timeout, **settings)
-    return RewardCalls(CompletionRewards(functions), config, in_process=call_in_process)
+    return RetriedCalls(CompletionRewards(functions), config)
 
 
 def test_a_slow_awaited_call_times_out_and_names_its_row() -> None:
@@ -396,45 +374,12 @@ def test_an_exception_in_another_process_names_the_function_its_row_and_its_caus
     def picky(completion: str) -> float:
         return {"a": 1.0, "ccc": 3.0}[completion]
 
-    with pytest.raises(
-        RewardError, match="raised RuntimeError: picky raised KeyError: 'bb' at row 1 for rows"
-    ) as caught:
+    message = "raised RuntimeError: picky raised KeyError: 'bb' at row 1 for rows"
+    with pytest.raises(RewardError, match=message) as caught:
         within(picky)(ROWS, [A, B, C])
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert isinstance(caught.value.__cause__.__cause__, KeyError)
     assert "in picky" in caught.value.__cause__.__notes__[0]
-
-
-# --- training
-
-
-class Chooser(nn.Module):
-    """A policy that writes one of three texts for any prompt."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logits = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-
-    def generate_actions(
-        self, states: Sequence[Any], num_actions_per_state: int, **kwargs: Any
-    ) -> list[list[Completion]]:
-        return [[(A, B, C)[n % 3] for n in range(num_actions_per_state)] for _ in states]
-
-    def get_log_probabilities(self, states: Sequence[Any], actions: Sequence[Completion]) -> Tensor:
-        return self.logits.log_softmax(0)[torch.tensor([len(action) - 1 for action in actions])]
-
-    def get_parameters(self) -> dict[str, Tensor]:
-        return dict(self.named_parameters())
-
-
-def test_training_reports_each_function() -> None:
-    policy = Chooser()
-    rewards = CompletionRewards([right, length], weights=[1.0, 0.5])
-    trainer = GRPOTrainer(config=GRPOConfig(group_size=3), policy=policy, reward_model=rewards)
-    metrics = trainer.train([ROWS[0]], num_iterations=1)[-1]
-    assert metrics["rewards/right/mean"] == pytest.approx(1 / 3)  # only "a" is right
-    assert metrics["rewards/length/mean"] == 2.0
-    assert metrics["rewards/mean"] == pytest.approx((1.5 + 1.0 + 1.5) / 3)
 
 
 def test_the_conformance_kit_passes() -> None:

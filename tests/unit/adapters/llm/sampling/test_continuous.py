@@ -32,28 +32,26 @@ def assert_log_probs_as_alone(model: Any, sampled: SampledTokens, temperature: f
         assert list(found) == pytest.approx(expected.tolist(), abs=2 * FLOAT32_LOG_PROB)
 
 
-def test_log_probs_are_those_of_each_row_alone(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize(
+    ("family", "settings", "max_rows"),
+    [("qwen3", {"temperature": 0.7}, None), ("mistral", {}, 2), ("gemma2", {"top_k": 5}, None)],
+)
+def test_log_probs_are_those_of_each_row_alone(family: Any, settings: Any, max_rows: Any) -> None:
     """Prompts and completions are longer than Gemma 2's and Mistral's window of 4 tokens."""
-    for family, settings, max_rows in [
-        ("qwen3", {"temperature": 0.7}, None),
-        ("mistral", {}, 2),
-        ("gemma2", {"top_k": 5}, None),
-    ]:
-        with subtests.test(family=family, settings=settings, max_rows=max_rows):
-            model = tiny_model(family).train()
-            attention, state = model.config._attn_implementation, torch.get_rng_state()
-            sampled = sample(model, max_rows=max_rows, **settings)
-            assert len(sampled.token_ids) == 9
-            assert model.training
-            assert model.config._attn_implementation == attention
-            assert torch.equal(torch.get_rng_state(), state)
-            assert sampled.policy_log_probs is None
-            model.eval()
-            assert_log_probs_as_alone(model, sampled, settings.get("temperature", 1.0), settings.get("top_k"))
-            for tokens, reason in zip(sampled.token_ids, sampled.finish_reasons, strict=True):
-                assert END not in tokens[:-1]
-                assert reason == ("end" if tokens[-1] == END else "length")
-                assert reason == "end" or len(tokens) == 9
+    model = tiny_model(family).train()
+    attention, state = model.config._attn_implementation, torch.get_rng_state()
+    sampled = sample(model, max_rows=max_rows, **settings)
+    assert len(sampled.token_ids) == 9
+    assert model.training
+    assert model.config._attn_implementation == attention
+    assert torch.equal(torch.get_rng_state(), state)
+    assert sampled.policy_log_probs is None
+    model.eval()
+    assert_log_probs_as_alone(model, sampled, settings.get("temperature", 1.0), settings.get("top_k"))
+    for tokens, reason in zip(sampled.token_ids, sampled.finish_reasons, strict=True):
+        assert END not in tokens[:-1]
+        assert reason == ("end" if tokens[-1] == END else "length")
+        assert reason == "end" or len(tokens) == 9
 
 
 def test_rows_depend_on_the_seed_only() -> None:
@@ -68,16 +66,13 @@ def test_the_likeliest_tokens_are_certain() -> None:
     assert not any(map(any, sampled.behaviour_log_probs))
 
 
-def test_settings_that_it_lacks_are_named(subtests: pytest.Subtests) -> None:
-    for name, value in [
-        ("min_new_tokens", 2),
-        ("min_p", 0.1),
-        ("xtc_probability", 0.5),
-        ("repetition_penalty", 1.2),
-        ("stop", ("a",)),
-    ]:
-        with subtests.test(name=name), pytest.raises(ConfigError, match=rf"does not have some settings .*{name}"):
-            sample(tiny_model(), **{name: value})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("min_new_tokens", 2), ("min_p", 0.1), ("xtc_probability", 0.5), ("repetition_penalty", 1.2), ("stop", ("a",))],
+)
+def test_settings_that_it_lacks_are_named(name: Any, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"does not have some settings .*{name}"):
+        sample(tiny_model(), **{name: value})
 
 
 def test_a_row_that_is_left_out_is_an_error() -> None:

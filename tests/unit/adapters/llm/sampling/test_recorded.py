@@ -78,14 +78,14 @@ def test_tokens_are_those_of_the_growing_loop_with_every_setting(subtests: pytes
 
 
 @pytest.mark.parametrize("num_sizes", [1, 9])
-def test_each_row_is_given_once_when_its_end_is_found(
+def test_each_row_is_given_once_when_it_ends(
     monkeypatch: pytest.MonkeyPatch, small_sizes: None, num_sizes: int
 ) -> None:
     """With room for one size only, the rows that are left are sampled without recordings, and nothing is given again."""
     sampler = RecordedSampler(CausalLM(tiny_model()), TOKENIZER)
     given: list[tuple[Any, ...]] = []
     num_given = []
-    real = recorded.Recorded
+    real = recorded.recorded_step
 
     def record(step: Callable[[], None], room: Any) -> Callable[[], None]:
         num_given.append(len(given))
@@ -93,15 +93,11 @@ def test_each_row_is_given_once_when_its_end_is_found(
             raise NotRecordable("it has enough")
         return real(step, room)
 
-    monkeypatch.setattr(recorded, "Recorded", record)
+    monkeypatch.setattr(recorded, "recorded_step", record)
     sampled = sampler.sample(
-        PROMPTS,
-        3,
-        SamplingConfig(max_new_tokens=20),
-        end_token_ids=ENDS,
-        seeds=range(9),
+        PROMPTS, 3, SamplingConfig(max_new_tokens=20), end_token_ids=ENDS, seeds=range(9),
         on_row=lambda *row: given.append(row),
-    )
+    )  # fmt: skip
     rows = zip(range(9), sampled.token_ids, sampled.behaviour_log_probs, sampled.finish_reasons, strict=True)
     assert 0 < num_given[1] < 9
     for found, expected in zip(sorted(given), rows, strict=True):
@@ -127,7 +123,7 @@ def test_each_size_is_one_graph(monkeypatch: pytest.MonkeyPatch, small_sizes: No
     expected = sample(sampler, ends=ENDS)
     sizes = set(sampler.sizes)
     sampler.forget()
-    monkeypatch.setattr(recorded, "Recorded", compiled)
+    monkeypatch.setattr(recorded, "recorded_step", compiled)
     assert sample(sampler, ends=ENDS).token_ids == expected.token_ids
     assert len(graphs) == len(sizes) > 1
     assert sample(sampler, ends=ENDS).token_ids == expected.token_ids
@@ -182,9 +178,9 @@ def test_a_model_without_experts_is_left_as_it_is(monkeypatch: pytest.MonkeyPatc
     assert_as_today(lm, RecordedSampler(lm, TOKENIZER, with_entropy=True))
 
 
-def test_only_norms_that_equal_the_fused_one_are_fused(subtests: pytest.Subtests) -> None:
-    """Gemma's weight is an offset from 1, Cohere subtracts the mean, and Qwen 3-Next's gated norm has a second input."""
-    for model_type, fused in {
+@pytest.mark.parametrize(
+    ("model_type", "fused"),
+    {
         "qwen3": {"Qwen3RMSNorm"},
         "llama": {"LlamaRMSNorm"},
         "olmo2": {"Olmo2RMSNorm"},
@@ -192,14 +188,16 @@ def test_only_norms_that_equal_the_fused_one_are_fused(subtests: pytest.Subtests
         "cohere": set(),
         "qwen3_next": set(),
         "bamba": {"BambaRMSNorm"},
-    }.items():
-        with subtests.test(model_type=model_type):
-            lm = CausalLM(tiny_of(model_type))
-            norms = FusedNorms(lm)
-            with norms.applied():
-                changed = {type(layer).__name__ for layer in lm.plain.modules() if "forward" in vars(layer)}
-            assert changed == fused
-            assert not any("forward" in vars(layer) for layer in lm.plain.modules())
+    }.items(),
+)
+def test_only_norms_that_equal_the_fused_one_are_fused(model_type: Any, fused: Any) -> None:
+    """Gemma's weight is an offset from 1, Cohere subtracts the mean, and Qwen 3-Next's gated norm has a second input."""
+    lm = CausalLM(tiny_of(model_type))
+    norms = FusedNorms(lm)
+    with norms.applied():
+        changed = {type(layer).__name__ for layer in lm.plain.modules() if "forward" in vars(layer)}
+    assert changed == fused
+    assert not any("forward" in vars(layer) for layer in lm.plain.modules())
 
 
 @pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])
@@ -222,16 +220,12 @@ def test_a_fused_norm_has_the_type_and_values_of_the_norm(of_weight: torch.dtype
         torch.testing.assert_close(found, expected, rtol=2**-7 if is_half else 1e-6, atol=0)
 
 
-def test_norms_are_fused_whatever_the_default_device_is() -> None:
+def test_norms_are_fused_whatever_the_default_device_is_and_not_with_a_hook() -> None:
     lm = CausalLM(tiny_model())
     with torch.device("meta"):
         norms = FusedNorms(lm)
     with norms.applied():
         assert "forward" in vars(lm.plain.model.norm)
-
-
-def test_a_norm_with_a_hook_is_not_replaced() -> None:
-    lm = CausalLM(tiny_model())
     lm.plain.model.norm.register_forward_hook(lambda module, arguments, output: output)
     with FusedNorms(lm).applied():
         assert "forward" not in vars(lm.plain.model.norm)
@@ -274,18 +268,20 @@ def test_what_a_recording_cannot_do_is_found(subtests: pytest.Subtests) -> None:
         values[values.argsort()].clone()[1:] = 0  # indices and numbers are recorded
 
 
-def test_what_cannot_be_recorded_is_sampled_as_today_and_said_once(
-    subtests: pytest.Subtests, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("model_type", "reason"), [("gpt_neo", "no cache of fixed shape"), ("qwen3_5_text", "layers have states")]
+)
+def test_what_cannot_be_recorded_is_sampled_and_said_once(
+    model_type: Any, reason: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for model_type, reason in [("gpt_neo", "no cache of fixed shape"), ("qwen3_5_text", "layers have states")]:
-        with subtests.test(model_type=model_type), caplog.at_level(logging.WARNING, "grpo"):
-            caplog.clear()
-            lm = CausalLM(tiny_of(model_type))
-            sampler = RecordedSampler(lm, TOKENIZER)
-            assert not sampler.records
-            for _ in range(2):
-                assert sample(sampler).token_ids == sample(DecodingSampler(lm, TOKENIZER)).token_ids
-            assert [reason in record.getMessage() for record in caplog.records if record.name == "grpo"] == [True]
+    with caplog.at_level(logging.WARNING, "grpo"):
+        caplog.clear()
+        lm = CausalLM(tiny_of(model_type))
+        sampler = RecordedSampler(lm, TOKENIZER)
+        assert not sampler.records
+        for _ in range(2):
+            assert sample(sampler).token_ids == sample(DecodingSampler(lm, TOKENIZER)).token_ids
+        assert [reason in record.getMessage() for record in caplog.records if record.name == "grpo"] == [True]
 
 
 @pytest.mark.slow

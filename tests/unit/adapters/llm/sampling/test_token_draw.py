@@ -1,14 +1,17 @@
+"""One token from given logits, settings that change the distribution, and random numbers of rows; and the settings."""
+
+import json
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 
 from adapters.llm import SamplingConfig
 from adapters.llm.sampling.token_draw import BLOCK, TokenDraw, draw, exclude_top_choices
+from grpo.errors import ConfigError
 from tests.support.llm_models import FLOAT32_LOG_PROB, sampling_distribution
 
 UNDER_ONE = math.nextafter(1.0, 0.0)
@@ -24,83 +27,55 @@ def drawing(config: SamplingConfig, prompts: list[list[int]], **options: Any) ->
     return TokenDraw(config, prompts, **defaults | options)
 
 
-# One token from given logits
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 0), (0.499, 0), (0.5, 2), (0.749, 2), (0.75, 3), (UNDER_ONE, 3)])
+def test_the_token_is_where_the_running_sum_passes_the_random_number(uniform: Any, token: Any) -> None:
+    tokens, log_probs, entropy = draw(logits_of(0.5, 0.0, 0.25, 0.25), torch.tensor([uniform]).double(), True)
+    assert tokens.tolist() == [token]
+    torch.testing.assert_close(log_probs, torch.tensor([math.log((0.5, 0, 0.25, 0.25)[token])]))
+    torch.testing.assert_close(entropy, torch.tensor([1.5 * math.log(2)]))  # .5 ln 2 + 2 (.25 ln 4)
 
 
-X = [(0.0, 0), (0.499, 0), (0.5, 2), (0.749, 2), (0.75, 3), (UNDER_ONE, 3)]
+@pytest.mark.parametrize("size", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 1000])
+def test_log_probs_and_entropy_are_those_of_the_softmax_for_any_size(size: Any) -> None:
+    logits = 3 * torch.randn(64, size)
+    uniforms = torch.rand(64, dtype=torch.float64)
+    tokens, log_probs, entropy = draw(logits.clone(), uniforms, True)
+    exact = logits.double().log_softmax(1)
+    torch.testing.assert_close(log_probs.double(), exact.gather(1, tokens[:, None]).squeeze(1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(1), atol=1e-5, rtol=1e-5)
+    running = exact.exp().cumsum(1)  # inversion of the distribution function, in float64
+    expected = (running <= uniforms[:, None]).sum(1).clamp(max=size - 1)
+    margin = (running - uniforms[:, None]).abs().amin(
+        1
+    ) > 1e-6  # closer than float32 resolves, both neighbours are right
+    assert margin.sum() > 50
+    assert torch.equal(tokens[margin], expected[margin])
 
 
-def test_the_token_is_where_the_running_sum_passes_the_random_number(subtests: pytest.Subtests) -> None:
-    for uniform, token in X:
-        with subtests.test(uniform=uniform):
-            tokens, log_probs, entropy = draw(logits_of(0.5, 0.0, 0.25, 0.25), torch.tensor([uniform]).double(), True)
-            assert tokens.tolist() == [token]
-            torch.testing.assert_close(log_probs, torch.tensor([math.log((0.5, 0, 0.25, 0.25)[token])]))
-            assert entropy is not None
-            torch.testing.assert_close(entropy, torch.tensor([1.5 * math.log(2)]))  # .5 ln 2 + 2 (.25 ln 4)
-
-
-def test_log_probs_and_entropy_are_those_of_the_softmax_for_any_size(subtests: pytest.Subtests) -> None:
-    for size in [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 1000]:
-        with subtests.test(size=size):
-            logits = 3 * torch.randn(64, size)
-            uniforms = torch.rand(64, dtype=torch.float64)
-            tokens, log_probs, entropy = draw(logits.clone(), uniforms, True)
-            exact = logits.double().log_softmax(1)
-            torch.testing.assert_close(
-                log_probs.double(), exact.gather(1, tokens[:, None]).squeeze(1), atol=1e-5, rtol=0
-            )
-            torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(1), atol=1e-5, rtol=1e-5)
-            running = exact.exp().cumsum(1)  # inversion of the distribution function, in float64
-            expected = (running <= uniforms[:, None]).sum(1).clamp(max=size - 1)
-            margin = (running - uniforms[:, None]).abs().amin(
-                1
-            ) > 1e-6  # closer than float32 resolves, both neighbours are right
-            assert margin.sum() > 50
-            assert torch.equal(tokens[margin], expected[margin])
-
-
-def test_a_token_of_probability_zero_is_never_drawn(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize(
+    ("size", "uniform"), [(3, 0.0), (BLOCK, 0.5), (BLOCK, UNDER_ONE), (3 * BLOCK - 7, 0.0), (3 * BLOCK - 7, UNDER_ONE)]
+)
+def test_a_token_of_probability_zero_is_never_drawn(size: Any, uniform: Any) -> None:
     """All tokens but one are impossible, and with them whole blocks."""
-    for size, uniform in [(3, 0.0), (BLOCK, 0.5), (BLOCK, UNDER_ONE), (3 * BLOCK - 7, 0.0), (3 * BLOCK - 7, UNDER_ONE)]:
-        with subtests.test(size=size, uniform=uniform):
-            logits = torch.full((size, size), -math.inf)
-            logits.fill_diagonal_(2.5)  # row n allows token n alone
-            tokens, log_probs, _ = draw(logits, torch.full((size,), uniform, dtype=torch.float64), False)
-            assert torch.equal(tokens, torch.arange(size))
-            assert torch.equal(log_probs, torch.zeros(size))
+    logits = torch.full((size, size), -math.inf)
+    logits.fill_diagonal_(2.5)  # row n allows token n alone
+    tokens, log_probs, _ = draw(logits, torch.full((size,), uniform, dtype=torch.float64), False)
+    assert torch.equal(tokens, torch.arange(size))
+    assert torch.equal(log_probs, torch.zeros(size))
 
 
-def test_extreme_logits_stay_finite(subtests: pytest.Subtests) -> None:
-    for uniform in [0.0, UNDER_ONE]:
-        with subtests.test(uniform=uniform):
-            peaked = torch.zeros(1, 700)
-            peaked[0, 600] = 1e4  # exp(-1e4) is 0: nothing else has any weight
-            tokens, log_probs, entropy = draw(peaked, torch.tensor([uniform]).double(), True)
-            assert (tokens.item(), log_probs.item()) == (600, 0.0)
-            assert entropy.item() == 0.0
-            flat = torch.full((1, 700), -1e4)
-            tokens, log_probs, entropy = draw(flat, torch.tensor([uniform]).double(), True)
-            assert tokens.item() == (0 if uniform == 0 else 699)
-            assert log_probs.item() == pytest.approx(-math.log(700), abs=2e-3)  # float32 has 1/1024 at 1e4
-            assert entropy.item() == pytest.approx(math.log(700), abs=2e-3)
-
-
-def test_many_draws_follow_the_distribution(subtests: pytest.Subtests) -> None:
-    for size in [10, 300]:
-        with subtests.test(size=size):
-            logits = torch.randn(1, size)
-            uniforms = torch.from_numpy(np.random.default_rng(5).random(20_000))
-            tokens, _, _ = draw(logits.expand(len(uniforms), -1), uniforms, False)
-            expected = logits.double().softmax(1).squeeze(0).numpy() * len(uniforms)
-            counts = np.bincount(tokens.numpy(), minlength=size)
-            assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-3
-            # the test has power: it fails for a slightly flatter distribution
-            flatter = (0.8 * logits).double().softmax(1).squeeze(0).numpy() * len(uniforms)
-            assert stats.chisquare(counts, flatter * counts.sum() / flatter.sum()).pvalue < 1e-6
-
-
-# XTC
+@pytest.mark.parametrize("uniform", [0.0, UNDER_ONE])
+def test_extreme_logits_stay_finite(uniform: Any) -> None:
+    peaked = torch.zeros(1, 700)
+    peaked[0, 600] = 1e4  # exp(-1e4) is 0: nothing else has any weight
+    tokens, log_probs, entropy = draw(peaked, torch.tensor([uniform]).double(), True)
+    assert (tokens.item(), log_probs.item()) == (600, 0.0)
+    assert entropy.item() == 0.0
+    flat = torch.full((1, 700), -1e4)
+    tokens, log_probs, entropy = draw(flat, torch.tensor([uniform]).double(), True)
+    assert tokens.item() == (0 if uniform == 0 else 699)
+    assert log_probs.item() == pytest.approx(-math.log(700), abs=2e-3)  # float32 has 1/1024 at 1e4
+    assert entropy.item() == pytest.approx(math.log(700), abs=2e-3)
 
 
 TOP_CHOICES = [
@@ -110,11 +85,10 @@ TOP_CHOICES = [
 ]
 
 
-def test_xtc_excludes_all_top_choices_but_the_least_likely(subtests: pytest.Subtests) -> None:
-    for threshold, left in TOP_CHOICES:
-        with subtests.test(threshold=threshold):
-            probs = exclude_top_choices(logits_of(0.4, 0.3, 0.15, 0.15), threshold).softmax(1).squeeze(0)
-            torch.testing.assert_close(probs, torch.tensor(left) / sum(left))
+@pytest.mark.parametrize(("threshold", "left"), TOP_CHOICES)
+def test_xtc_excludes_all_top_choices_but_the_least_likely(threshold: Any, left: Any) -> None:
+    probs = exclude_top_choices(logits_of(0.4, 0.3, 0.15, 0.15), threshold).softmax(1).squeeze(0)
+    torch.testing.assert_close(probs, torch.tensor(left) / sum(left))
 
 
 def test_xtc_keeps_one_of_equally_likely_top_choices() -> None:
@@ -127,60 +101,39 @@ def test_xtc_keeps_one_of_equally_likely_top_choices() -> None:
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "temperature": {"temperature": 0.7},
-    "top-k": {"top_k": 5},
-    "top-k above the vocabulary": {"top_k": 1000},
-    "top-p": {"top_p": 0.6},
-    "top-p of next to nothing": {"top_p": 1e-6},
-    "min-p": {"min_p": 0.2},
-    "XTC": {"xtc_probability": 1.0, "xtc_threshold": 0.05},
-    "penalty": {"repetition_penalty": 1.5},
-    "reward for repetition": {"repetition_penalty": 0.8},
-    "minimum": {"min_new_tokens": 2},
-    "all": {
-        "temperature": 1.4,
-        "top_k": 12,
-        "top_p": 0.9,
-        "min_p": 0.05,
-        "xtc_probability": 1.0,
-        "xtc_threshold": 0.1,
-        "repetition_penalty": 1.2,
-        "min_new_tokens": 1,
-    },
+    "temperature": {"temperature": 0.7}, "top-k": {"top_k": 5}, "top-k above the vocabulary": {"top_k": 1000},
+    "top-p": {"top_p": 0.6}, "top-p of next to nothing": {"top_p": 1e-6}, "min-p": {"min_p": 0.2},
+    "XTC": {"xtc_probability": 1.0, "xtc_threshold": 0.05}, "penalty": {"repetition_penalty": 1.5},
+    "reward for repetition": {"repetition_penalty": 0.8}, "minimum": {"min_new_tokens": 2},
+    "all": {"temperature": 1.4, "top_k": 12, "top_p": 0.9, "min_p": 0.05, "xtc_probability": 1.0, "xtc_threshold": 0.1,
+        "repetition_penalty": 1.2, "min_new_tokens": 1},
     "all but XTC": {"temperature": 0.8, "top_k": 8, "top_p": 0.7, "min_p": 0.1, "repetition_penalty": 1.3},
-}
+}  # fmt: skip
 
 
-def test_each_setting_draws_from_its_distribution_and_reports_it(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_setting_draws_from_its_distribution_and_reports_it(shape: Any) -> None:
     """Three steps of 50 rows. Each token is the one that the row's own random number selects from the distribution."""
-    for shape in SHAPES:
-        with subtests.test(shape=shape):
-            config = SamplingConfig(max_new_tokens=3, **SHAPES[shape])
-            prompts = [[2 + row % 5] * (1 + row % 4) for row in range(50)]
-            given = torch.randn(3, 50, 20) * 2
-            drawn = drawing(config, prompts, with_entropy=True)
-            tokens = torch.stack([drawn(given[step].clone(), torch.arange(50), step) for step in range(3)], 1)
-            assert torch.equal(drawn.tokens, tokens)
-            numbers = [np.random.Generator(np.random.Philox(key=row)).random((3, 2))[:, 0] for row in range(50)]
-            for row, prompt in enumerate(prompts):
-                for step in range(3):
-                    written = [*prompt, *tokens[row, :step].tolist()]
-                    probs = sampling_distribution(
-                        given[step, row].numpy(),
-                        config,
-                        written=written,
-                        step=step,
-                        excludes=config.xtc_probability == 1,
-                    )
-                    token = int(tokens[row, step])
-                    assert token == int((np.cumsum(probs) <= numbers[row][step]).sum())
-                    assert float(drawn.behaviour_log_probs[row, step]) == pytest.approx(
-                        math.log(probs[token]), abs=1e-5
-                    )
-                    policy = (given[step, row] / config.scoring_temperature).double().log_softmax(0)
-                    assert float(drawn.policy_log_probs[row, step]) == pytest.approx(policy[token].item(), abs=1e-5)
-                    entropy = -(policy.exp() * policy).sum().item()
-                    assert float(drawn.entropies[row, step]) == pytest.approx(entropy, abs=1e-5)
+    config = SamplingConfig(max_new_tokens=3, **SHAPES[shape])
+    prompts = [[2 + row % 5] * (1 + row % 4) for row in range(50)]
+    given = torch.randn(3, 50, 20) * 2
+    drawn = drawing(config, prompts, with_entropy=True)
+    tokens = torch.stack([drawn(given[step].clone(), torch.arange(50), step) for step in range(3)], 1)
+    assert torch.equal(drawn.tokens, tokens)
+    numbers = [np.random.Generator(np.random.Philox(key=row)).random((3, 2))[:, 0] for row in range(50)]
+    for row, prompt in enumerate(prompts):
+        for step in range(3):
+            written = [*prompt, *tokens[row, :step].tolist()]
+            probs = sampling_distribution(
+                given[step, row].numpy(), config, written=written, step=step, excludes=config.xtc_probability == 1
+            )
+            token = int(tokens[row, step])
+            assert token == int((np.cumsum(probs) <= numbers[row][step]).sum())
+            assert float(drawn.behaviour_log_probs[row, step]) == pytest.approx(math.log(probs[token]), abs=1e-5)
+            policy = (given[step, row] / config.scoring_temperature).double().log_softmax(0)
+            assert float(drawn.policy_log_probs[row, step]) == pytest.approx(policy[token].item(), abs=1e-5)
+            entropy = -(policy.exp() * policy).sum().item()
+            assert float(drawn.entropies[row, step]) == pytest.approx(entropy, abs=1e-5)
 
 
 def test_a_repetition_penalty_by_hand() -> None:
@@ -250,26 +203,22 @@ def test_end_tokens_are_excluded_before_the_minimum() -> None:
     assert torch.equal(ended[2], (tokens[2] == 1) | (tokens[2] == 3))
 
 
-# Random numbers of rows
-
-
-def test_a_row_draws_the_same_tokens_in_any_batch_and_up_to_any_length(subtests: pytest.Subtests) -> None:
-    for changes in [{}, {"top_p": 0.9, "xtc_probability": 0.5}]:
-        with subtests.test(changes=changes):
-            logits = torch.randn(4, 9, 40)  # steps, rows
-            many = drawing(SamplingConfig(max_new_tokens=4, **changes), [[0]] * 9, seeds=range(100, 109))
-            for step in range(4):
-                many(logits[step].clone(), torch.arange(9), step)
-            alone = drawing(SamplingConfig(max_new_tokens=11, **changes), [[0]], seeds=[107])
-            for step in range(4):
-                alone(logits[step, 7:8].clone(), torch.arange(1), step)
-            assert torch.equal(many.tokens[7], alone.tokens[0, :4])
-            # a part of the rows, in any order
-            some = drawing(SamplingConfig(max_new_tokens=4, **changes), [[0]] * 9, seeds=range(100, 109))
-            rows = torch.tensor([8, 2])
-            some(logits[3, rows].clone(), rows, 3)
-            assert torch.equal(some.tokens[rows, 3], many.tokens[rows, 3])
-            assert not some.tokens[[0, 1, 3, 7]].any()
+@pytest.mark.parametrize("changes", [{}, {"top_p": 0.9, "xtc_probability": 0.5}])
+def test_a_row_draws_the_same_tokens_in_any_batch_and_up_to_any_length(changes: Any) -> None:
+    logits = torch.randn(4, 9, 40)  # steps, rows
+    many = drawing(SamplingConfig(max_new_tokens=4, **changes), [[0]] * 9, seeds=range(100, 109))
+    for step in range(4):
+        many(logits[step].clone(), torch.arange(9), step)
+    alone = drawing(SamplingConfig(max_new_tokens=11, **changes), [[0]], seeds=[107])
+    for step in range(4):
+        alone(logits[step, 7:8].clone(), torch.arange(1), step)
+    assert torch.equal(many.tokens[7], alone.tokens[0, :4])
+    # a part of the rows, in any order
+    some = drawing(SamplingConfig(max_new_tokens=4, **changes), [[0]] * 9, seeds=range(100, 109))
+    rows = torch.tensor([8, 2])
+    some(logits[3, rows].clone(), rows, 3)
+    assert torch.equal(some.tokens[rows, 3], many.tokens[rows, 3])
+    assert not some.tokens[[0, 1, 3, 7]].any()
 
 
 def test_rows_and_steps_are_independent_and_the_whole_range_of_seeds_is_used() -> None:
@@ -281,12 +230,67 @@ def test_rows_and_steps_are_independent_and_the_whole_range_of_seeds_is_used() -
     assert len(drawn.tokens.unique()) > 100  # of 120 draws out of 10,000
 
 
-def test_logits_of_any_precision_are_drawn_from_in_float32(subtests: pytest.Subtests) -> None:
-    for dtype, changes in [(torch.bfloat16, {}), (torch.float16, {"temperature": 0.5}), (torch.float64, {"top_k": 3})]:
-        with subtests.test(dtype=dtype):
-            logits = torch.randn(5, 40).to(dtype)
-            config = SamplingConfig(max_new_tokens=1, **changes)
-            drawn = drawing(config, [[0]] * 5, with_entropy=True)
-            tokens = drawn(logits.clone(), torch.arange(5), 0)
-            expected = (logits.double() / config.temperature).log_softmax(1).gather(1, tokens[:, None])
-            torch.testing.assert_close(drawn.policy_log_probs.double(), expected, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize(
+    ("dtype", "changes"), [(torch.bfloat16, {}), (torch.float16, {"temperature": 0.5}), (torch.float64, {"top_k": 3})]
+)
+def test_logits_of_any_precision_are_drawn_from_in_float32(dtype: Any, changes: Any) -> None:
+    logits = torch.randn(5, 40).to(dtype)
+    config = SamplingConfig(max_new_tokens=1, **changes)
+    drawn = drawing(config, [[0]] * 5, with_entropy=True)
+    tokens = drawn(logits.clone(), torch.arange(5), 0)
+    expected = (logits.double() / config.temperature).log_softmax(1).gather(1, tokens[:, None])
+    torch.testing.assert_close(drawn.policy_log_probs.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+# --- settings of sampling
+
+
+OUT_OF_BOUNDS = [
+    ("max_new_tokens", 0, ">= 1"), ("min_new_tokens", -1, ">= 0"), ("temperature", -0.1, ">= 0"), ("top_k", 0, ">= 1"),
+    ("top_p", 0.0, "> 0"), ("top_p", 1.1, "<= 1"), ("min_p", -0.1, ">= 0"), ("min_p", 1.5, "<= 1"),
+    ("xtc_probability", 1.5, "<= 1"), ("xtc_threshold", 0.0, "> 0"), ("xtc_threshold", 0.6, "<= 0.5"),
+    ("repetition_penalty", 0.0, "> 0"), ("stop", ["a"], "tuple"), ("stop", "a", "tuple"),
+    ("temperature", float("nan"), "finite"),
+]  # fmt: skip
+
+
+def test_a_value_out_of_bounds_is_named(subtests: pytest.Subtests) -> None:
+    for setting, value, bound in OUT_OF_BOUNDS:
+        message = rf"SamplingConfig\.{setting} must be .*{bound}"
+        with subtests.test(setting=setting), pytest.raises(ConfigError, match=message):
+            SamplingConfig(**{setting: value})
+
+
+def test_the_minimum_of_tokens_cannot_exceed_the_maximum() -> None:
+    assert SamplingConfig(min_new_tokens=4, max_new_tokens=4).min_new_tokens == 4
+    with pytest.raises(ConfigError, match=r"min_new_tokens must be at most max_new_tokens=3; got 4"):
+        SamplingConfig(min_new_tokens=4, max_new_tokens=3)
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ConfigError, match="empty string"):
+        SamplingConfig(stop=("###", ""))
+
+
+EXACT = [
+    ({}, True), ({"temperature": 0.7}, True),
+    ({"stop": ("a",)}, True),  # it ends completions, and changes no distribution
+    ({"xtc_threshold": 0.3}, True),  # XTC is off
+    ({"temperature": 0.0}, False), ({"min_new_tokens": 1}, False), ({"top_k": 10**6}, False), ({"top_p": 0.99}, False),
+    ({"min_p": 0.01}, False), ({"xtc_probability": 0.1}, False), ({"repetition_penalty": 1.1}, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "is_exact"), EXACT)
+def test_tokens_are_drawn_from_the_policy_if_only_a_positive_temperature_is_set(changes: Any, is_exact: Any) -> None:
+    assert SamplingConfig(**changes).is_exact is is_exact
+
+
+def test_the_scoring_temperature_is_the_temperature_or_1_for_temperature_0() -> None:
+    assert SamplingConfig(temperature=0.7).scoring_temperature == 0.7
+    assert SamplingConfig(temperature=0).scoring_temperature == 1.0
+
+
+def test_settings_survive_json() -> None:
+    config = SamplingConfig(stop=("\n", "###"), top_k=5, temperature=0.5)
+    assert SamplingConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

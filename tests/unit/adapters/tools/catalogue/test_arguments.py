@@ -1,12 +1,18 @@
 """Arguments: JSON of bounded size that matches the schema, with every path inside the tools' folder."""
 
 import asyncio
+import datetime
+import functools
 import math
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
+from pydantic_core import core_schema
 
 from adapters.tools.catalogue.arguments import (
     MAX_BYTES,
@@ -16,7 +22,9 @@ from adapters.tools.catalogue.arguments import (
     confine,
     encode_arguments,
 )
+from adapters.tools.catalogue.tools import Tool
 from tests.support import tool_functions
+from tests.support.annotated import Colour, Row, Size, typed
 
 PATH = {"type": "string", "format": "path"}
 PATHS = {"type": "array", "items": PATH}
@@ -38,8 +46,6 @@ LAUGHS = nested("ha", 100, 10)  # 10**100 texts
 
 
 # --- paths
-
-
 def test_paths_are_resolved_against_the_folder(subtests: pytest.Subtests) -> None:
     check = checker(x=PATH, name={"type": "string"}, maybe={"anyOf": [{"type": "null"}, PATH]}, many=PATHS)
     for given, found in {
@@ -49,86 +55,61 @@ def test_paths_are_resolved_against_the_folder(subtests: pytest.Subtests) -> Non
             arguments = check({"x": given, "name": given, "many": [given], "maybe": None})
             assert arguments == {"x": found, "name": given, "many": [found], "maybe": None}
             assert {type(arguments["x"]), type(arguments["name"])} == {str}
+    check = checker(a={"type": "string"}, b=PATH, c={"enum": ["x"]}, d={"type": "string", "format": "date"})
+    assert check(dict.fromkeys("abcd", "x")) == {"a": "x", "b": "/usr/x", "c": "x", "d": "x"}, (
+        "only marked texts change"
+    )
 
 
-def test_a_text_of_another_format_is_not_treated_as_a_path() -> None:
-    assert checker(x={"type": "string", "format": "date"})({"x": "no date"}) == {"x": "no date"}
-
-
-def test_a_text_that_equals_a_path_is_not_changed() -> None:
-    check = checker(a={"type": "string"}, b=PATH, c={"enum": ["x"]})
-    assert check({"a": "x", "b": "x", "c": "x"}) == {"a": "x", "b": "/usr/x", "c": "x"}
-
-
-def test_a_parameter_annotated_with_path_receives_path_objects() -> None:
+def test_a_parameter_annotated_with_path_receives_path_objects_and_others_texts() -> None:
     def f(one: Path, many: list[Path], maybe: Path | None, text: str) -> None: ...
+    def unknown(one: "Nowhere") -> None: ...  # noqa: F821
 
     check = checker(f, one=PATH, many=PATHS, maybe=PATH, text=PATH)
     assert check({"one": "a", "many": ["b"], "maybe": "c", "text": "d"}) == {
         "one": Path("/usr/a"), "many": [Path("/usr/b")], "maybe": Path("/usr/c"), "text": "/usr/d",
     }  # fmt: skip
+    assert checker(unknown, one=PATH)({"one": "a"}) == {"one": "/usr/a"}
 
 
-def test_parameters_whose_annotations_cannot_be_resolved_receive_texts() -> None:
-    def f(one: "Nowhere") -> None: ...  # type: ignore[name-defined]
-
-    assert checker(f, one=PATH)({"one": "a"}) == {"one": "/usr/a"}
+def refusal(message: str, function: Callable[..., Any], *arguments: Any) -> str:
+    """The name of the error with which a function refuses arguments."""
+    with pytest.raises(RefusedArgumentsError, match=message) as caught:
+        function(*arguments)
+    return caught.value.error
 
 
 def test_paths_outside_the_root_are_refused(subtests: pytest.Subtests) -> None:
     for value in ("../etc", "/etc/passwd", "lib/../../x", "/", "//etc", "/usr/../etc", "/usrx", "../usrx/a"):
-        with (
-            subtests.test(value=value),
-            pytest.raises(RefusedArgumentsError, match="must lie in the tools' folder") as caught,
-        ):
-            confine(value, "/usr")
-        assert caught.value.error == "PathOutsideRootError"
+        with subtests.test(value=value):
+            assert refusal("must lie in the tools' folder", confine, value, "/usr") == "PathOutsideRootError"
 
 
 def test_links_are_followed_before_the_root_is_checked(tmp_path: Path) -> None:
-    (tmp_path / "root").mkdir()
-    root = str(tmp_path / "root")
+    root = tmp_path / "root"
+    root.mkdir()
     for name, target in {"in": "a", "out": "../b", "chain": "out", "dangling": "/no/such", "loop": "loop"}.items():
-        (tmp_path / "root" / name).symlink_to(target)
-    assert confine("in", root) == tmp_path / "root" / "a"
-    for name in ("out", "chain", "dangling"):
-        with pytest.raises(RefusedArgumentsError) as caught:
-            confine(name, root)
-        assert caught.value.error == "PathOutsideRootError"
-    for name, message in (("loop", "cannot be resolved"), ("a\0", "cannot be resolved: embedded null")):
-        with pytest.raises(RefusedArgumentsError, match=message) as caught:
-            confine(name, root)
-        assert caught.value.error == "InvalidArgumentsError"
-
-
-def test_a_root_that_is_a_link_is_followed_first(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
+        (root / name).symlink_to(target)
+    assert confine("in", str(root)) == root / "a"
+    for name, message, error in (
+        *((name, "must lie in", "PathOutsideRootError") for name in ("out", "chain", "dangling")),
+        ("loop", "cannot be resolved", "InvalidArgumentsError"), ("a\0", "resolved: embedded null", "InvalidArgumentsError"),
+    ):  # fmt: skip
+        assert refusal(message, confine, name, str(root)) == error
+    (tmp_path / "link").symlink_to("root")  # a root that is a link is followed first
     schema = {"type": "object", "properties": {"path": PATH}}
     check = ArgumentChecker(tool_functions.read, schema, str(tmp_path / "link"))
-    assert check({"path": "x"}) == {"path": tmp_path / "real" / "x"}
+    assert check({"path": "x"}) == {"path": root / "x"}
     assert check.at("/usr")({"path": "x"}) == {"path": Path("/usr/x")}
-    assert check({"path": "x"}) == {"path": tmp_path / "real" / "x"}
-
-
-# --- the schema
+    assert check({"path": "x"}) == {"path": root / "x"}
 
 
 def test_arguments_the_schema_lacks_are_refused_unless_it_allows_them() -> None:
-    with pytest.raises(RefusedArgumentsError, match="'c' was unexpected"):
-        checker(a={"type": "integer"})({"a": 1, "c": 2})
+    refusal("'c' was unexpected", checker(a={"type": "integer"}), {"a": 1, "c": 2})
+    refusal("^.{500,1099}$", checker(a={"type": "integer"}), {"a": "x" * 50_000})  # messages are of bounded length
     for allowed in (True, {"type": "integer"}):
         opened = {"type": "object", "properties": {"a": {}}, "additionalProperties": allowed}
         assert ArgumentChecker(tool_functions.add, opened, "/usr")({"a": 1, "c": 2}) == {"a": 1, "c": 2}
-
-
-def test_messages_are_of_bounded_length() -> None:
-    with pytest.raises(RefusedArgumentsError) as caught:
-        checker(a={"type": "integer"})({"a": "x" * 50_000})
-    assert len(str(caught.value)) < 1100
-
-
-# --- JSON
 
 
 class Sneaky(str):
@@ -153,11 +134,11 @@ def test_arguments_that_are_no_object_of_json_values_are_refused(subtests: pytes
         ("circle", CIRCLE, "nested at most 32 lists or objects deep"), ("laughs", {"a": LAUGHS}, "32 lists or objects"),
         ("wide laughs", {"a": nested("ha", 20, 10)}, "at most 100000 bytes"),
     ):  # fmt: skip
-        with subtests.test(name), pytest.raises(RefusedArgumentsError, match=message):
-            encode_arguments(arguments)
+        with subtests.test(name):
+            assert refusal(message, encode_arguments, arguments) == "InvalidArgumentsError"
 
 
-def test_arguments_that_raise_while_they_are_read_are_refused(subtests: pytest.Subtests) -> None:
+def test_arguments_that_raise_while_they_are_read_are_refused_unless_somebody_presses_ctrl_c() -> None:
     class Raises(dict[str, Any]):
         def __init__(self, error: BaseException) -> None:
             super().__init__(a=1)
@@ -167,38 +148,22 @@ def test_arguments_that_raise_while_they_are_read_are_refused(subtests: pytest.S
             raise self.error
 
     for error in (KeyError("a"), ValueError(), SystemExit(), asyncio.CancelledError()):
-        message = f"cannot be read: reading them raises {type(error).__name__}"
         for arguments in (Raises(error), {"a": Raises(error)}):
-            with (
-                subtests.test(error=type(error).__name__, deeper=type(arguments) is dict),
-                pytest.raises(RefusedArgumentsError, match=message),
-            ):
-                encode_arguments(arguments)
-
-
-def test_a_keyboard_interrupt_while_arguments_are_read_is_raised() -> None:
-    class Interrupted(dict[str, Any]):
-        """While it is read, somebody presses ctrl-c."""
-
-        def items(self) -> Any:
-            raise KeyboardInterrupt
-
+            message = f"cannot be read: reading them raises {type(error).__name__}"
+            refusal(message, encode_arguments, arguments)
+    interrupted = {"a": Raises(KeyboardInterrupt())}
     with pytest.raises(KeyboardInterrupt):
-        encode_arguments({"a": Interrupted()})
-    with ThreadPoolExecutor(1) as threads, pytest.raises(RefusedArgumentsError, match="raises KeyboardInterrupt"):
-        threads.submit(encode_arguments, {"a": Interrupted()}).result()
+        encode_arguments(interrupted)
+    with ThreadPoolExecutor(1) as threads:
+        refusal("raises KeyboardInterrupt", threads.submit(encode_arguments, interrupted).result)
 
 
 def test_arguments_of_exactly_the_largest_size_and_depth_pass() -> None:
     size = MAX_BYTES - len('{"a": ""}')
     assert len(encode_arguments({"a": "x" * size})) == MAX_BYTES
     assert encode_arguments({"a": nested(0, 31)}) == '{"a": ' + "[" * 31 + "0" + "]" * 31 + "}"
-    for arguments in ({"a": "x" * (size + 1)}, {"a": nested(0, 32)}):
-        with pytest.raises(RefusedArgumentsError):
-            encode_arguments(arguments)
-
-
-# --- any value as text
+    refusal(f"at most {MAX_BYTES} bytes", encode_arguments, {"a": "x" * (size + 1)})
+    refusal("nested at most 32", encode_arguments, {"a": nested(0, 32)})
 
 
 def test_any_value_has_a_text_of_bounded_length(subtests: pytest.Subtests) -> None:
@@ -215,3 +180,125 @@ def test_any_value_has_a_text_of_bounded_length(subtests: pytest.Subtests) -> No
     ):  # fmt: skip
         with subtests.test(text=text):
             assert bounded_text(value, 40) == text
+
+
+# --- What a tool's function receives
+def test_a_function_receives_what_its_annotation_says() -> None:
+    check = ArgumentChecker(typed, Tool.from_function(typed).parameters, "/")
+    arguments = {
+        "colour": "red", "day": "2024-02-29", "row": {"colour": "blue", "file": "usr"}, "size": {"width": 2}, "tint": "red",
+        "pages": 3, "tags": ["a"], "by_number": {"7": "x"},
+        "folder": "usr", "until": "2024-02-29T10:00:00Z",
+    }  # fmt: skip
+    assert check(arguments) == {
+        "colour": Colour.RED, "day": datetime.date(2024, 2, 29), "row": {"colour": Colour.BLUE, "file": Path("/usr").resolve()},
+        "size": Size(2, 3), "tint": Colour.RED, "pages": 3, "tags": {"a"}, "by_number": {7: "x"},
+        "folder": Path("/usr").resolve(), "until": datetime.datetime(2024, 2, 29, 10, tzinfo=datetime.UTC),
+    }  # fmt: skip
+    assert check(arguments | {"size": "large"})["size"] == "large"
+    for wrong, message in (
+        ({"colour": "green"}, r"at \$\.colour: 'green' is not one of"),
+        ({"day": "2023-02-29"}, r"at \$\.day: Input should be a"),
+        ({"by_number": {"x": "y"}}, r"at \$\.by_number\['x'\].*: Input should be a valid integer"),
+        ({"folder": "no/such/folder"}, r"at \$\.folder: Path does not point to a directory"),
+        ({"folder": "../../x" * 3}, "does not point"), ({"row": {"colour": "red", "file": 3}}, "3 is not of type 'string'"),
+    ):  # fmt: skip
+        assert refusal(message, check, arguments | wrong) == "InvalidArgumentsError"
+
+
+def test_paths_within_classes_are_confined(tmp_path: Path) -> None:
+    def keep(row: Row, rows: list[Row], folder: pydantic.DirectoryPath) -> None:
+        """Keep rows."""
+
+    check = ArgumentChecker(keep, Tool.from_function(keep).parameters, str(tmp_path))
+    inside, outside = {"colour": "red", "file": "a"}, {"colour": "red", "file": "../a"}
+    assert check({"row": inside, "rows": [inside], "folder": "."})["rows"][0]["file"] == tmp_path.resolve() / "a"
+    for wrong in ({"row": outside}, {"rows": [inside, outside]}, {"folder": ".."}):
+        whole = {"row": inside, "rows": [inside], "folder": "."} | wrong
+        assert refusal("must lie", check, whole) == "PathOutsideRootError"
+
+
+class Even(int):
+    """A class with a validator of its own, which raises whatever it likes."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        def check(value: int) -> int:
+            if value % 2:
+                raise KeyError(value)
+            return cls(value)
+
+        return core_schema.no_info_after_validator_function(check, handler(int))
+
+
+def test_a_validator_that_raises_refuses_the_arguments() -> None:
+    def halve(number: Even) -> int:
+        """Halve a number."""
+        return number // 2
+
+    check = ArgumentChecker(halve, Tool.from_function(halve).parameters, "/")
+    assert type(check({"number": 4})["number"]) is Even
+    refusal(r"at \$\.number: the value cannot be converted: KeyError\(3\)\.$", check, {"number": 3})
+
+
+class Plan(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(strict=True)
+    days: set[datetime.date]
+
+
+def test_values_that_json_can_represent_are_not_changed_or_refused() -> None:
+    def keep(text: str, anything: Any, whole: int, share: float, plan: Plan) -> None:
+        """Keep values."""
+
+    def scale(by: int | float, each: list[float | int]) -> None:  # pydantic makes a branch of each
+        """Scale numbers."""
+
+    check = ArgumentChecker(keep, Tool.from_function(keep).parameters, "/")
+    given = {"text": "\ud800\0", "anything": ["\ud800", 2.0, 10**400], "whole": 10**400, "share": 2.5}
+    plan = {"plan": {"days": ["2024-02-29"]}}
+    assert check(given | plan) == given | {"plan": Plan(days={datetime.date(2024, 2, 29)})}
+    refusal(r"at \$\.share: Input should be a valid number", check, given | plan | {"share": 10**400})
+    fractions = {"by": 2.5, "each": [1.5, -0.5]}
+    assert ArgumentChecker(scale, Tool.from_function(scale).parameters, "/")(fractions) == fractions
+
+
+class Diary:
+    """Keep days."""
+
+    def __call__(self, day: datetime.date, note: Path) -> None: ...
+    def keep(self, day: datetime.date, note: Path) -> None: ...
+
+
+def write(text: str, day: datetime.date, note: Path) -> None: ...
+
+
+def test_objects_methods_and_partial_functions_receive_what_their_annotations_say() -> None:
+    for function in (Diary(), Diary().keep, functools.partial(write, "text"), functools.partial(write, text="text")):
+        tool = Tool.from_function(function, name="write", description="Write.")
+        assert tool.required_free == ("day", "note")
+        found = ArgumentChecker(function, tool.parameters, "/")({"day": "2024-02-29", "note": "a"})
+        assert found == {"day": datetime.date(2024, 2, 29), "note": Path("/a")}
+
+
+def test_a_function_with_a_schema_of_its_own_receives_what_its_annotations_say() -> None:
+    """Only confined texts become paths."""
+
+    def mix(colour: Colour, other: object, path: Path, odd: threading.Lock) -> None:
+        """Mix colours."""
+
+    free = {"type": "object", "properties": {name: {} for name in ("colour", "other", "path", "odd")}}
+    given = {"colour": "red", "other": "red", "path": "a", "odd": 1}
+    assert ArgumentChecker(mix, free, "/")(given) == given | {"colour": Colour.RED}
+
+
+def test_only_texts_that_the_schema_marks_become_paths() -> None:
+    def read(paths: Path | list[Path]) -> None:
+        """Read paths."""
+
+    text = {"type": "string"}
+    for of_one, of_list, expected in (
+        (PATH, PATH, Path("/a")), (PATH, text, "/a"), (text, PATH, "a"), (text, text, "a"),
+    ):  # fmt: skip
+        schema = {"anyOf": [of_one, {"type": "array", "items": of_list}]}
+        for named in ({"properties": {"paths": schema}}, {"additionalProperties": schema}):
+            assert ArgumentChecker(read, {"type": "object", **named}, "/")({"paths": "a"}) == {"paths": expected}

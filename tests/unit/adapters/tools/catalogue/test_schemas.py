@@ -7,8 +7,6 @@ import pytest
 
 from adapters.tools.catalogue.arguments import ArgumentChecker, RefusedArgumentsError
 from adapters.tools.catalogue.schemas import plain_schema, slow_keyword
-from adapters.tools.catalogue.tools import Tool
-from grpo.errors import ConfigError
 from tests.support import tool_functions
 
 TEXT: dict[str, Any] = {"type": "string"}
@@ -17,17 +15,24 @@ URI: dict[str, Any] = {"type": "string", "format": "uri"}
 NONE: dict[str, Any] = {"type": "null"}
 FILE: dict[str, Any] = {"type": "object", "properties": {"file": PATH}}
 DEFINED: dict[str, Any] = {
-    "path": PATH,
-    "text": TEXT,
-    "file": FILE,
-    "list": {"type": "array", "items": {"$ref": "#/$defs/path"}},
+    "path": PATH, "text": TEXT, "file": FILE, "list": {"type": "array", "items": {"$ref": "#/$defs/path"}},
     "whole": {"type": "integer"},
-}
+}  # fmt: skip
 OUTSIDE = "../../etc/passwd"
 
 
 def schema_of(x: Any, **more: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"x": x, "y": PATH}, "$defs": DEFINED, **more}
+
+
+def checked(schema: Any, x: Any) -> Any:
+    return ArgumentChecker(tool_functions.echo, schema, "/usr")({"x": x})["x"]
+
+
+def refusal(schema: Any, x: Any, message: str | None = None) -> str:
+    with pytest.raises(RefusedArgumentsError, match=message) as caught:
+        checked(schema, x)
+    return caught.value.error
 
 
 UNCERTAIN: list[Any] = [
@@ -76,26 +81,16 @@ def test_a_schema_that_may_leave_a_path_unconfined_is_refused(subtests: pytest.S
                 ArgumentChecker(tool_functions.echo, schema_of(x), "/usr")
 
 
-def test_a_tool_with_an_uncertain_path_is_refused() -> None:
-    schema = schema_of({"anyOf": [URI, PATH]})
-    message = '^Tool fetch: parameters: "format": "path" must be where .* Otherwise, use two parameters or two tools'
-    for remote, function in ((False, tool_functions.echo), (True, tool_functions.async_raise)):
-        with pytest.raises(ConfigError, match=message):
-            Tool(name="fetch", description="Fetch.", function=function, parameters=schema, remote=remote)
-
-
 def around(text: str) -> Any:
     """Certain schemas, each with a value in which `text` stands where a path is."""
     nested = {"a": [{"file": text}]}
     return [
         (PATH, text), ({"format": "path"}, text), ({"$ref": "#/$defs/path"}, text),
         ({"anyOf": [PATH, NONE]}, text), ({"anyOf": [NONE, PATH]}, text), ({"oneOf": [{"type": "integer"}, PATH]}, text),
-
         ({"anyOf": [PATH, FILE]}, text), ({"anyOf": [PATH, FILE]}, {"file": text}), ({"anyOf": [FILE, PATH]}, {"file": text}),
         ({"anyOf": [PATH, {"$ref": "#/$defs/list"}]}, [text]), ({"anyOf": [URI, NONE], "format": "path"}, text),
         ({"type": "array", "items": PATH}, ["a", text]), ({"additionalProperties": PATH}, {"k": text}),
         ({"properties": {"k": PATH}, "patternProperties": {"^a": TEXT}}, {"k": text}),
-
         ({"additionalProperties": {"items": FILE}}, nested),
         ({"$schema": "http://json-schema.org/draft-04/schema#", **PATH}, text),
         ({"not": NONE, **PATH}, text), ({"type": "string", "format": "file-path"}, text),
@@ -105,21 +100,17 @@ def around(text: str) -> Any:
     ]  # fmt: skip
 
 
-def test_an_accepted_schema_refuses_paths_outside_the_root(subtests: pytest.Subtests) -> None:
-    for x, value in around(OUTSIDE):
+def test_an_accepted_schema_refuses_paths_outside_the_root_and_accepts_others(subtests: pytest.Subtests) -> None:
+    for (x, outside), (_, inside) in zip(around(OUTSIDE), around("lib"), strict=True):
         with subtests.test(str(x)[:60]):
             plain_schema(schema_of(x))
-            check = ArgumentChecker(tool_functions.echo, schema_of(x), "/usr")
-            with pytest.raises(RefusedArgumentsError) as caught:
-                check({"x": value})
-            assert caught.value.error == "PathOutsideRootError"
-
-
-def test_an_accepted_schema_accepts_paths_inside_the_root(subtests: pytest.Subtests) -> None:
-    for x, value in around("lib"):
-        with subtests.test(str(x)[:60]):
-            found = ArgumentChecker(tool_functions.echo, schema_of(x), "/usr")({"x": value})
-            assert "/usr/lib" in str(found)
+            assert refusal(schema_of(x), outside) == "PathOutsideRootError"
+            assert "/usr/lib" in str(checked(schema_of(x), inside))
+    # unused path formats, and choices without paths
+    plain_schema(schema_of(PATH, anyOf=[{"required": ["x"]}, {"required": ["y"]}]))
+    plain_schema(schema_of({"anyOf": [URI, TEXT]}))
+    plain_schema(schema_of(TEXT, propertyNames=TEXT))
+    plain_schema({"type": "object", "properties": {"format": {"enum": ["path"]}, "$id": PATH, "default": PATH}})
 
 
 def test_no_schema_of_two_branches_accepts_a_path_outside_the_root() -> None:
@@ -139,27 +130,16 @@ def test_no_schema_of_two_branches_accepts_a_path_outside_the_root() -> None:
         except ValueError:
             continue
         let_through += 1
-        with pytest.raises(RefusedArgumentsError) as caught:
-            ArgumentChecker(tool_functions.echo, schema, "/usr")({"x": OUTSIDE})
-        assert caught.value.error in ("PathOutsideRootError", "InvalidArgumentsError")
+        assert refusal(schema, OUTSIDE) in ("PathOutsideRootError", "InvalidArgumentsError")
     assert let_through >= 16
-
-
-def test_unused_path_formats_and_choices_without_paths_are_accepted() -> None:
-    plain_schema(schema_of(PATH, anyOf=[{"required": ["x"]}, {"required": ["y"]}]))
-    plain_schema(schema_of({"anyOf": [URI, TEXT]}))
-    plain_schema(schema_of(TEXT, propertyNames=TEXT))
-    plain_schema({"type": "object", "properties": {"format": {"enum": ["path"]}, "$id": PATH, "default": PATH}})
 
 
 def test_a_recursive_schema_is_accepted_unless_it_has_paths() -> None:
     inner = {"type": "array", "items": {"$ref": "#/$defs/tree"}}
     tree: dict[str, Any] = {"type": "object", "properties": {"n": {"type": "integer"}, "inner": inner}}
     schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/tree"}}, "$defs": {"tree": tree}}
-    check = ArgumentChecker(tool_functions.echo, schema, "/usr")
-    assert check({"x": {"n": 1.0, "inner": [{"n": 2}]}}) == {"x": {"n": 1, "inner": [{"n": 2}]}}
-    with pytest.raises(RefusedArgumentsError, match="'a' is not of type 'integer'"):
-        check({"x": {"inner": [{"inner": [{"n": "a"}]}]}})
+    assert checked(schema, {"n": 1.0, "inner": [{"n": 2}]}) == {"n": 1, "inner": [{"n": 2}]}
+    refusal(schema, {"inner": [{"inner": [{"n": "a"}]}]}, "'a' is not of type 'integer'")
     tree["properties"]["file"] = PATH
     with pytest.raises(ValueError, match="must have no recursive or unknown `\\$ref`"):
         plain_schema(schema)
@@ -172,12 +152,7 @@ def test_an_unresolvable_reference_makes_each_call_fail(subtests: pytest.Subtest
     for reference in ("#/required", "#/required/x", "#/required/0", "#/no", "http://127.0.0.1:1/x", "#nowhere"):
         with subtests.test(reference):
             schema = {"type": "object", "properties": {"x": {"$ref": reference}}, "required": ["x"]}
-            with pytest.raises(RefusedArgumentsError, match="the tool's schema cannot be applied") as caught:
-                ArgumentChecker(tool_functions.echo, schema, "/usr")({"x": 1})
-            assert caught.value.error == "InvalidArgumentsError"
-
-
-# --- references
+            assert refusal(schema, 1, "the tool's schema cannot be applied") == "InvalidArgumentsError"
 
 
 def plain(x: Any, **definitions: Any) -> Any:
@@ -222,27 +197,20 @@ def test_references_that_would_make_a_schema_huge_are_not_replaced() -> None:
         plain_schema(schema | {"properties": {"x": {"$ref": "#/$defs/d0"}, "y": PATH}})
 
 
-# --- types
-
-
 def test_integral_floats_become_integers_where_the_schema_asks_for_them(subtests: pytest.Subtests) -> None:
+    whole, number = {"type": "integer"}, {"type": "number"}
     for schema, value, expected in (
-        ({"type": "integer"}, 2.0, 2), ({"type": "integer"}, -0.0, 0), ({"type": "integer"}, 1e20, 10**20),
-        ({"type": "integer"}, 2, 2), ({"type": "number"}, 2.0, 2.0), ({}, 2.0, 2.0), ({"type": ["integer", "null"]}, 2.0, 2),
-        ({"type": ["integer", "number"]}, 2.0, 2.0), ({"anyOf": [{"type": "integer"}, NONE]}, 2.0, 2),
-        ({"anyOf": [{"type": "integer"}, {"type": "number"}]}, 2.0, 2),
-        ({"anyOf": [{"type": "integer"}, {"type": "number"}]}, 2.5, 2.5),
-        ({"enum": [2, 1.5]}, 2.0, 2.0),
-        ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}, [2.0], [2]),
-        ({"additionalProperties": {"type": "integer"}}, {"n": 2.0}, {"n": 2}), ({"$ref": "#/$defs/whole"}, 2.0, 2),
-        ({"type": "array", "items": {"type": "integer"}}, [1.0, 2], [1, 2]),
-        ({"type": "array", "items": {"type": "number"}}, [1.0, 2], [1.0, 2]),
-        ({"anyOf": [NONE, {"type": "array", "items": {"type": "integer"}}]}, [1.0], [1]),
-        ({"type": "object", "properties": {"n": {"type": "integer"}}}, {"n": 3.0, "m": 3.0}, {"n": 3, "m": 3.0}),
+        (whole, 2.0, 2), (whole, -0.0, 0), (whole, 1e20, 10**20), (whole, 2, 2), (number, 2.0, 2.0), ({}, 2.0, 2.0),
+        ({"type": ["integer", "null"]}, 2.0, 2), ({"type": ["integer", "number"]}, 2.0, 2.0), ({"enum": [2, 1.5]}, 2.0, 2.0),
+        ({"anyOf": [whole, NONE]}, 2.0, 2), ({"anyOf": [whole, number]}, 2.0, 2), ({"anyOf": [whole, number]}, 2.5, 2.5),
+        ({"anyOf": [{"type": "string"}, {"type": "array", "items": whole}]}, [2.0], [2]),
+        ({"additionalProperties": whole}, {"n": 2.0}, {"n": 2}), ({"$ref": "#/$defs/whole"}, 2.0, 2),
+        ({"type": "array", "items": whole}, [1.0, 2], [1, 2]), ({"type": "array", "items": number}, [1.0, 2], [1.0, 2]),
+        ({"anyOf": [NONE, {"type": "array", "items": whole}]}, [1.0], [1]),
+        ({"type": "object", "properties": {"n": whole}}, {"n": 3.0, "m": 3.0}, {"n": 3, "m": 3.0}),
     ):  # fmt: skip
         with subtests.test(str(schema), value=value):
-            found = ArgumentChecker(tool_functions.echo, schema_of(schema), "/usr")({"x": value})["x"]
-            assert repr(found) == repr(expected)
+            assert repr(checked(schema_of(schema), value)) == repr(expected)
 
 
 def test_slow_keywords_of_a_schema_are_found(subtests: pytest.Subtests) -> None:

@@ -8,107 +8,74 @@ from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from adapters.tools import ExecutorOptions
-from adapters.tools.catalogue.calls import ToolCall
-from adapters.tools.catalogue.tools import Tool, ToolCatalogue
-from adapters.tools.errors import ToolRaisedError
+from adapters.tools import ExecutorOptions, ToolCall, ToolCatalogue, ToolExecutor, ToolRaisedError
 from adapters.tools.execution.call_log import SECRET_NAMES, CallLog
-from adapters.tools.execution.executor import ToolExecutor
 from grpo.errors import ConfigError
-from tests.support.tool_executors import CATALOGUE, LONG, call, on_linux
+from tests.support.tool_executors import CATALOGUE, LONG, call, executor_of, on_linux
 
 
 @on_linux
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("postgres://me:hunter2@db/x?sslmode=on", "postgres://[redacted]@db/x?sslmode=on"),
-        ("https://ghp_abc@host/repo", "https://[redacted]@host/repo"),
-        ("https://host/x?a=1&access_token=abc&b=2#c", "https://host/x?a=1&access_token=[redacted]&b=2#c"),
-        ("https://host/x?X-Api-Key=abc", "https://host/x?X-Api-Key=[redacted]"),
-        ("Server=db;User Id=me;Password=hunter2;Port=1", "Server=db;User Id=me;Password=[redacted];Port=1"),
-        ("host=db pwd=hunter2 port=1", "host=db pwd=[redacted] port=1"),
-        ("AccountName=me;AccountKey=abc==;Suffix=x", "AccountName=me;AccountKey=[redacted];Suffix=x"),
-        ("Use Bearer eyJhbGci.x.y now", "Use Bearer [redacted] now"),
-        ("mail me@host or see https://host/@me?page=2", "mail me@host or see https://host/@me?page=2"),
-    ],
-)
+@pytest.mark.parametrize(("text", "shown"), [
+    ("postgres://me:hunter2@db/x?sslmode=on", "postgres://[redacted]@db/x?sslmode=on"),
+    ("https://ghp_abc@host/repo", "https://[redacted]@host/repo"),
+    ("https://host/x?a=1&access_token=abc&b=2#c", "https://host/x?a=1&access_token=[redacted]&b=2#c"),
+    ("https://host/x?X-Api-Key=abc", "https://host/x?X-Api-Key=[redacted]"),
+    ("Server=db;User Id=me;Password=hunter2;Port=1", "Server=db;User Id=me;Password=[redacted];Port=1"),
+    ("host=db pwd=hunter2 port=1", "host=db pwd=[redacted] port=1"),
+    ("AccountName=me;AccountKey=abc==;Suffix=x", "AccountName=me;AccountKey=[redacted];Suffix=x"),
+    ("Use Bearer eyJhbGci.x.y now", "Use Bearer [redacted] now"),
+    ("mail me@host or see https://host/@me?page=2", "mail me@host or see https://host/@me?page=2"),
+])  # fmt: skip
 def test_secrets_in_the_text_of_an_argument_are_not_logged(tmp_path: Path, text: str, shown: str) -> None:
     (line,) = logged(tmp_path / "log", SECRET_NAMES, call("fetch", inner=[{"text": text}]))
     assert line["arguments"] == {"inner": [{"text": shown}]}
 
 
-def test_more_names_of_secrets_are_not_logged_and_authors_are(tmp_path: Path) -> None:
-    names = [
-        "private_key",
-        "access-key",
-        "pwd",
-        "auth",
-        "basicAuth",
-        "bearer",
-        "jwt",
-        "dsn",
-        "connectionString",
-        "conn_str",
-        "Authorization",
-    ]
-    given = dict.fromkeys([*names, "author", "authors"], "x")
-    (line,) = logged(tmp_path / "log", SECRET_NAMES, call("fetch", **given))
-    assert line["arguments"] == {**dict.fromkeys(names, "[redacted]"), "author": "x", "authors": "x"}
+def entry(
+    tool: str, arguments: Any, output_bytes: int = 0, error: str | None = None, message: str | None = None
+) -> Any:
+    return {"tool": tool, "arguments": arguments, "ok": error is None, "error": error, "message": message,
+            "output_bytes": output_bytes}  # fmt: skip
 
 
 def test_each_call_is_one_line_of_the_log(tmp_path: Path) -> None:
     log = tmp_path / "calls.jsonl"
     log.write_text('{"before": true}\n')
-    odd = "line\nbreak\x1b[31m\u2028"
-    with ToolExecutor(CATALOGUE, num_workers=1, options=ExecutorOptions(timeout=LONG, log_path=log)) as made:
+    odd, invalid = "line\nbreak\x1b[31m\u2028", "InvalidArgumentsError"
+    with executor_of(CATALOGUE, log_path=log) as made:
         made.run([call("echo", value=odd), call("add", a="x"), call("no\nsuch"), call("echo", value=b"x")])
         made.run([call("echo", value="y" * 5000)])
         lines = log.read_bytes().decode("ascii").splitlines()  # written at once, not at the end
     assert lines[0] == '{"before": true}'
     assert all("\x1b" not in line for line in lines)
     entries = [json.loads(line) for line in lines[1:]]
-    times = [datetime.fromisoformat(entry.pop("time")) for entry in entries]
+    times = [datetime.fromisoformat(each.pop("time")) for each in entries]
     assert all(0 <= (datetime.now(UTC) - time).total_seconds() < 10 * LONG for time in times)
-    seconds = [entry.pop("seconds") for entry in entries]
-    assert sorted(entries, key=str) == sorted(
-        [
-            {"tool": "echo", "arguments": {"value": odd}, "ok": True, "error": None, "message": None,
-             "output_bytes": len(json.dumps(odd))},
-            {"tool": "add", "arguments": {"a": "x"}, "ok": False, "error": "InvalidArgumentsError",
-             "message": "add: at $.a: 'x' is not of type 'integer'.", "output_bytes": 0},
-            {"tool": "no\nsuch", "arguments": {}, "ok": False, "error": "UnknownToolError",
-             "message": '"no\\nsuch" must be a tool of the executor\'s catalogue. Tools that a policy adds later need another '
-                        "executor.", "output_bytes": 0},
-            {"tool": "echo", "arguments": "<dict>", "ok": False, "error": "InvalidArgumentsError",
-             "message": "echo: arguments must be values that JSON can represent; got bytes.", "output_bytes": 0},
-            {"tool": "echo", "arguments": '{"value": "' + "y" * 1989, "ok": True, "error": None, "message": None,
-             "output_bytes": 5002},
-        ],
-        key=str,
-    )  # fmt: skip
+    seconds = [each.pop("seconds") for each in entries]
+    unknown = (
+        '"no\\nsuch" must be a tool of the executor\'s catalogue. Tools that a policy adds later need another executor.'
+    )
+    expected = [
+        entry("echo", {"value": odd}, len(json.dumps(odd))), entry("no\nsuch", {}, 0, "UnknownToolError", unknown),
+        entry("add", {"a": "x"}, 0, invalid, "add: at $.a: 'x' is not of type 'integer'."),
+        entry("echo", "<dict>", 0, invalid, "echo: arguments must be values that JSON can represent; got bytes."),
+        entry("echo", '{"value": "' + "y" * 1989, 5002),
+    ]  # fmt: skip
+    assert sorted(entries, key=str) == sorted(expected, key=str)
     assert 0 < seconds[-1] < LONG
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_calls_return_results_even_if_the_log_cannot_be_written() -> None:
-    if not Path("/dev/full").exists():
-        pytest.skip("needs /dev/full")
-
-    async def hello() -> str:
-        """Greet."""
-        return "hello"
-
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        ToolExecutor(
-            ToolCatalogue([Tool.from_function(hello, remote=True)]), options=ExecutorOptions(log_path="/dev/full")
-        ) as made,
-    ):
+    catalogue, options = ToolCatalogue([CATALOGUE["async_nap"]]), ExecutorOptions(log_path="/dev/full")
+    with warnings.catch_warnings(record=True) as caught, ToolExecutor(catalogue, options=options) as made:
         warnings.simplefilter("always")
-        assert [result.output for result in made.run([call("hello")] * 3)] == ["hello"] * 3
+        results = made.run([call("async_nap", seconds=0)] * 3)
+    assert [result.output for result in results] == ["rested"] * 3
     assert len([warning for warning in caught if "cannot be written" in str(warning.message)]) == 1
 
 
@@ -121,10 +88,7 @@ def logged(path: Path, redact: Any, *calls: ToolCall, error: Exception | None = 
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# --- who can read it
-
-
-def test_a_log_is_private_and_an_existing_one_is_made_private(tmp_path: Path) -> None:
+def test_a_log_is_private_or_made_private_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     umask = os.umask(0)
     try:
         CallLog(tmp_path / "new").close()
@@ -139,22 +103,10 @@ def test_a_log_is_private_and_an_existing_one_is_made_private(tmp_path: Path) ->
     before = Path("/dev/null").stat().st_mode
     CallLog("/dev/null").close()
     assert Path("/dev/null").stat().st_mode == before, "no file, so nothing that others could read later"
-
-
-def test_a_log_that_cannot_be_made_private_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with the file of another user."""
-
-    def refuse(*_: Any) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "fchmod", refuse)
-    with pytest.raises(
-        ConfigError, match=r"log_path must be a file that can be written and made private; .*not permitted"
-    ):
+    monkeypatch.setattr(os, "fchmod", Mock(side_effect=PermissionError(1, "Operation not permitted")))
+    message = r"log_path must be a file that can be written and made private; .*not permitted"
+    with pytest.raises(ConfigError, match=message):  # as with the file of another user
         CallLog(tmp_path / "log")
-
-
-# --- what terminals would obey
 
 
 CONTROLS = "".join(map(chr, [*range(32), *range(127, 160)])) + "\u2028\u2029\u202e\ud800x\udfff\U000e0001"
@@ -174,39 +126,32 @@ def test_a_line_holds_printable_ascii_only_wherever_the_controls_are(tmp_path: P
     assert {line["message"] for line in lines} == {CONTROLS}
 
 
-# --- what it leaves out
-
-
 def test_values_with_secret_names_are_left_out_at_any_depth(tmp_path: Path) -> None:
-    for i, name in enumerate(
-        (*SECRET_NAMES, "Password", "API-Key", "apiKey", "X-Auth-Token", "client_secret", "Authorization", "db_passwd")
-    ):
-        given = {"a": 1, name: "hunter2", "inner": [{name: ["hunter2"], "b": {"c": "kept"}}]}
-        [line] = logged(tmp_path / str(i), SECRET_NAMES, call("login", **given))
-        assert line["arguments"] == {"a": 1, name: "[redacted]", "inner": [{name: "[redacted]", "b": {"c": "kept"}}]}
-    for harmless in ("a", "user", "key", "author", "words"):
-        [line] = logged(tmp_path / harmless, SECRET_NAMES, call("login", **{harmless: "kept"}))
-        assert line["arguments"] == {harmless: "kept"}
+    others = (
+        "Password", "API-Key", "apiKey", "X-Auth-Token", "client_secret", "Authorization", "db_passwd", "private_key",
+        "access-key", "pwd", "auth", "basicAuth", "bearer", "jwt", "dsn", "connectionString", "conn_str",
+    )  # fmt: skip
+    harmless = dict.fromkeys(("a", "user", "key", "author", "authors", "words"), "kept")
+    names = (*SECRET_NAMES, *others)
+    calls = [
+        call("login", **harmless, **{name: "hunter2", "inner": [{name: ["hunter2"], "b": {"c": "kept"}}]}) for name in names
+    ]  # fmt: skip
+    for name, line in zip(names, logged(tmp_path / "log", SECRET_NAMES, *calls), strict=True):
+        inner = [{name: "[redacted]", "b": {"c": "kept"}}]
+        assert line["arguments"] == harmless | {name: "[redacted]", "inner": inner}
 
 
-def test_the_message_of_a_call_with_a_secret_is_left_out(tmp_path: Path) -> None:
-    error = ToolRaisedError("login: 'hunter2' is wrong")
-    secret, plain = logged(
-        tmp_path / "log", SECRET_NAMES, call("login", password="hunter2"), call("login", user="me"), error=error
-    )
-    assert (secret["message"], secret["error"], secret["ok"]) == ("[redacted]", "ToolRaisedError", False)
-    assert plain["message"] == "login: 'hunter2' is wrong"
-
-
-def test_of_arguments_that_are_no_json_only_the_type_is_logged(tmp_path: Path) -> None:
-    [line] = logged(tmp_path / "log", SECRET_NAMES, call("login", API_KEY=b"hunter2"), error=ToolRaisedError("no JSON"))
-    assert (line["arguments"], line["message"]) == ("<dict>", "no JSON")
-
-
-def test_a_secret_is_left_out_before_a_long_line_is_cut(tmp_path: Path) -> None:
-    [line] = logged(tmp_path / "log", SECRET_NAMES, call("login", password="hunter2", text="x" * 5000))
-    assert line["arguments"].startswith('{"password": "[redacted]", "text": "xxx')
-    assert len(line["arguments"]) == 2000
+def test_the_message_of_a_call_with_a_secret_is_left_out_and_the_secret_of_a_long_line(tmp_path: Path) -> None:
+    """Of arguments that are no JSON, only the type is logged. A secret is left out before a long line is cut."""
+    long, odd = call("login", password="hunter2", text="x" * 5000), call("login", API_KEY=b"hunter2")
+    calls = [call("login", password="hunter2"), call("login", user="me"), odd, long]
+    lines = logged(tmp_path / "log", SECRET_NAMES, *calls, error=ToolRaisedError("login: 'hunter2' is wrong"))
+    told = "login: 'hunter2' is wrong"
+    assert [line["message"] for line in lines] == ["[redacted]", told, told, "[redacted]"]
+    assert {(line["error"], line["ok"]) for line in lines} == {("ToolRaisedError", False)}
+    assert lines[2]["arguments"] == "<dict>"
+    assert lines[3]["arguments"].startswith('{"password": "[redacted]", "text": "xxx')
+    assert len(lines[3]["arguments"]) == 2000
 
 
 def test_other_names_or_a_function_may_decide_what_is_left_out(tmp_path: Path) -> None:
@@ -242,9 +187,7 @@ def test_the_executor_redacts_by_default_and_as_told(tmp_path: Path) -> None:
     catalogue = ToolCatalogue([CATALOGUE["echo"]])
     for name, settings, expected in (("default", {}, "[redacted]"), ("none", {"redact": ()}, "hunter2")):
         log = tmp_path / name
-        with ToolExecutor(
-            catalogue, num_workers=1, options=ExecutorOptions(timeout=LONG, log_path=log, **settings)
-        ) as made:
+        with executor_of(catalogue, log_path=log, **settings) as made:
             assert made.run([call("echo", value={"password": "hunter2"})])[0].output == {"password": "hunter2"}
         assert json.loads(log.read_text())["arguments"] == {"value": {"password": expected}}
         assert log.stat().st_mode & 0o777 == 0o600

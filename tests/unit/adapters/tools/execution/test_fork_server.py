@@ -11,9 +11,7 @@ import pytest
 from tests.support.tool_executors import BUBBLEWRAP_DAILY, LINUX, LONG, OWN_USERS, exists, soon
 
 pytestmark = [*LINUX, pytest.mark.slow]
-
 ROOT = Path(__file__).resolve().parents[5]
-
 SCRIPT = """
 import os, sys, time
 import tests.support.light_packages
@@ -29,7 +27,6 @@ def five(a: int) -> int:
 
 print("imported", __name__, flush=True)
 """
-
 MAIN = """
 if __name__ == "__main__":
     executor = ToolExecutor(ToolCatalogue([Tool.from_function(five)]), options=ExecutorOptions(confinement=sys.argv[2]))
@@ -44,13 +41,9 @@ def start(folder: Path, ending: str, *command: str) -> "subprocess.Popen[str]":
     file = folder / "script_with_tools.py"
     file.write_text(SCRIPT + ending)
     return subprocess.Popen(
-        [sys.executable, *(command or [str(file), "0", "auto"])],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])},
-        cwd=folder,
-    )
+        [sys.executable, *(command or [str(file), "0", "auto"])], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}, cwd=folder,
+    )  # fmt: skip
 
 
 def seen_in(lines: list[str]) -> tuple[list[int], Path]:
@@ -85,13 +78,18 @@ def test_a_program_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path
     assert soon(lambda: not any(exists(pid) for pid in started) and not root.exists())
 
 
-def test_a_main_program_with_tools_but_no_guard_is_refused(tmp_path: Path) -> None:
-    unguarded = MAIN.replace('if __name__ == "__main__":', "if True:").replace("sys.argv[2]", repr("user"))
-    process = start(tmp_path, unguarded)
+def refusal(process: "subprocess.Popen[str]") -> str:
+    """The last line of a program that ends with an error."""
     _, errors = process.communicate(timeout=LONG)
     assert process.returncode == 1
-    assert "Create it under `if __name__ == '__main__':`" in errors.splitlines()[-1]
+    return errors.splitlines()[-1]
 
+
+def test_a_main_program_with_tools_that_has_no_guard_or_is_no_file_is_refused(tmp_path: Path) -> None:
+    unguarded = MAIN.replace('if __name__ == "__main__":', "if True:").replace("sys.argv[2]", repr("user"))
+    assert "Create it under `if __name__ == '__main__':`" in refusal(start(tmp_path, unguarded))
+    no_file = start(tmp_path, "", "-c", SCRIPT + MAIN, "0", "auto")
+    assert "Move the functions to a module, and import them" in refusal(no_file)
     process = start(tmp_path, """
 from tests.support.tool_functions import add
 executor = ToolExecutor(ToolCatalogue([Tool.from_function(add)]))
@@ -99,13 +97,6 @@ print(executor.run([ToolCall(tool="add", arguments={"a": 5})])[0].output)
 """)  # fmt: skip
     out, _ = process.communicate(timeout=LONG)
     assert (process.returncode, out.splitlines()) == (0, ["imported __main__", "6"])
-
-
-def test_a_main_program_that_is_no_file_is_refused(tmp_path: Path) -> None:
-    process = start(tmp_path, "", "-c", SCRIPT + MAIN, "0", "auto")
-    _, errors = process.communicate(timeout=LONG)
-    assert process.returncode == 1
-    assert "Move the functions to a module, and import them" in errors.splitlines()[-1]
 
 
 def test_an_interrupt_while_the_tools_are_imported_ends_the_fork_server(tmp_path: Path) -> None:

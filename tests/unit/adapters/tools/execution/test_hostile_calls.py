@@ -10,16 +10,15 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from adapters.tools import ExecutorOptions
-from adapters.tools.catalogue.calls import ToolCall, ToolResult
-from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools import Command, Tool, ToolCall, ToolCatalogue, ToolExecutor, ToolResult, ToolTask
 from adapters.tools.errors import (
     InvalidArgumentsError,
     InvalidOutputError,
@@ -32,19 +31,16 @@ from adapters.tools.errors import (
     WorkerDiedError,
     WorkerLostError,
 )
-from adapters.tools.execution.commands import Command
-from adapters.tools.execution.executor import ToolExecutor
 from adapters.tools.execution.workers import WorkerLimits
 from adapters.tools.learning.rewards import ToolRewards, call_cost, latency_cost, standard_rewards
-from adapters.tools.learning.tasks import ToolTask
 from tests.support import hostile_tools, tool_functions
 from tests.support.hostile_arguments import CIRCLE, LAUGHS, NESTED, Endless, Name, Raises
 from tests.support.tool_executors import (
     CONFINEMENTS,
     LINUX,
-    LONG,
     OWN_USERS,
     PATH,
+    executor_of,
     number_here,
     output_of,
     processes_of,
@@ -54,7 +50,6 @@ from tests.support.tool_executors import (
 from tests.support.tool_functions import descendants
 
 pytestmark = LINUX
-
 SLOW = pytest.mark.slow
 TEXT = {"type": "string"}
 LIMITS = WorkerLimits(memory_bytes=2**27, file_bytes=5 * 2**20, open_files=64, processes=16)
@@ -71,27 +66,21 @@ def _tool(tool: str, function: Any, timeout: float | None = None, /, **propertie
     return Tool(name=tool, description=tool, function=function, parameters=_object(**properties), timeout=timeout)
 
 
-CATALOGUE = ToolCatalogue(
-    [
-        Tool.from_function(tool_functions.add),
-        Tool.from_function(tool_functions.read),
-        Tool.from_function(tool_functions.who),
-        Tool.from_function(tool_functions.kill),
-        Tool.from_function(hostile_tools.misbehave),
-        Tool.from_function(hostile_tools.misbehave, name="hang", timeout=SHORT),
-        Tool.from_function(tool_functions.nap),
-        _tool("where", tool_functions.where, path=PATH),
-        _tool("wheres", tool_functions.wheres, paths={"type": "array", "items": {"anyOf": [PATH, _object(file=PATH)]}}),
-        _tool("pattern", tool_functions.echo, SHORT, value={"type": "string", "pattern": "^(a|aa)+$"}),
-        _tool("print", Command(("printf", "%s|%s", "{text}", "--a={text}")), text=TEXT),
-        _tool("cat", Command(("cat", "{name}")), name=TEXT),
-        _tool("find", Command(("find", "{name}", "-maxdepth", "0")), name=TEXT),
-        _tool("sort", Command(("sort", "--", "{name}")), name=TEXT),
-        _tool("count", Command(("wc", "-c", "--", "{path}")), path=PATH),
-        _tool("endless", Command(("yes", "{text}")), text=TEXT),
-        _tool("follow", Command(("tail", "-f", "{path}")), SHORT, path=PATH),
-    ]
-)
+CATALOGUE = ToolCatalogue([
+    *(Tool.from_function(getattr(tool_functions, name)) for name in ("add", "read", "who", "kill", "nap")),
+    Tool.from_function(hostile_tools.misbehave),
+    Tool.from_function(hostile_tools.misbehave, name="hang", timeout=SHORT),
+    _tool("where", tool_functions.where, path=PATH),
+    _tool("wheres", tool_functions.wheres, paths={"type": "array", "items": {"anyOf": [PATH, _object(file=PATH)]}}),
+    _tool("pattern", tool_functions.echo, SHORT, value={"type": "string", "pattern": "^(a|aa)+$"}),
+    _tool("print", Command(("printf", "%s|%s", "{text}", "--a={text}")), text=TEXT),
+    _tool("cat", Command(("cat", "{name}")), name=TEXT),
+    _tool("find", Command(("find", "{name}", "-maxdepth", "0")), name=TEXT),
+    _tool("sort", Command(("sort", "--", "{name}")), name=TEXT),
+    _tool("count", Command(("wc", "-c", "--", "{path}")), path=PATH),
+    _tool("endless", Command(("yes", "{text}")), text=TEXT),
+    _tool("follow", Command(("tail", "-f", "{path}")), SHORT, path=PATH),
+])  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -146,12 +135,9 @@ KINDS: dict[str, list[Case]] = {
             "$HOME/x", "$(cat /etc/passwd)", "file:///etc/passwd", "C:\\Windows", "con", "...", ".. /secret", "a\nb",
             "x" * 5000, "missing", "{0}", "-rf", "*",
         ),
-        # paths that stay inside
-        Case("path inside by a link", "read", {"path": "in_file"}, "PosixPath:harmless".__eq__),
-        Case("path inside by a chain", "read", {"path": "in_chain"}, "PosixPath:harmless".__eq__),
-        Case("path inside by dots", "read", {"path": "inside/../harmless"}, "PosixPath:harmless".__eq__),
-        Case("path inside by links and dots", "read", {"path": "inside/up/harmless"}, "PosixPath:harmless".__eq__),
-        Case("path inside by /proc", "read", {"path": "proc_cwd/harmless"}, "PosixPath:harmless".__eq__),
+        # paths that stay inside: by a link, a chain, dots, links and dots, and /proc
+        *_cases("path inside", "read", "path", "PosixPath:harmless".__eq__, "in_file", "in_chain", "inside/../harmless",
+        "inside/up/harmless", "proc_cwd/harmless"),
         # paths within lists and objects
         Case("path in a list", "wheres", {"paths": ["harmless", "/etc/passwd"]}, PathOutsideRootError),
         Case("path in an object in a list", "wheres", {"paths": ["harmless", {"file": "../secret"}]}, PathOutsideRootError),
@@ -227,9 +213,7 @@ KINDS: dict[str, list[Case]] = {
         ),
     ],
     "ends": [
-        *_misbehaving(
-            WorkerDiedError, "os_exit", "os_exit_7", "segfault", "replace_program",
-        ),
+        *_misbehaving(WorkerDiedError, "os_exit", "os_exit_7", "segfault", "replace_program"),
         *_misbehaving(WorkerLostError, "kill_self", "terminate_self", "kill_group"),  # as if killed from outside
         *_misbehaving(
             ToolRaisedError, "sys_exit", "recursion", "raise_without_message", "raise_odd_message", "raise_long", "raise_base",
@@ -246,23 +230,22 @@ KINDS: dict[str, list[Case]] = {
     ],
     "bombs": [
         *_misbehaving(
-            ToolRaisedError, "memory_bomb", "slow_memory_bomb", "private_map_bomb", "file_bomb",
-            "sparse_file_bomb", "descriptor_bomb",
+            ToolRaisedError, "memory_bomb", "slow_memory_bomb", "private_map_bomb", "file_bomb", "sparse_file_bomb",
+            "descriptor_bomb",
         ),
-        *_misbehaving(ToolRaisedError, "fork_bomb", "thread_bomb", "many_background_children", "raise_limits",
-        own_user=True),
+        *_misbehaving(ToolRaisedError, "fork_bomb", "thread_bomb", "many_background_children", "raise_limits", own_user=True),
     ],
     "the executor's socket": [
         *_misbehaving(
-            WorkerDiedError, "garbage", "zeros", "fake_frame", "huge_frame", "flood", "close_socket",
-            "shut_socket", "pass_descriptors",
+            WorkerDiedError, "garbage", "zeros", "fake_frame", "huge_frame", "flood", "close_socket", "shut_socket",
+            "pass_descriptors",
         ),
     ],
     "what does not belong to a worker": [
         *_misbehaving(
-            ToolRaisedError, "kill_parent", "stop_parent", "become_root", "read_shadow",
-            "read_parent_memory", "read_parent_environment", "write_etc", "remove_own_folder", "mount", "change_root",
-            "trace_parent", "raise_priority", own_user=True,
+            ToolRaisedError, "kill_parent", "stop_parent", "become_root", "read_shadow", "read_parent_memory",
+            "read_parent_environment", "write_etc", "remove_own_folder", "mount", "change_root", "trace_parent",
+            "raise_priority", own_user=True,
         ),
         Case("kill the program", "kill", {"pid": os.getpid()}, ToolRaisedError, own_user=True),
     ],
@@ -283,17 +266,13 @@ KINDS: dict[str, list[Case]] = {
         Case("no input", "misbehave", {"how": "read_input"}, "".__eq__),
     ],
 }  # fmt: skip
-
-
 DAILY = ("what does not belong to a worker", "what is left for the next call")
 """What depends on the kind of confinement the most. All but these calls, in the first kind, are slow tests."""
 RUNS = [
-    pytest.param(
-        name, kind, id=f"{name}, {kind}", marks=[*marks, *([] if name == "bubblewrap" and kind in DAILY else [SLOW])]
-    )
+    pytest.param(name, kind, id=f"{name}, {kind}", marks=[*marks, *([] if name == "bubblewrap" and kind in DAILY else [SLOW])])
     for name, marks in ((each, ()) if isinstance(each, str) else (each.values[0], each.marks) for each in CONFINEMENTS)
     for kind in KINDS
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -308,21 +287,17 @@ def executors(log: Path) -> Iterator[Callable[[Any], ToolExecutor]]:
     with contextlib.ExitStack() as stack:
 
         @functools.cache
-        def executor_of(confinement: Any) -> ToolExecutor:
+        def confined_by(confinement: Any) -> ToolExecutor:
             made = stack.enter_context(
-                ToolExecutor(
-                    CATALOGUE,
-                    allow=[name for name in CATALOGUE if name != "nap"],
-                    num_workers=4,
-                    options=ExecutorOptions(
-                        timeout=LONG, max_output_bytes=MAX_OUTPUT, limits=LIMITS, log_path=log, confinement=confinement
-                    ),
+                executor_of(
+                    CATALOGUE, num_workers=4, allow=[name for name in CATALOGUE if name != "nap"], max_output_bytes=MAX_OUTPUT,
+                    limits=LIMITS, log_path=log, confinement=confinement,
                 )
-            )
+            )  # fmt: skip
             hostile_tools.lay_files(made.root)
             return made
 
-        yield executor_of
+        yield confined_by
 
 
 @pytest.mark.parametrize(("confinement", "kind"), RUNS)
@@ -354,9 +329,8 @@ def test_each_hostile_call_ends_as_required_and_harms_no_other_call(
     assert [result.output for result in results[1::2]] == list(range(1, len(cases) + 1))
     logged = log.read_bytes().splitlines()[lines:]
     assert max(map(len, logged)) < 20_000
-    assert sorted(str(json.loads(line)["error"]) for line in logged) == sorted(
-        str(result.error and type(result.error).__name__) for result in results
-    )
+    errors = sorted(str(result.error and type(result.error).__name__) for result in results)
+    assert sorted(str(json.loads(line)["error"]) for line in logged) == errors
 
     def at_rest() -> bool:
         """Only the fork server and its workers are left, and no process waits for its parent."""
@@ -367,13 +341,10 @@ def test_each_hostile_call_ends_as_required_and_harms_no_other_call(
     assert soon(at_rest)
 
 
-@pytest.mark.skipif(
-    not OWN_USERS, reason="the number of processes is limited only for workers with user ids of their own"
-)
+@pytest.mark.skipif(not OWN_USERS, reason="processes are limited only for workers with user ids of their own")
 def test_processes_that_leave_their_worker_do_not_use_up_its_processes() -> None:
     """LIMITS allows 16. Each of these calls leaves a process behind, which is no child of its worker."""
-    catalogue = ToolCatalogue([CATALOGUE["misbehave"]])
-    with ToolExecutor(catalogue, num_workers=1, options=ExecutorOptions(limits=LIMITS, confinement="user")) as executor:
+    with executor_of(ToolCatalogue([CATALOGUE["misbehave"]]), limits=LIMITS, confinement="user") as executor:
         results = executor.run([ToolCall(tool="misbehave", arguments={"how": "stranger"})] * 20)
     assert [result.error for result in results] == [None] * 20
 
@@ -381,7 +352,7 @@ def test_processes_that_leave_their_worker_do_not_use_up_its_processes() -> None
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs two processors")
 def test_a_worker_that_narrowed_its_limits_is_replaced(subtests: pytest.Subtests) -> None:
     catalogue = ToolCatalogue([CATALOGUE["misbehave"], CATALOGUE["who"]])
-    with ToolExecutor(catalogue, num_workers=1, options=ExecutorOptions(limits=LIMITS, confinement="user")) as executor:
+    with executor_of(catalogue, limits=LIMITS, confinement="user") as executor:
         before, worker = output_of(executor, "misbehave", how="limits"), output_of(executor, "who")["pid"]
         assert output_of(executor, "who")["pid"] == worker  # nothing has changed, so the worker stays
         for how in ("lower_priority", "lower_limit", "leave_processor"):
@@ -421,16 +392,6 @@ def test_hostile_calls_leave_no_process_file_or_descriptor_behind(
         assert mine == [number_here(executor, seen["pid"])]
 
 
-class Answers:
-    """An executor that answers every call in the same way."""
-
-    def __init__(self, result: ToolResult) -> None:
-        self.result = result
-
-    def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        return [self.result] * len(calls)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("reuse_results", [False, True])
 def test_every_hostile_call_is_rewarded_less_than_the_right_one(reuse_results: bool) -> None:
@@ -439,9 +400,9 @@ def test_every_hostile_call_is_rewarded_less_than_the_right_one(reuse_results: b
     task = ToolTask(text="", tool=right.tool, arguments=right.arguments)
     parts = standard_rewards(CATALOGUE) | {"cost": call_cost(CATALOGUE), "latency": latency_cost(0.01)}
     failed, worked = (
-        ToolRewards(Answers(result), parts, reuse_results=reuse_results)
+        ToolRewards(SimpleNamespace(run=lambda calls, end=result: [end] * len(calls)), parts, reuse_results=reuse_results)
         for result in (ToolResult(error=ToolRaisedError("no")), ToolResult(output=3))
-    )
+    )  # fmt: skip
     hostile = [ToolCall(tool=case.tool, arguments=case.arguments) for cases in KINDS.values() for case in cases]
     rewards = failed.compute_rewards([task] * len(hostile), hostile)
     assert rewards.isfinite().all()

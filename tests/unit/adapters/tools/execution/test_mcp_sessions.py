@@ -11,22 +11,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from adapters.tools.catalogue.calls import ToolCall
-from adapters.tools.catalogue.tools import ToolCatalogue
+from adapters.tools import MCPServer, Tool, ToolCall, ToolCatalogue, ToolExecutor, ToolResult
 from adapters.tools.errors import InvalidArgumentsError, PathOutsideRootError, ServerLostError
-from adapters.tools.execution.executor import ToolExecutor
-from adapters.tools.execution.mcp_tools import MCPServer
 from grpo.errors import ConfigError, GRPOWarning
 from tests.support.mcp_servers import REAL, ask, by_hand, by_name, is_gone, listing, process_of
-from tests.support.tool_executors import LONG, soon
+from tests.support.tool_executors import LONG, PATH, soon
 
 ROOT = Path(__file__).resolve().parents[5]
-
-
-# --- start and end
 
 
 def test_leaving_the_block_ends_the_server_and_its_tools(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,25 +66,20 @@ def test_a_server_that_dies_is_reported_with_its_stderr_and_its_calls_fail() -> 
             results = executor.run([ToolCall(tool="slow"), ToolCall(tool="die")])
             results += executor.run([ToolCall(tool="waits")])
         assert [type(result.error) for result in results] == [ServerLostError] * 3
-        last_words = r"ended; on stderr it said last: the server gives up\. The server is not restarted: leave"
+        last_words = r"ended; on stderr it said last: the server gives up\. The server is not restarted: .* it again"
         with pytest.raises(ServerLostError, match=last_words):
             ask(tools["waits"])
 
 
-def test_a_line_that_is_not_utf_8_costs_neither_its_call_nor_the_session() -> None:
-    """The line is read with replaced characters, is not JSON, and is passed over."""
-    with by_hand(listing("noise"), listing("place")) as server:
+def test_noise_on_stdout_costs_no_call_and_noise_on_stderr_little_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that is not UTF-8 is read with replaced characters, is not JSON, and is passed over."""
+    monkeypatch.setattr("adapters.tools.execution.mcp_tools._STDERR_FILE_BYTES", 100_000)
+    with by_hand(listing("noise"), listing("place"), listing("complain")) as server:
         tools = by_name(server)
         assert json.loads(ask(tools["noise"])) == "noise"
         assert "process" in json.loads(ask(tools["place"]))
-
-
-def test_the_stderr_of_a_server_takes_little_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.tools.execution.mcp_tools._STDERR_FILE_BYTES", 100_000)
-    with by_hand(listing("complain")) as server:
-        [complain] = server.tools()
         for _ in range(20):
-            ask(complain)
+            ask(tools["complain"])
         assert 20_000 < os.fstat(server._stderr.fileno()).st_size < 200_000
         assert server._last_words().endswith("xxx / that is all")
 
@@ -100,44 +90,38 @@ def test_a_session_that_ends_by_itself_loses_its_calls_and_is_left_quietly() -> 
         process = process_of(tools)
         server._portal.call(server._portal.stop, True)
         assert soon(lambda: is_gone(process))
-        with pytest.raises(
-            ServerLostError, match=r"MCP server .* is lost\. The server is not restarted: leave its `with`"
-        ):
+        message = r"MCP server .* is lost\. The server is not restarted: leave its `with`"
+        with pytest.raises(ServerLostError, match=message):
             ask(tools["waits"])
     with server:
         assert ask(tools["waits"]) == "0"
 
 
-def test_killing_one_server_does_not_affect_the_others() -> None:
-    with by_hand() as other, by_hand() as server:
-        own = by_name(server)
-        os.kill(process_of(own), signal.SIGKILL)
-        with pytest.raises(ServerLostError, match="enter it again"):
-            ask(own["slow"])
-        assert ask(by_name(other)["waits"]) == "0"
-
-
-def test_a_server_that_cannot_start_is_refused_with_the_reason(subtests: pytest.Subtests) -> None:
-    for command, text in (
-        (["/no/such/program"], "FileNotFoundError.*Run the command in a terminal"),
-        (["/no/such\0program"], "could not be started: ValueError: .*null byte"),
-        ([sys.executable, "-c", "import sys; sys.exit('no licence')"], "could not be started: .*said last: no licence"),
-    ):
-        with subtests.test(text), pytest.raises(ConfigError, match=text), MCPServer(command):
+def test_a_server_that_cannot_start_is_refused_with_the_reason(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    note = tmp_path / "process"
+    for make, text in (
+        (lambda: MCPServer(["/no/such/program"]), "FileNotFoundError.*Run the command in a terminal"),
+        (lambda: MCPServer(["/no/such\0program"]), "could not be started: ValueError: .*null byte"),
+        (lambda: MCPServer([sys.executable, "-c", "import sys; sys.exit('no licence')"]),
+         "could not be started: .*said last: no licence"),
+        (lambda: MCPServer(hanging(note, "sleep 600"), start_timeout=1.0),
+         "was not ready within 1 s; if it is only slow, raise start_timeout"),
+        (lambda: by_hand(listing("good"), listing("bad", inputSchema={})),
+         r"(?s)could not be started: .*tools\.0\.inputSchema\.type"),
+        (lambda: MCPServer(), "not both"), (lambda: MCPServer(["a"], url="http://b"), "not both"),
+        (lambda: MCPServer("uvx a-server"), r"must be a list of strings.*'uvx a-server'"),
+        (lambda: MCPServer([]), r"must be a list of strings that begins with a program, .*; got \[\]"),
+        (lambda: MCPServer(url="http://b", env={}), "env and cwd apply only to a server that `command` starts"),
+        (lambda: MCPServer(["a"], start_timeout=0.0), "start_timeout must be > 0 seconds; got 0.0"),
+    ):  # fmt: skip
+        with subtests.test(text), pytest.raises(ConfigError, match=text), make():
             pass
+    assert is_gone(int(note.read_text()))
 
 
 def hanging(note: Path, then: str) -> list[str]:
     """A command that writes its process number and then does not speak."""
     return ["sh", "-c", f"echo $$ > '{note}.new'; mv '{note}.new' '{note}'; exec {then}"]
-
-
-def test_a_server_that_hangs_at_its_start_is_ended(tmp_path: Path) -> None:
-    note = tmp_path / "process"
-    server = MCPServer(hanging(note, "sleep 600"), start_timeout=1.0)
-    with pytest.raises(ConfigError, match="was not ready within 1 s; if it is only slow, raise start_timeout"), server:
-        pass
-    assert is_gone(int(note.read_text()))
 
 
 @pytest.mark.slow
@@ -193,123 +177,27 @@ def test_a_server_over_http_answers_calls_and_its_end_is_an_error() -> None:
             pass
 
 
-# --- servers that are less polite
-
-
 def test_all_pages_of_tools_are_read_and_the_older_handshake_works() -> None:
-    schema = {"type": "object"}
-    listed = [{"name": f"tool{place}", "inputSchema": schema, "description": f"No. {place}."} for place in range(3)]
-    with by_hand(*listed) as server:
+    with by_hand(*(listing(f"tool{place}", description=f"No. {place}.") for place in range(3))) as server:
         tools = server.tools("mine")
-        assert [(tool.name, tool.description, tool.category) for tool in tools] == [
-            ("tool0", "No. 0.", "mine"),
-            ("tool1", "No. 1.", "mine"),
-            ("tool2", "No. 2.", "mine"),
-        ]
+        listed = [(f"tool{place}", f"No. {place}.", "mine") for place in range(3)]
+        assert [(tool.name, tool.description, tool.category) for tool in tools] == listed
         assert server.name == "by hand"
         assert ask(tools[1]) == '"tool1"'
 
 
 def test_invalid_tool_names_are_mapped_and_the_server_receives_its_own_names() -> None:
-    schema = {"type": "object"}
-    with by_hand(
-        {"name": "files/read all", "inputSchema": schema, "title": "Read it"}, {"name": "a" * 70, "inputSchema": schema}
-    ) as server:
+    with by_hand(listing("files/read all", title="Read it"), listing("a" * 70)) as server:
         first, second = server.tools()
         assert (first.name, first.description) == ("files_read_all", "Read it")
         assert (second.name, second.description) == ("a" * 64, "a" * 70)
-        assert ask(first) == '"files/read all"'
-        assert ask(second) == f'"{"a" * 70}"'
+        assert [ask(first), ask(second)] == ['"files/read all"', f'"{"a" * 70}"']
 
 
-def test_tool_names_that_become_equal_are_refused() -> None:
-    schema = {"type": "object"}
-    with (
-        by_hand({"name": "a/b", "inputSchema": schema}, {"name": "a b", "inputSchema": schema}) as server,
-        pytest.raises(ConfigError, match="'a/b' and 'a b' would both be called 'a_b'"),
-    ):
-        server.tools()
-
-
-def test_a_list_that_breaks_the_protocol_is_refused() -> None:
-    good, bad = {"name": "good", "inputSchema": {"type": "object"}}, {"name": "bad", "inputSchema": {}}
-    with (
-        pytest.raises(ConfigError, match=r"(?s)could not be started: .*tools\.0\.inputSchema\.type"),
-        by_hand(good, bad),
-    ):
-        pass
-
-
-GOOD = {"name": "good", "inputSchema": {"type": "object", "properties": {"unit": {"enum": ["m", "km"]}}}}
-
-
-def test_an_unusable_tool_is_left_out_with_a_warning(subtests: pytest.Subtests) -> None:
-    for name, schema, reason in (
-        (
-            "tuple",
-            {"type": "array", "items": [{"type": "string"}]},
-            r"Tool tuple: parameters must be a valid JSON Schema; at \$\.properties\.x\.items",
-        ),
-        (
-            "letters",
-            {"type": "string", "pattern": r"^\p{L}+$"},
-            r"Tool letters: parameters must be a valid JSON Schema; at \$\.properties\.x\.pattern",
-        ),
-        ("odd", {"type": "nonsense"}, r"Tool odd: parameters must be a valid JSON Schema; at \$\.properties\.x\.type"),
-        (
-            "either",
-            {"anyOf": [{"type": "string", "format": "path"}, {"type": "string"}]},
-            r'Tool either: parameters: "format": "path" must be where it is certain',
-        ),
-        ("", {}, r"Tool: name must be 1 to 64"),
-    ):
-        with subtests.test(name, reason=reason):
-            draft = {
-                "$schema": "http://json-schema.org/draft-07/schema#",
-                "type": "object",
-                "properties": {"x": schema},
-            }
-            with by_hand({"name": name, "inputSchema": draft}, GOOD) as server:
-                message = rf"MCP server by hand: its tool '{name}' is left out: {reason}.* skip="
-                with pytest.warns(GRPOWarning, match=message) as said:
-                    tools = server.tools()
-                assert len(said) == 1
-                assert Path(said[0].filename) == Path(__file__)
-                assert [tool.name for tool in tools] == ["good"]
-                assert ask(tools[0]) == '"good"'
-                assert [tool.name for tool in server.tools(skip=[name])] == ["good"]
-
-
-def test_tools_with_boolean_property_schemas_can_be_called() -> None:
-    schema = {"type": "object", "properties": {"any": True, "never": False, "unit": {"enum": ["m", "km"]}}}
-    with by_hand({"name": "free", "inputSchema": schema}) as server:
-        (tool,) = server.tools()
-        assert list(tool.properties) == ["any", "unit"]
-        with ToolExecutor(ToolCatalogue([tool])) as executor:
-            right, wrong = executor.run([ToolCall(tool="free", arguments={name: 1}) for name in ("any", "never")])
-    assert right.output == '"free"'
-    assert isinstance(wrong.error, InvalidArgumentsError)
-
-
-def test_a_servers_schema_may_mark_paths_and_name_definitions_of_an_older_draft() -> None:
-    schema = {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "type": "object",
-        "properties": {"file": {"$ref": "#/definitions/file"}, "unit": {"$ref": "#/definitions/unit"}},
-        "definitions": {"file": {"type": "string", "format": "path"}, "unit": {"enum": ["m", "km"]}},
-    }
-    with by_hand({"name": "open", "inputSchema": schema}) as server:
-        (tool,) = server.tools()
-        assert [choice.name for choice in tool.choices] == ["unit"]
-        with ToolExecutor(ToolCatalogue([tool])) as executor:
-            calls = [ToolCall(tool="open", arguments={"file": file, "unit": "m"}) for file in ("a", "../a")]
-            inside, outside = executor.run(calls)
-    assert inside.output == '"open"'
-    assert isinstance(outside.error, PathOutsideRootError)
-
-
-def test_skipped_tools_are_left_out_and_unknown_ones_refused() -> None:
+def test_tool_names_that_become_equal_are_refused_unless_one_is_skipped() -> None:
     with by_hand(listing("a/b"), listing("a b"), listing("add")) as server:
+        with pytest.raises(ConfigError, match="'a/b' and 'a b' would both be called 'a_b'"):
+            server.tools()
         first, second = server.tools(skip=("a/b",))
         assert (first.name, second.name) == ("a_b", "add")
         assert ask(first) == '"a b"'
@@ -318,20 +206,50 @@ def test_skipped_tools_are_left_out_and_unknown_ones_refused() -> None:
             server.tools(skip={"dye"})
 
 
-# --- settings
+def test_an_unusable_tool_is_left_out_with_a_warning(subtests: pytest.Subtests) -> None:
+    invalid = r"parameters must be a valid JSON Schema; at \$\.properties\.x\."
+    path = {"anyOf": [{"type": "string", "format": "path"}, {"type": "string"}]}
+    for name, schema, reason in (
+        ("tuple", {"type": "array", "items": [{"type": "string"}]}, rf"Tool tuple: {invalid}items"),
+        ("letters", {"type": "string", "pattern": r"^\p{L}+$"}, rf"Tool letters: {invalid}pattern"),
+        ("odd", {"type": "nonsense"}, rf"Tool odd: {invalid}type"), ("", {}, r"Tool: name must be 1 to 64"),
+        ("either", path, 'Tool either: parameters: "format": "path" must be where it is certain'),
+    ):  # fmt: skip
+        draft = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "properties": {"x": schema}}
+        with subtests.test(name, reason=reason), by_hand(listing(name, inputSchema=draft), listing("good")) as server:
+            message = rf"MCP server by hand: its tool '{name}' is left out: {reason}.* skip="
+            with pytest.warns(GRPOWarning, match=message) as said:
+                tools = server.tools()
+            assert len(said) == 1
+            assert Path(said[0].filename) == Path(__file__)
+            assert [tool.name for tool in tools] == ["good"]
+            assert ask(tools[0]) == '"good"'
+            assert [tool.name for tool in server.tools(skip=[name])] == ["good"]
 
 
-def test_contradictory_or_invalid_server_arguments_are_refused(subtests: pytest.Subtests) -> None:
-    for make, text in (
-        (lambda: MCPServer(), "not both"),
-        (lambda: MCPServer(["a"], url="http://b"), "not both"),
-        (lambda: MCPServer("uvx a-server"), r"must be a list of strings.*'uvx a-server'"),
-        (lambda: MCPServer([]), r"must be a list of strings that begins with a program, .*; got \[\]"),
-        (lambda: MCPServer(url="http://b", env={}), "env and cwd apply only to a server that `command` starts"),
-        (lambda: MCPServer(["a"], start_timeout=0.0), "start_timeout must be > 0 seconds; got 0.0"),
-    ):
-        with subtests.test(text), pytest.raises(ConfigError, match=text):
-            make()
+def results_of(schema: dict[str, Any], *calls: dict[str, Any]) -> tuple[Tool, list[ToolResult]]:
+    """A tool with this schema, and the results of its calls."""
+    with by_hand(listing("free", inputSchema={"type": "object", **schema})) as server:
+        (tool,) = server.tools()
+        with ToolExecutor(ToolCatalogue([tool])) as executor:
+            return tool, executor.run([ToolCall(tool="free", arguments=arguments) for arguments in calls])
+
+
+def test_a_servers_schema_may_have_booleans_mark_paths_and_name_definitions_of_an_older_draft() -> None:
+    properties = {"any": True, "never": False, "unit": {"enum": ["m", "km"]}}
+    tool, (right, wrong) = results_of({"properties": properties}, {"any": 1}, {"never": 1})
+    assert list(tool.properties) == ["any", "unit"]
+    assert right.output == '"free"'
+    assert isinstance(wrong.error, InvalidArgumentsError)
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "properties": {"file": {"$ref": "#/definitions/file"}, "unit": {"$ref": "#/definitions/unit"}},
+        "definitions": {"file": PATH, "unit": {"enum": ["m", "km"]}},
+    }
+    tool, (inside, outside) = results_of(schema, {"file": "a", "unit": "m"}, {"file": "../a", "unit": "m"})
+    assert [choice.name for choice in tool.choices] == ["unit"]
+    assert inside.output == '"free"'
+    assert isinstance(outside.error, PathOutsideRootError)
 
 
 @pytest.mark.slow

@@ -1,45 +1,36 @@
 """The regression of rewards on requests and calls."""
 
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
-from adapters.tools.catalogue.calls import ToolCall
-from adapters.tools.catalogue.tools import Tool, ToolCatalogue
-from adapters.tools.learning.records import ToolSample
+from adapters.tools import Tool, ToolCall, ToolCatalogue, ToolSample, ToolSelectionPolicy
 from adapters.tools.learning.reward_regression import RewardRegression, _Scores
+from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError
+from grpo.logs import LoggedRewards, evaluate_from_logs
+from tests.support.tool_policies import call
+
+HALF = (math.log(0.5),)
+"""The log-prob of one of two tools."""
 
 
-def add(number: float = 0.0) -> None:
-    """Add."""
+def add(number: float = 0.0) -> None: ...
+def sort(order: Literal["up", "down"], sure: bool | None = None) -> None: ...
+def wait() -> None: ...
 
 
-def sort(order: Literal["up", "down"], sure: bool | None = None) -> None:
-    """Sort."""
-
-
-def wait() -> None:
-    """Wait."""
-
-
-CATALOGUE = ToolCatalogue(Tool.from_function(function) for function in (add, sort, wait))
-VECTORS = {"add: Add.": [1.0, 0, 0], "sort: Sort.": [0, 1.0, 0], "wait: Wait.": [0, 0, 1.0]}
+CATALOGUE = ToolCatalogue(Tool.from_function(function, description="Do it.") for function in (add, sort, wait))
+VECTORS = {"add": [1.0, 0, 0], "sort": [0, 1.0, 0], "wait": [0, 0, 1.0]}
 
 
 def encode(texts: Any) -> Any:
     """Requests are named by the tool that they are near to."""
-    return [
-        VECTORS.get(text) or next(v for name, v in VECTORS.items() if text.startswith(name.split(":")[0]))
-        for text in texts
-    ]
-
-
-def call(tool: str, **arguments: Any) -> ToolCall:
-    return ToolCall(tool=tool, arguments=arguments)
+    return [next(v for name, v in VECTORS.items() if text.startswith(name)) for text in texts]
 
 
 def row(state: Any, made: ToolCall, reward: float) -> ToolSample:
@@ -67,26 +58,12 @@ def test_decisions_are_numbered_tools_first_and_then_values() -> None:
 
 def test_with_many_decisions_the_estimate_is_the_mean_reward_of_each_call() -> None:
     """Two vectors, two tools and two values, each pair with its own mean between -1 and 3."""
-    means = {
-        ("a", "add"): -1.0,
-        ("a", "up"): 2.0,
-        ("a", "down"): 0.0,
-        ("b", "add"): 1.0,
-        ("b", "up"): 0.5,
-        ("b", "down"): 3.0,
-    }
-    states, calls = (
-        {"a": (1.0, 0.0), "b": (0.0, 1.0)},
-        {"add": call("add"), "up": call("sort", order="up"), "down": call("sort", order="down")},
-    )
-    logs = [
-        row(states[state], calls[name], mean + shift)
-        for (state, name), mean in means.items()
-        for shift in 2000 * (0.0,)
-    ]
-    q = RewardRegression(CATALOGUE)(logs)
-    found = estimated(q, *((states[state], calls[name]) for state, name in means))
-    assert found == pytest.approx(list(means.values()), abs=0.1)
+    one, other = (1.0, 0.0), (0.0, 1.0)
+    plus, up, down = call("add"), call("sort", order="up"), call("sort", order="down")
+    pairs = [(one, plus), (one, up), (one, down), (other, plus), (other, up), (other, down)]
+    means = [-1.0, 2.0, 0.0, 1.0, 0.5, 3.0]
+    logs = [row(*pair, mean) for pair, mean in zip(pairs, means, strict=True) for _ in range(2000)]
+    assert estimated(RewardRegression(CATALOGUE)(logs), *pairs) == pytest.approx(means, abs=0.1)
 
 
 def test_estimates_stay_between_the_least_and_the_largest_logged_reward() -> None:
@@ -97,44 +74,22 @@ def test_estimates_stay_between_the_least_and_the_largest_logged_reward() -> Non
     assert 4.0 < high < 5.0
 
 
-def test_a_larger_ridge_keeps_estimates_closer_to_each_other() -> None:
-    logs = [row((1.0, 0.0), call("add"), 1.0), row((0.0, 1.0), call("add"), 0.0)]
-    gaps = []
-    for ridge in (0.01, 0.1, 1.0, 100.0):
-        one, other = estimated(
-            RewardRegression(CATALOGUE, ridge=ridge)(logs), ((1.0, 0.0), call("add")), ((0.0, 1.0), call("add"))
-        )
-        gaps.append(one - other)
-    assert gaps == sorted(gaps, reverse=True)
-    assert gaps[0] > 0.8
-    assert 0 < gaps[-1] < 0.02
-
-
 def test_a_regression_with_one_weight_equals_hand_worked_values() -> None:
     """The weight w minimises 2 log(1 + exp(-w)) + ridge w^2 / 2, so 2 (1 - sigmoid(w)) = ridge w. With the default 0.03,
-    w = 3.041. With 1, w = 0.6748."""
-    logs = [row((1.0,), call("add"), 1.0), row((-1.0,), call("add"), 0.0)]
-    for ridge, expected in (({}, 0.9544), ({"ridge": 1.0}, 0.6626)):
-        found = estimated(RewardRegression(CATALOGUE, **ridge)(logs), ((1.0,), call("add")), ((-1.0,), call("add")))
-        assert found == pytest.approx([expected, 1 - expected], abs=1e-3)
+    w = 3.041. With 1, w = 0.6748. Vectors may be whole numbers, or arrays in double precision."""
+    logs = [row((1.0,), call("add"), 1.0), row([-1], call("add"), 0.0)]
+    asked = [(state, call("add")) for state in ((1.0,), (-1.0,), [1], np.array([1.0]), torch.tensor([-1]))]
+    for ridge, high in (({}, 0.9544), ({"ridge": 1.0}, 0.6626)):
+        expected = pytest.approx([high, 1 - high, high, high, 1 - high], abs=1e-3)
+        q = RewardRegression(CATALOGUE, **ridge)(logs)
+        assert [estimated(q, one)[0] for one in asked] == expected
 
 
 def test_long_vectors_are_fitted_as_well_as_short_ones() -> None:
     """Rewards of 1, 1, 0 at 30, and 1, 0, 0 at -30: the means 2/3 and 1/3, which a small weight gives almost unpunished."""
-    logs = [
-        *(row((30.0,), call("add"), reward) for reward in (1.0, 1.0, 0.0)),
-        *(row((-30.0,), call("add"), reward) for reward in (1.0, 0.0, 0.0)),
-    ]
-    found = estimated(RewardRegression(CATALOGUE)(logs), ((30.0,), call("add")), ((-30.0,), call("add")))
-    assert found == pytest.approx([2 / 3, 1 / 3], abs=1e-3)
-
-
-def test_vectors_may_be_whole_numbers_or_arrays_in_double_precision() -> None:
-    """The same decisions with the same weight w = 3.041: sigmoid(w) = .9544."""
-    logs = [row([1], call("add"), 1.0), row([-1], call("add"), 0.0)]
-    q = RewardRegression(CATALOGUE)(logs)
-    found = estimated(q, ([1], call("add")), (np.array([1.0]), call("add")), (torch.tensor([-1]), call("add")))
-    assert found == pytest.approx([0.9544, 0.9544, 1 - 0.9544], abs=1e-3)
+    earned = ((30.0, 1.0), (30.0, 1.0), (30.0, 0.0), (-30.0, 1.0), (-30.0, 0.0), (-30.0, 0.0))
+    q = RewardRegression(CATALOGUE)([row((vector,), call("add"), reward) for vector, reward in earned])
+    assert estimated(q, ((30.0,), call("add")), ((-30.0,), call("add"))) == pytest.approx([2 / 3, 1 / 3], abs=1e-3)
 
 
 def test_an_encoder_may_be_in_training_and_in_double_precision() -> None:
@@ -152,53 +107,32 @@ def test_similarity_carries_over_to_a_tool_that_was_never_logged() -> None:
     """A request that is near to its tool earns 1. `wait` is in no decision, and only its description speaks for it."""
     requests = [f"{name} {number}" for name in ("add", "sort", "wait") for number in range(4)]
     logs = [row(text, call(tool), float(text.startswith(tool))) for text in requests for tool in ("add", "sort")]
-    right, wrong = estimated(
-        RewardRegression(CATALOGUE, encode)(logs), ("wait 9", call("wait")), ("add 9", call("wait"))
-    )
+    q = RewardRegression(CATALOGUE, encode)(iter(logs))  # logs may come one by one
+    right, wrong = estimated(q, ("wait 9", call("wait")), ("add 9", call("wait")))
     assert right > 0.8
     assert wrong < 0.2
 
 
 def test_a_tool_that_the_catalogue_lacks_has_the_estimate_of_no_decision() -> None:
-    logs = [row("add 1", call("fly"), 1.0), row("add 1", call("fly"), 0.0), row("add 1", call("fly"), 1.0)]
-    assert estimated(RewardRegression(CATALOGUE, encode)(logs), ("sort 1", call("sing"))) == pytest.approx(
-        [2 / 3], abs=1e-3
-    )
+    """Equal rewards are their own estimate."""
+    for rewards, expected in (([1.0, 0.0, 1.0], 2 / 3), ([0.7], 0.7)):
+        q = RewardRegression(CATALOGUE, encode)([row("add 1", call("fly"), reward) for reward in rewards])
+        assert estimated(q, ("sort 1", call("sing"))) == pytest.approx([expected], abs=1e-3)
 
 
-def test_equal_rewards_are_their_own_estimate() -> None:
-    assert estimated(
-        RewardRegression(CATALOGUE, encode)([row("add 1", call("add"), 0.7)]), ("wait 1", call("wait"))
-    ) == (pytest.approx([0.7]))
-
-
-def test_texts_need_an_encoder_and_vectors_none() -> None:
-    with pytest.raises(ConfigError, match="states must be texts if there is an encoder, and vectors if there is none"):
-        RewardRegression(CATALOGUE)([row("add 1", call("add"), 0.7)])
-    with pytest.raises(ConfigError, match=r"Pass encoder=policy\.encoder, or leave it out"):
-        RewardRegression(CATALOGUE, encode)([row([1.0], call("add"), 0.7)])
-    with pytest.raises(ConfigError, match="ridge must be above 0; got 0"):
-        RewardRegression(CATALOGUE, encode, ridge=0)
-
-
-def test_what_is_no_catalogue_and_no_logs_is_refused() -> None:
-    with pytest.raises(ConfigError, match="catalogue must be a ToolCatalogue"):
-        RewardRegression(list(CATALOGUE.values()))
-    with pytest.raises(ConfigError, match="logs must be a list of ToolSample objects; got 'add 1'"):
-        RewardRegression(CATALOGUE, encode)(["add 1"])
-    with pytest.raises(ConfigError, match="needs logged decisions; got none"):
-        RewardRegression(CATALOGUE, encode)([])
-
-
-def test_logs_may_come_one_by_one() -> None:
-    logs = [row("add 1", call("add"), 1.0), row("sort 1", call("add"), 0.0)]
-    expected, found = RewardRegression(CATALOGUE, encode)(logs), RewardRegression(CATALOGUE, encode)(iter(logs))
-    assert estimated(found, ("add 1", call("add"))) == estimated(expected, ("add 1", call("add")))
-
-
-def test_a_ridge_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ConfigError, match="ridge must be above 0; got nan"):
-        RewardRegression(CATALOGUE, ridge=math.nan)
+def test_wrong_settings_and_logs_are_refused(subtests: pytest.Subtests) -> None:
+    text, vector = [row("add 1", call("add"), 0.7)], [row([1.0], call("add"), 0.7)]
+    for arguments, ridge, logs, message in (
+        ((CATALOGUE,), 1, text, "states must be texts if there is an encoder, and vectors if there is none"),
+        ((CATALOGUE, encode), 1, vector, r"Pass encoder=policy\.encoder, or leave it out"),
+        ((CATALOGUE, encode), 0, text, "ridge must be above 0; got 0"),
+        ((CATALOGUE,), math.nan, vector, "ridge must be above 0; got nan"),
+        ((list(CATALOGUE.values()),), 1, vector, "catalogue must be a ToolCatalogue"),
+        ((CATALOGUE, encode), 1, ["add 1"], "logs must be a list of ToolSample objects; got 'add 1'"),
+        ((CATALOGUE, encode), 1, [], "needs logged decisions; got none"),
+    ):
+        with subtests.test(message), pytest.raises(ConfigError, match=message):
+            RewardRegression(*arguments, ridge=ridge)(logs)
 
 
 def test_the_penalty_is_the_least_that_own_and_shared_weights_with_these_sums_can_have() -> None:
@@ -224,16 +158,11 @@ def test_features_are_the_vector_a_constant_the_centred_cosines_and_the_evidence
     given, shared = model._features(["2 up", "down down"], torch.tensor([1.0, 0.0]))
     assert given.tolist() == [pytest.approx([4.0, 4.0, 0.3])] * 2
     # add, sort, order=up, order=down, sure=False, sure=True, sure left out; "up" is too short to be looked for
-    cosines = [-0.424264, 0.424264, 0, 0, 0, 0, 0]
-    assert shared[0].T.tolist() == [pytest.approx(cosines, abs=1e-6), [0] * 7, [1, 0, 0, 0, 0, 0, 0], [0] * 7]
-    assert shared[1].T.tolist() == [
-        pytest.approx(cosines, abs=1e-6), [0, 1, 0, 0, 0, 0, 0], [0] * 7, [0, 0, 0, 1, 0, 0, 0]
-    ]  # fmt: skip
-
-
-def test_a_policy_over_vectors_has_no_shared_features() -> None:
-    _, shared = RewardRegression(CATALOGUE)._features([[1.0, 2.0]], torch.zeros(2))
-    assert not shared.any()
+    cosines = pytest.approx([-0.424264, 0.424264, 0, 0, 0, 0, 0], abs=1e-6)
+    assert shared[0].T.tolist() == [cosines, [0] * 7, [1, 0, 0, 0, 0, 0, 0], [0] * 7]
+    assert shared[1].T.tolist() == [cosines, [0, 1, 0, 0, 0, 0, 0], [0] * 7, [0, 0, 0, 1, 0, 0, 0]]
+    _, of_vectors = RewardRegression(CATALOGUE)._features([[1.0, 2.0]], torch.zeros(2))
+    assert not of_vectors.any(), "a policy over vectors has no shared features"
 
 
 def test_a_score_holds_the_shared_features_by_their_weights() -> None:
@@ -259,7 +188,39 @@ def test_what_a_request_contains_carries_over_to_a_tool_that_was_never_logged() 
         for it in of
     ] * 10
     q = RewardRegression(tools, lambda texts: torch.ones(len(texts), 1))(logs)
-    right, other_value, other_tool = estimated(
-        q, ("pine", call("c", it="pine")), ("pine", call("c", it="oak")), ("pine", call("a", it="iron"))
-    )
+    asked = (call("c", it="pine"), call("c", it="oak"), call("a", it="iron"))
+    right, other_value, other_tool = estimated(q, *(("pine", one) for one in asked))
     assert right > 0.5 > other_value > other_tool
+
+
+def test_calls_are_compared_by_what_the_policy_decides() -> None:
+    """The tool and the enumerated values; a call of an unknown tool counts in n. Of three decisions, each weighs 2 / 3."""
+    made = (call("add", number=3.0), call("sort", order="up"), call("fly"))
+    logs = [replace(row("x", one, reward), log_prob=HALF) for one, reward in zip(made, (1.0, 3.0, 9.0), strict=True)]
+    rewards = LoggedRewards(logs, action_key=CATALOGUE.decisions)
+    calls = [call("add", number=4.0), call("sort", order="up"), call("sort", order="down")]
+    assert rewards.compute_rewards(["x"] * 3, calls).tolist() == pytest.approx([2 / 3, 2.0, 0.0])
+
+
+@pytest.mark.slow
+def test_a_policy_learns_from_a_log_and_is_evaluated_from_another() -> None:
+    right = {"add 2 and 3": "add", "the sum of these": "add", "write these in order": "sort"}
+    calls = {"add": call("add"), "sort": call("sort", order="up")}
+    logs = [
+        replace(row(text, calls[tool], float(tool == right[text])), log_prob=HALF)
+        for text in right for tool in calls for _ in range(20)
+    ]  # fmt: skip
+    catalogue = CATALOGUE.without("wait")
+    policy = ToolSelectionPolicy(catalogue)
+    fit = RewardRegression(catalogue, policy.encoder)
+    rewards = LoggedRewards(logs, action_key=catalogue.decisions, fit=fit)
+    config = GRPOConfig(group_size=8, learning_rate=0.05, seed=0)
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards)
+    trainer.train(rewards.states, num_iterations=30, progress=False)
+    assert [one.tool for one in policy.predict(list(right)) if one is not None] == list(right.values())
+
+    def tool(one: ToolCall) -> str:
+        return one.tool
+
+    report = evaluate_from_logs(policy.predict, logs, action_key=tool)
+    assert (report.logged.value, report.ips.value) == pytest.approx((0.5, 1.0))

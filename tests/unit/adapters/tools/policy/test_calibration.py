@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.tools.catalogue.tools import Tool
-from adapters.tools.learning.tasks import ToolTask
+from adapters.tools import Tool, ToolTask
 from adapters.tools.policy.distribution import offset_of_added
 from adapters.tools.policy.threshold import best_threshold, confirmed_threshold
 from grpo.errors import ConfigError, GRPOWarning
@@ -16,6 +15,9 @@ from tests.support.tool_policies import CATALOGUE, TEXTS, policy, pong
 def sing(loud: bool) -> str:
     """Sing a song."""
     return str(loud)
+
+
+ADDED = [Tool.from_function(pong), Tool.from_function(sing)]
 
 
 def test_the_offset_equals_a_hand_worked_quantile() -> None:
@@ -38,19 +40,14 @@ def test_the_threshold_has_the_highest_balanced_accuracy(subtests: pytest.Subtes
         ([0.3, 0.5], [0.1], 0.2),  # 1 + 1; at 0.1 the unwanted confidence of 0.1 would suffice
     ):
         with subtests.test(str(wanted)):
-            found = best_threshold(torch.tensor(wanted), torch.tensor(unwanted))
-            assert found == pytest.approx(threshold)
-
-
-def test_the_threshold_separates_neighbours_in_single_precision() -> None:
-    """Next to 0.5 is 0.5 + 2^-24. Halfway is 0.5 + 2^-25, which single precision rounds to 0.5."""
-    wanted, unwanted = torch.tensor([0.5 + 2**-24]), torch.tensor([0.5])
-    assert best_threshold(wanted, unwanted) == 0.5 + 2**-25
+            assert best_threshold(torch.tensor(wanted), torch.tensor(unwanted)) == pytest.approx(threshold)
+    # Next to 0.5 is 0.5 + 2^-24. Halfway is 0.5 + 2^-25, which single precision rounds to 0.5.
+    assert best_threshold(torch.tensor([0.5 + 2**-24]), torch.tensor([0.5])) == 0.5 + 2**-25
 
 
 def calibrated(share: float, states: Any) -> Any:
     made = policy(scale=2.0)
-    made.add_tools(Tool.from_function(pong), Tool.from_function(sing))
+    made.add_tools(*ADDED)
     made.calibrate(states, share=share)
     return made
 
@@ -65,25 +62,22 @@ def test_the_given_share_of_known_requests_goes_to_added_tools() -> None:
         assert going == pytest.approx(share, abs=1.5 / len(STATES))
 
 
+def shares(probabilities: torch.Tensor) -> torch.Tensor:
+    return probabilities / probabilities.sum(1, keepdim=True)
+
+
 def test_calibration_keeps_the_order_among_known_and_among_added_tools() -> None:
     made = policy(scale=2.0)
-    made.add_tools(Tool.from_function(pong), Tool.from_function(sing))
+    made.add_tools(*ADDED)
     before = made.tool_probabilities(STATES)
     made.calibrate(STATES, share=0.3)
     after = made.tool_probabilities(STATES)
     for part in (slice(0, 4), slice(4, 6)):
-        torch.testing.assert_close(
-            after[:, part] / after[:, part].sum(1, keepdim=True), before[:, part] / before[:, part].sum(1, keepdim=True)
-        )
+        torch.testing.assert_close(shares(after[:, part]), shares(before[:, part]))
     ratio = (after[:, 4:].sum(1) / after[:, :4].sum(1)) / (before[:, 4:].sum(1) / before[:, :4].sum(1))
     torch.testing.assert_close(ratio, ratio[:1].expand(len(ratio)), rtol=1e-3, atol=0)
-
-
-def test_calibrating_twice_equals_calibrating_once() -> None:
-    made = calibrated(0.3, STATES)
-    before = made.tool_probabilities(STATES)
     made.calibrate(STATES, share=0.3)
-    torch.testing.assert_close(made.tool_probabilities(STATES), before)
+    torch.testing.assert_close(made.tool_probabilities(STATES), after)
 
 
 def test_other_changes_of_the_catalogue_keep_the_calibration() -> None:
@@ -94,29 +88,20 @@ def test_other_changes_of_the_catalogue_keep_the_calibration() -> None:
     assert torch.equal(made.tool_probabilities(STATES), before)
     assert set(made.menu.offset_of) == {"pong", "sing"}
     made.remove_tools("pong")
-    torch.testing.assert_close(
-        made.tool_probabilities(STATES), before[:, [0, 1, 2, 3, 5]] / before[:, [0, 1, 2, 3, 5]].sum(1, keepdim=True)
-    )
+    torch.testing.assert_close(made.tool_probabilities(STATES), shares(before[:, [0, 1, 2, 3, 5]]))
 
 
 def test_what_cannot_be_calibrated_is_refused(subtests: pytest.Subtests) -> None:
-    for states, share, add, message in (
-        ([], 0.1, True, "got 0 states"),
-        (STATES, 1.1, True, "share=1.1"),
-        (STATES, -0.1, True, "share=-0.1"),
-        (STATES, 0.1, False, "0 added and 4 other tools"),
-    ):
-        with subtests.test(message):
-            made = policy(CATALOGUE)
-            if add:
-                made.add_tools(Tool.from_function(pong))
-            with pytest.raises(ConfigError, match=rf"calibrate needs states.*{message}"):
-                made.calibrate(states, share=share)
-    made.remove_tools(*list(CATALOGUE)[1:])
-    made.add_tools(Tool.from_function(pong))
-    made.remove_tools("ping")
-    with pytest.raises(ConfigError, match="1 added and 0 other tools"):
-        made.calibrate(STATES)
+    known, added, both = policy(CATALOGUE), policy(CATALOGUE.without(*list(CATALOGUE)[1:])), policy(CATALOGUE)
+    both.add_tools(ADDED[0])
+    added.add_tools(ADDED[0])
+    added.remove_tools("ping")
+    for made, states, share, message in (
+        (both, [], 0.1, "got 0 states"), (both, STATES, 1.1, "share=1.1"), (both, STATES, -0.1, "share=-0.1"),
+        (known, STATES, 0.1, "0 added and 4 other tools"), (added, STATES, 0.1, "1 added and 0 other tools"),
+    ):  # fmt: skip
+        with subtests.test(message), pytest.raises(ConfigError, match=rf"calibrate needs states.*{message}"):
+            made.calibrate(states, share=share)
 
 
 def test_the_policys_threshold_separates_requests_of_both_kinds() -> None:
@@ -135,18 +120,17 @@ def test_the_policys_threshold_separates_requests_of_both_kinds() -> None:
 
 def test_what_changes_confidences_says_that_the_threshold_was_chosen_before(subtests: pytest.Subtests) -> None:
     for what, change in (
-        ("add_tools", lambda made: made.add_tools(Tool.from_function(sing))),
+        ("add_tools", lambda made: made.add_tools(ADDED[1])),
         ("remove_tools", lambda made: made.remove_tools("ping")),
         ("calibrate", lambda made: made.calibrate(STATES)),
-        ("fit", lambda made: made.fit([ToolTask(text=TEXTS[0], tool="shout")], num_epochs=1, num_folds=1)),
+        ("fit", lambda made: made.fit([ToolTask(text="a", tool=name) for name in made.catalogue], num_folds=1)),
     ):
         with subtests.test(what):
             made = policy()
-            made.add_tools(Tool.from_function(pong))  # without a threshold, nothing is said
+            made.add_tools(ADDED[0])  # without a threshold, nothing is said
             made.threshold = 0.5
-            with pytest.warns(
-                GRPOWarning, match=rf"{what} changes the confidences, and threshold=0\.5 was chosen before"
-            ):
+            message = rf"{what} changes the confidences, and threshold=0\.5 was chosen before"
+            with pytest.warns(GRPOWarning, match=message):
                 change(made)
             assert made.threshold == 0.5
 
@@ -177,9 +161,6 @@ def test_a_threshold_stays_if_the_requests_do_not_tell(subtests: pytest.Subtests
             text = str(warned[0].message)
             assert measured is None or f"changes by {measured}" in text
             assert f"About {needed} of each kind would tell" in text
-
-
-def test_a_policy_keeps_its_threshold_if_the_requests_do_not_tell() -> None:
     made = policy()
     with pytest.warns(GRPOWarning, match=r"calibrate_threshold: threshold=0 stays. 2 requests .* 2 without"):
         assert made.calibrate_threshold(STATES[:2], STATES[2:4]) == 0.0

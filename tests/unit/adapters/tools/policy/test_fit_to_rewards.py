@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.tools import FitReport, ToolCall, ToolTask
+from adapters.tools import FitReport, ToolTask
 from adapters.tools.policy.fitting import fit_to_rewards
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError, GRPOWarning
@@ -43,7 +43,7 @@ def fitted(*targets: str, num_calls: int = 1, **options: Any) -> tuple[float, Fi
         with torch.no_grad():
             made.weight.fill_(sum(map(float, states)) / len(states))
 
-    options = {"num_folds": 5, "seed": 0, "reward_model": near} | options
+    options = {"held_out": None, "num_folds": 5, "seed": 0, "reward_model": near} | options
     report = fit_to_rewards(made, targets, train, num_calls=num_calls, **options)
     return float(made.weight.detach()), report
 
@@ -57,31 +57,25 @@ def test_the_share_that_is_kept_has_the_largest_mean_log_reward_on_held_out_requ
     assert report.share == 0.5
     assert weight == pytest.approx(0.3)
     assert (report.losses, report.held_out is None, report.fully_trained is None) == ((), False, False)
-    assert report.held_out is not None
-    assert report.fully_trained is not None
     assert (report.held_out.before, report.held_out.after) == pytest.approx((0.4, 0.7))
     assert report.fully_trained.after == pytest.approx(0.6)
     assert str(report).splitlines()[0] == "share 0.5 of the way to the trained weights"
 
 
-def test_more_calls_trust_a_reward_of_zero_more() -> None:
+def test_more_calls_trust_a_reward_of_zero_more_and_a_request_that_never_earns_decides_nothing() -> None:
     """Without 0.5, training finds 1, which earns 1 - |m - 0.5| there, and without 1 it finds 0.5, which earns m / 2. With one
     call, (m / 2 + 1/2) (1.5 - |m - 0.5|) is proportional to (1 + m) (2 - m) from m = 1/2 on: largest at 1/2. With many calls,
-    m (1.5 - m) is largest at m = 3/4, where 0.7 and 0.8 are equal: 0.7 0.8 = 0.8 0.7."""
+    m (1.5 - m) is largest at m = 3/4, where 0.7 and 0.8 are equal: 0.7 0.8 = 0.8 0.7.
+    The target 1.6 earns 0 with what 0.5 teaches. The target 0.5 earns 1 - |1.6 m - 0.5|, which is largest at m = 0.3."""
     assert fitted("0.5", "1")[1].share == 0.5
     assert fitted("0.5", "1", num_calls=1000)[1].share in (0.7, 0.8)
-
-
-def test_a_request_that_earns_nothing_at_any_share_decides_nothing() -> None:
-    """The target 1.6 earns 0 with what 0.5 teaches. The target 0.5 earns 1 - |1.6 m - 0.5|, which is largest at m = 0.3."""
     assert fitted("0.5", "1.6")[1].share == 0.3
 
 
 def test_a_policy_stays_as_it_was_if_other_requests_teach_nothing() -> None:
     """Each target teaches the opposite of the other."""
-    with pytest.warns(
-        GRPOWarning, match=r"fit_to_rewards: the weights stay as they were.*fully trained, held out: 0.500"
-    ):
+    message = "fit_to_rewards: the weights stay as they were.*fully trained, held out: 0.500"
+    with pytest.warns(GRPOWarning, match=message):
         weight, report = fitted("0.5", "-0.5")
     assert (weight, report.share) == (0.0, 0.0)
 
@@ -104,29 +98,79 @@ def test_every_request_is_left_out_once_with_its_twins(subtests: pytest.Subtests
         sizes: list[int] = []
         earned = lambda states, actions: [0.5] * len(states)  # noqa: E731
         train = lambda some: sizes.append(len(some))  # noqa: B023, E731
-        with subtests.test(expected=expected), pytest.warns(GRPOWarning, match="stay as they were"):
-            fit_to_rewards(OneWeight(), requests, train, earned, num_folds=5, num_calls=2, seed=0)
+        with subtests.test(expected=expected), pytest.warns(GRPOWarning, match="has changed no weight of this policy"):
+            fit_to_rewards(OneWeight(), requests, train, earned, held_out=None, num_folds=5, num_calls=2, seed=0)
         assert sizes[-1] == 3  # the last training is that with all requests
         assert sorted(sizes) == expected
+
+
+def training(made: Any, reward_model: Any, learning_rate: float, num_iterations: int) -> Any:
+    """A function that trains a policy on requests."""
+
+    def train(states: Sequence[str]) -> None:
+        config = GRPOConfig(learning_rate=learning_rate, seed=0)
+        trainer = GRPOTrainer(config=config, policy=made, reward_model=reward_model)
+        trainer.train(states, num_iterations=num_iterations, progress=False)
+
+    return train
 
 
 def test_a_policy_learns_from_rewards_and_keeps_what_it_learned() -> None:
     """Every request wants `ping`, so what some requests teach is right for the others."""
     torch.manual_seed(0)
     made = policy(random=False)
-
-    def right(states: Sequence[str], calls: Sequence[ToolCall]) -> list[float]:
-        return [float(one.tool == "ping") for one in calls]
-
-    def train(states: Sequence[str]) -> None:
-        trainer = GRPOTrainer(config=GRPOConfig(learning_rate=0.05, seed=0), policy=made, reward_model=right)
-        trainer.train(states, num_iterations=30, progress=False)
-
-    report = made.fit_to_rewards(TEXTS, train, right)
-    assert report.held_out is not None
+    right: Any = lambda states, calls: [float(one.tool == "ping") for one in calls]  # noqa: E731
+    report = made.fit_to_rewards(TEXTS, training(made, right, 0.05, 30), right)
     assert report.held_out.gain > 0.5
     assert report.share > 0.5
     assert float(made.tool_probabilities(["what is new?"])[0, 0]) > 0.5
+
+
+def test_requests_apart_choose_the_share_of_one_training() -> None:
+    """0.4 and 0.8 teach 0.6. At m, those apart earn 1 - |0.6 m - 0.3| and 1 - |0.6 m - 0.45|. For 0.6 m from 0.3 to 0.45,
+    one falls as fast as the other rises, so the product of both, each + 1/2, is largest where they are equal: at 0.6 m = 0.375.
+    The nearest share is 0.6. The rewards were 0.7 and 0.55, and become 0.94 and 0.91."""
+    seen: list[list[str]] = []
+    made = OneWeight()
+
+    def train(states: Sequence[str]) -> None:
+        seen.append(list(states))
+        with torch.no_grad():
+            made.weight.fill_(0.6)
+
+    options: Any = {"held_out": ["0.3", "0.45"], "num_folds": 5, "num_calls": 1, "seed": 0}
+    report = fit_to_rewards(made, ["0.4", "0.8"], train, near, **options)
+    assert (seen, report.share) == ([["0.4", "0.8"]], 0.6)
+    assert float(made.weight.detach()) == pytest.approx(0.36)
+    assert (report.held_out.before, report.held_out.after) == pytest.approx((0.625, 0.925))
+
+
+def test_a_training_that_makes_other_requests_worse_is_told_and_undone(subtests: pytest.Subtests) -> None:
+    """The right tool of an untrained policy is that of the description, and the training's rewards ask for another one."""
+    right = {"write in capitals": "shout", "say that you are there": "ping", "convert a length": "convert"}
+
+    def reward(tool_of: dict[str, str]) -> Any:
+        return lambda states, calls: [float(one.tool == tool_of[text]) for text, one in zip(states, calls, strict=True)]
+
+    for held_out, requests in ((None, [*right]), (["convert a length"], [*right][:2])):
+        with subtests.test(held_out=held_out):
+            made = policy(random=False)
+            before = made.tool_probabilities(requests)
+
+            train = training(made, reward(dict.fromkeys(right, "whisper")), 0.2, 8)
+
+            with pytest.warns(GRPOWarning, match="stay as they were.*fully trained, held out: "):
+                report = made.fit_to_rewards(requests, train, reward(right), held_out=held_out)
+            assert report.share == 0
+            assert report.fully_trained.gain < -0.3
+            torch.testing.assert_close(made.tool_probabilities(requests), before)
+
+
+def test_a_training_of_another_policy_is_told() -> None:
+    made, other = policy(), policy()
+    train = training(other, lambda states, calls: torch.arange(len(calls)), 0.02, 1)
+    with pytest.warns(GRPOWarning, match="changed no weight of this policy. Let it train this policy and no copy"):
+        made.fit_to_rewards(TEXTS, train, lambda states, calls: [0.5] * len(calls))
 
 
 def test_a_failing_training_leaves_the_weights_as_they_were() -> None:
@@ -139,18 +183,23 @@ def test_a_failing_training_leaves_the_weights_as_they_were() -> None:
         raise RuntimeError("no more calls")
 
     with pytest.raises(RuntimeError, match="no more calls"):
-        made.fit_to_rewards(TEXTS, train, near)
+        made.fit_to_rewards(TEXTS, train, lambda states, calls: [0.5] * len(calls))
     torch.testing.assert_close(made.network.tool_query.weight.detach(), before)
 
 
 def test_what_cannot_be_fitted_is_refused(subtests: pytest.Subtests) -> None:
     rewards: Any = lambda value: lambda states, calls: [value] * len(states)  # noqa: E731
+    no_training: Any = lambda some: pytest.fail("it has trained")  # noqa: E731
     for requests, options, reward, message in (
         (["a", "a"], {}, 0.5, "needs at least two different requests to hold some out; got 1"),
         (TEXTS, {"num_folds": 1}, 0.5, "num_folds must be an integer >= 2"),
         (TEXTS, {"num_calls": 0}, 0.5, "num_calls must be an integer >= 1"),
         (TEXTS, {}, -1.0, "rewards must be from 0 to 1; got from -1 to -1. Scale them"),
         (TEXTS, {}, 2.0, "rewards must be from 0 to 1; got from 2 to 2. Scale them"),
-    ):
+        (TEXTS, {"held_out": []}, 0.5, "needs requests to train on, and requests in held_out; got 4 and 0"),
+        ([], {"held_out": TEXTS}, 0.5, "needs requests to train on, and requests in held_out; got 0 and 4"),
+        (TEXTS, {"held_out": ["new", TEXTS[2]]}, 0.5, "held_out must have no request of the training; got 'how many feet"),
+        (TEXTS, {"train": 3}, 0.5, "train must be a function that trains the policy on requests; got int"),
+    ):  # fmt: skip
         with subtests.test(message), pytest.raises(ConfigError, match=f"fit_to_rewards.*{message}"):
-            policy().fit_to_rewards(requests, lambda some: None, rewards(reward), **options)
+            policy().fit_to_rewards(requests, **{"train": no_training, "reward_model": rewards(reward)} | options)

@@ -3,57 +3,33 @@
 import pytest
 import torch
 
-from adapters.tools.catalogue.calls import ToolCall
-from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools import HashingEncoder, Tool, ToolCatalogue, ToolSelectionPolicy
 from adapters.tools.policy.menu import Menu
-from adapters.tools.policy.policy import ToolSelectionPolicy
-from adapters.tools.text.encoders import HashingEncoder
 from grpo.errors import GRPOWarning
+from tests.support.tool_policies import call
 
 UNIT = {"enum": ["mile", "foot"]}
 
 
-def nothing() -> None:
-    """A placeholder for a function that is not called here."""
-
-
-def tool(name: str, properties: dict, required: tuple[str, ...]) -> Tool:
+def tool(name: str, properties: dict, *required: str) -> Tool:
     schema = {"type": "object", "properties": properties, "required": list(required)}
-    return Tool(name=name, description=f"Do {name}.", function=nothing, parameters=schema)
+    return Tool(name=name, description=f"Do {name}.", function=print, parameters=schema)
 
 
-CATALOGUE = ToolCatalogue(
-    [
-        tool("ping", {}, ()),
-        tool(
-            "convert",
-            {"value": {"type": "number"}, "unit": UNIT, "version": {"const": 2}, "exact": {"type": "boolean"}},
-            ("value", "unit", "version"),
-        ),
-        tool("measure", {"unit": UNIT}, ("unit",)),
-    ]
-)
+OF_CONVERT = {"value": {"type": "number"}, "unit": UNIT, "version": {"const": 2}, "exact": {"type": "boolean"}}
+CATALOGUE = ToolCatalogue([
+    tool("ping", {}),
+    tool("convert", OF_CONVERT, "value", "unit", "version"),
+    tool("measure", {"unit": UNIT}, "unit"),
+])  # fmt: skip
 MENU = Menu(CATALOGUE, HashingEncoder(8))
 
 
-def call(name: str, **arguments: object) -> ToolCall:
-    return ToolCall(tool=name, arguments=arguments)
-
-
 def test_the_tables_of_a_small_catalogue_equal_hand_worked_ones() -> None:
-    # "mile unit" belongs to two tools and is listed once
-    assert list(MENU.catalogue.value_places) == [
-        "mile unit",
-        "foot unit",
-        "false exact",
-        "true exact",
-        "left out exact",
-    ]
-    assert MENU.values.tolist() == [
-        [[-1, -1, -1], [-1, -1, -1]],
-        [[0, 1, -1], [2, 3, 4]],
-        [[0, 1, -1], [-1, -1, -1]],
-    ]
+    """ "mile unit" belongs to two tools and is listed once."""
+    texts = ["mile unit", "foot unit", "false exact", "true exact", "left out exact"]
+    assert list(MENU.catalogue.value_places) == texts
+    assert MENU.values.tolist() == [[[-1, -1, -1], [-1, -1, -1]], [[0, 1, -1], [2, 3, 4]], [[0, 1, -1], [-1, -1, -1]]]
 
 
 def test_a_catalogue_without_decisions_has_tables_without_columns() -> None:
@@ -77,17 +53,11 @@ def test_calls_and_steps_convert_into_each_other(subtests: pytest.Subtests) -> N
             assert MENU.call(steps, {"value": 3.0}) == made
 
 
-def test_steps_are_padded_to_the_longest_call() -> None:
+def test_steps_are_padded_to_the_longest_call_and_a_partial_call_leaves_choices_open() -> None:
     assert MENU.steps_of([call("ping"), call("measure", unit="foot")]).tolist() == [[0, -1], [2, 1]]
-    assert MENU.steps_of([]).shape == (0, 1)
-    assert MENU.steps_of([]).dtype == torch.int64
-
-
-def test_a_partial_call_leaves_choices_open() -> None:
-    assert MENU.steps_of([call("convert", exact=True), call("ping")], partial=True).tolist() == [
-        [1, -1, 1],
-        [0, -1, -1],
-    ]
+    assert (MENU.steps_of([]).shape, MENU.steps_of([]).dtype) == ((0, 1), torch.int64)
+    partial = MENU.steps_of([call("convert", exact=True), call("ping")], partial=True)
+    assert partial.tolist() == [[1, -1, 1], [0, -1, -1]]
 
 
 def test_given_values_fill_only_parameters_without_a_decision_or_constant() -> None:
@@ -106,15 +76,10 @@ def test_equal_tools_of_a_state_share_what_fill_has_given() -> None:
         return {}
 
     steps = torch.tensor([[2, 0], [2, 1], [0, -1], [2, 0]])
+    mile, foot = call("measure", unit="mile"), call("measure", unit="foot")
     groups = MENU.calls(fill, ["a", "b"], torch.tensor([0, 0, 0, 1]), steps)
-    assert groups == [
-        [call("measure", unit="mile"), call("measure", unit="foot"), call("ping")],
-        [call("measure", unit="mile")],
-    ]
+    assert groups == [[mile, foot, call("ping")], [mile]]
     assert asked == [("a", "measure"), ("a", "ping"), ("b", "measure")]
-
-
-# --- required values that `fill` never gives
 
 
 def convert(menu: Menu, *is_given: bool) -> None:
@@ -124,42 +89,26 @@ def convert(menu: Menu, *is_given: bool) -> None:
 
 
 def test_the_hundredth_call_without_a_required_value_warns_once(recwarn: pytest.WarningsRecorder) -> None:
-    menu = Menu(CATALOGUE, HashingEncoder(8))
+    """One value is enough for silence."""
+    menu, filled = Menu(CATALOGUE, HashingEncoder(8)), Menu(CATALOGUE, HashingEncoder(8))
     convert(menu, *[False] * 99)
+    convert(filled, *[False] * 99, True, *[False] * 300)
     assert len(recwarn) == 0
-    with pytest.warns(
-        GRPOWarning, match=r"no value for the required parameter value in 100 calls of convert.*Pass fill="
-    ):
+    message = r"no value for the required parameter value in 100 calls of convert.*Pass fill="
+    with pytest.warns(GRPOWarning, match=message):
         convert(menu, False)
     convert(menu, *[False] * 300)
     assert len(recwarn) == 0
 
 
-def test_the_warning_names_the_line_that_draws() -> None:
+def test_the_warning_names_the_line_that_draws_and_only_the_first_parameter_without_a_value() -> None:
+    """A catalogue of hundreds of tools would give hundreds of warnings with the same advice."""
     made = ToolSelectionPolicy(CATALOGUE.without("ping", "measure"), fill=lambda *_: {})
     with pytest.warns(GRPOWarning, match="in 100 calls of convert") as warned:
         made.sample_actions(["a"], 100)
     assert [warning.filename for warning in warned] == [__file__]
-
-
-def test_only_the_first_parameter_without_a_value_is_reported() -> None:
-    """A catalogue of hundreds of tools would give hundreds of warnings with the same advice."""
-    tools = [
-        Tool(
-            name=f"tool_{number}",
-            description="Do it.",
-            function=print,
-            parameters={"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
-        )
-        for number in range(3)
-    ]
+    tools = [tool(f"tool_{number}", {"text": {"type": "string"}}, "text") for number in range(3)]
     menu = Menu(ToolCatalogue(tools), HashingEncoder(8))
     with pytest.warns(GRPOWarning) as warned:
         menu.calls(lambda *_: {}, [""], torch.zeros(300, dtype=torch.int64), torch.arange(3).repeat(100).unsqueeze(1))
     assert ["tool_0" in str(warning.message) for warning in warned] == [True]
-
-
-def test_one_value_is_enough_for_silence(recwarn: pytest.WarningsRecorder) -> None:
-    menu = Menu(CATALOGUE, HashingEncoder(8))
-    convert(menu, *[False] * 99, True, *[False] * 300)
-    assert len(recwarn) == 0

@@ -4,31 +4,17 @@ import copy
 import itertools
 import math
 import pickle
-from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from adapters.tools.catalogue.tools import Tool, ToolCatalogue
-from adapters.tools.policy.policy import ToolSelectionPolicy
-from adapters.tools.text.encoders import HashingEncoder
+from adapters.tools import HashingEncoder, Tool, ToolCatalogue, ToolSelectionPolicy
 from grpo.checks import check_policy
 from grpo.errors import ConfigError, ContractError
 from tests.support.threads import run_together
-from tests.support.tool_policies import (
-    CATALOGUE,
-    TEXTS,
-    VECTORS,
-    call,
-    policy,
-    pong,
-    task,
-    without_ping,
-)
-
-# --- what cannot be scored or read
+from tests.support.tool_policies import CATALOGUE, TEXTS, VECTORS, call, policy, pong, task, without_ping
 
 
 def test_calls_the_policy_cannot_have_made_are_refused_by_name(subtests: pytest.Subtests) -> None:
@@ -36,20 +22,14 @@ def test_calls_the_policy_cannot_have_made_are_refused_by_name(subtests: pytest.
         (call("fly"), "one of the tools ping, shout, convert, whisper; got fly\\(\\)"),
         ("ping", "must be a ToolCall of one of the tools ping, shout, convert, whisper; got ping\\."),
         (None, "must be a ToolCall of one of the tools ping, shout, convert, whisper; got None"),
-        (
-            call("shout", tone="shrill"),
-            r"shout\.tone must be one of \['loud', 'soft', 'plain'\]; got shout\(tone='shrill'\)",
-        ),
-        (
-            call("whisper", tone="plain"),
-            r"whisper\.tone must be one of \['loud', 'soft'\]; got whisper\(tone='plain'\)",
-        ),
+        (call("shout", tone="shrill"), r"shout\.tone must be one of \['loud', 'soft', 'plain'\]; got shout\(tone='shrill'\)"),
+        (call("whisper", tone="plain"), r"whisper\.tone must be one of \['loud', 'soft'\]; got whisper\(tone='plain'\)"),
         (
             call("convert", unit="mile", exact=1),
             r"exact must be one of \[False, True, 'left out'\]; got convert\(.*exact=1\)",
         ),
         (call("convert", exact=True), r"convert\.unit must be one of \['mile', 'foot'\]; got convert\(exact=True\)"),
-    ):
+    ):  # fmt: skip
         with subtests.test(message):
             made = policy()
             with pytest.raises(ContractError, match=message):
@@ -58,94 +38,53 @@ def test_calls_the_policy_cannot_have_made_are_refused_by_name(subtests: pytest.
                 made.score_groups(TEXTS[:1], [[call("ping"), wrong]])
 
 
-def test_states_that_are_no_texts_are_refused_by_default() -> None:
-    with pytest.raises(
-        ContractError,
-        match=r"states must be texts.*; got \[1\.0, 2\.0\] with num_features=None\. Pass num_features=",
-    ):
-        policy().predict([TEXTS[0], [1.0, 2.0]])
-    with pytest.raises(ContractError, match=r"states must be texts.*; got \{'text'"):
-        policy(describe=lambda state: state | {}).predict([{"text": TEXTS[0]}])
+def test_states_and_tools_that_the_policy_cannot_read_are_refused(subtests: pytest.Subtests) -> None:
+    def vectors(got: str) -> str:
+        return rf"states must be .*vectors.*; got {got} with num_features=3\."
+
+    three: dict[str, Any] = {"num_features": 3}
+    ask = {TEXTS[0]: ["ping"]}
+    for options, states, message in (
+        ({}, [TEXTS[0], [1.0, 2.0]], r"be texts.*; got \[1\.0, 2\.0\] with num_features=None\. Pass num_features="),
+        ({"describe": lambda state: state | {}}, [{"text": TEXTS[0]}], r"states must be texts.*; got \{'text'"),
+        (three, [[0.0, 1.0, 0.0], [math.nan, 0.0, 0.0]], "finite vectors; got NaN or infinity"),
+        (three, [["a", "b", "c"]], "states must be vectors of numbers; "), (three, [[1.0, 2.0]], vectors(r"\[1\.0, 2\.0\]")),
+        (three, [VECTORS[0], [1.0] * 4], vectors(r"\[1\.0, 1\.0, 1\.0, 1\.0\]")), (three, [1.0], vectors(r"1\.0")),
+        (three, ["a"], vectors("'a'")), (three, [""], vectors("''")),
+        ({"available": lambda state: ask.get(state, ["fly", "swim"])}, TEXTS[:2],
+         r"must name at least one tool of the catalogue; for state 1 it named \['fly', 'swim'\]"),
+        ({"available": lambda state: []}, TEXTS, r"for state 0 it named \[\]"),
+        # "ping" in "pinging" is true
+        ({"available": lambda state: "pinging"}, TEXTS, "must return a list of names, or None; got a text"),
+        ({}, TEXTS[0], "states must be a list with one entry per row"),  # or each letter would get a call
+    ):  # fmt: skip
+        made = policy(**options)
+        for ask_for, number in ((made.predict, ()), (made.predict_top, (1,)), (made.sample_actions, (2,))):
+            with subtests.test(message), pytest.raises(ContractError, match=message):
+                ask_for(states, *number)
 
 
-def test_one_text_is_no_list_of_states(subtests: pytest.Subtests) -> None:
-    """A text is a sequence of letters, and each would get a call."""
-    made = policy()
-    for ask in (
-        made.predict,
-        lambda states: made.predict_top(states, 1),
-        lambda states: made.sample_actions(states, 2),
-    ):
-        with subtests.test(), pytest.raises(ContractError, match="states must be a list with one entry per row"):
-            ask(TEXTS[0])
+WRONG_SIZES = (0, -1, True, 2.5, "3")
 
 
-def test_state_vectors_with_nan_are_refused() -> None:
-    made = ToolSelectionPolicy(CATALOGUE, encoder=HashingEncoder(16), num_features=2)
-    with pytest.raises(ContractError, match="finite vectors; got NaN or infinity"):
-        made.predict([[0.0, 1.0], [math.nan, 0.0]])
-
-
-def test_state_vectors_of_texts_are_refused() -> None:
-    with pytest.raises(ContractError, match="states must be vectors of numbers; "):
-        policy(num_features=2).predict([["a", "b"]])
-
-
-def test_one_name_is_no_list_of_available_tools() -> None:
-    """`"ping" in "pinging"` is true."""
-    made = policy(available=lambda state: "pinging")
-    with pytest.raises(ContractError, match="must return a list of names, or None; got a text"):
-        made.predict(TEXTS)
-
-
-def test_state_vectors_of_another_length_are_refused(subtests: pytest.Subtests) -> None:
-    for states, got in (
-        ([[1.0, 2.0]], r"\[1\.0, 2\.0\]"),
-        ([VECTORS[0], [1.0] * 4], r"\[1\.0, 1\.0, 1\.0, 1\.0\]"),
-        ([1.0], r"1\.0"),
-        (["a"], "'a'"),
-        ([""], "''"),
-    ):
-        with (
-            subtests.test(got),
-            pytest.raises(ContractError, match=rf"states must be .*vectors.*; got {got} with num_features=3\."),
-        ):
-            policy(num_features=3).predict(states)
-
-
-def test_sizes_that_are_no_whole_numbers_above_zero_are_refused(subtests: pytest.Subtests) -> None:
-    for name, size in itertools.product(("num_features", "hidden"), (0, -1, True, 2.5, "3")):
-        options = {name: size if name == "num_features" else [3, size]}
-        message = {"num_features": "num_features must be an integer >= 1, or None; got ", "hidden": r"hidden\[1\] must be an "
-                   "integer >= 1; got "}[name]  # fmt: skip
-        with subtests.test(str(options)), pytest.raises(ConfigError, match=message):
-            policy(**options)
-
-
-def test_arguments_of_another_type_are_refused_by_name(subtests: pytest.Subtests) -> None:
+def test_wrong_arguments_are_refused_by_name(subtests: pytest.Subtests) -> None:
+    functions = ("encoder", "describe", "fill", "available")
     for options, message in (
         ({"catalogue": list(CATALOGUE.values())}, "catalogue must be a ToolCatalogue"),
         ({"hidden": 8}, "hidden must be a list of widths; got int 8"),
-        *(
-            ({name: "x"}, f"{name} must be a function; got str 'x'")
-            for name in ("encoder", "describe", "fill", "available")
-        ),
+        *(({"num_features": size}, "num_features must be an integer >= 1, or None; got ") for size in WRONG_SIZES),
+        *(({"hidden": [3, size]}, r"hidden\[1\] must be an integer >= 1; got ") for size in WRONG_SIZES),
+        *(({name: "x"}, f"{name} must be a function; got str 'x'") for name in functions),
     ):
         with subtests.test(message), pytest.raises(ConfigError, match=f"^ToolSelectionPolicy: {message}"):
             ToolSelectionPolicy(**{"catalogue": CATALOGUE} | options)
 
 
-# --- no states
-
-
 def test_no_states_give_no_calls_and_no_scores(subtests: pytest.Subtests) -> None:
     for options in (
-        {},
-        {"num_features": 3},
-        {"hidden": [4]},
-        {"available": without_ping},
+        {}, {"num_features": 3}, {"hidden": [4]}, {"available": without_ping},
         {"catalogue": CATALOGUE.without("shout", "convert", "whisper")},
-    ):
+    ):  # fmt: skip
         with subtests.test(str(list(options))):
             made = policy(**options)
             sampled = made.sample_actions([], 3)
@@ -153,48 +92,34 @@ def test_no_states_give_no_calls_and_no_scores(subtests: pytest.Subtests) -> Non
             assert sampled.mask.shape == sampled.behaviour_log_probs.shape == (0, 1)
             assert made.tool_probabilities([]).shape == (0, len(made.catalogue))
             for scores in (
-                sampled.scores,
-                made.score_actions([], []),
-                made.score_groups([], []),
-                made.score_groups(TEXTS[:0], []),
-            ):
+                sampled.scores, made.score_actions([], []), made.score_groups([], []), made.score_groups(TEXTS[:0], []),
+            ):  # fmt: skip
                 assert scores.log_probs.shape == scores.mask.shape == scores.entropy.shape == (0, 1)
                 assert scores.mask.dtype == torch.bool
             assert made.get_log_probabilities([], []).shape == (0,)
             made.score_actions([], []).log_probs.sum().backward()
-
-
-def test_groups_may_all_be_empty() -> None:
     assert policy().score_groups(TEXTS, [[], [], [], []]).log_probs.shape == (0, 1)
-
-
-# --- what is read and filled in
 
 
 def test_a_task_is_its_text_and_its_slots_fill_what_is_free() -> None:
     made = policy()
     asked = task(TEXTS[1], text="hello", value=2.0, unit="mile", colour="red")
     assert torch.equal(made.tool_probabilities([asked]), made.tool_probabilities(TEXTS[1:2]))
+    free = {"ping": {}, "shout": {"text": "hello"}, "convert": {"value": 2.0}, "whisper": {"text": "hello"}}
     for one in made.generate_actions([asked], 200)[0]:
-        free = {"ping": {}, "shout": {"text": "hello"}, "convert": {"value": 2.0}, "whisper": {"text": "hello"}}[
-            one.tool
-        ]
-        assert {name: value for name, value in one.arguments.items() if name in ("text", "value", "colour")} == free
-        if one.tool == "convert":
-            assert one.arguments["unit"] in ("mile", "foot"), "decided, not filled in"
-
-
-def test_arguments_filled_in_do_not_change_the_log_prob() -> None:
-    made = policy()
+        filled = {name: value for name, value in one.arguments.items() if name in ("text", "value", "colour")}
+        assert filled == free[one.tool]
+        assert one.tool != "convert" or one.arguments["unit"] in ("mile", "foot"), "decided, not filled in"
     bare, filled = call("shout", tone="soft"), call("shout", tone="soft", text="hello")
     scores = made.score_actions(TEXTS[:1] * 2, [bare, filled])
-    assert torch.equal(scores.log_probs[0], scores.log_probs[1])
+    assert torch.equal(scores.log_probs[0], scores.log_probs[1]), "what is filled in has no log-prob"
 
 
 def test_describe_and_fill_can_be_replaced_by_the_user() -> None:
-    made = policy(
-        describe=lambda state: state["asked"], fill=lambda state, tool: {"text": f"{state['name']} to {tool.name}"}
-    )
+    def fill(state: dict[str, str], tool: Tool) -> dict[str, str]:
+        return {"text": f"{state['name']} to {tool.name}"}
+
+    made = policy(describe=lambda state: state["asked"], fill=fill)
     state = {"asked": TEXTS[1], "name": "Ann"}
     assert torch.equal(made.tool_probabilities([state]), made.tool_probabilities([state | {"name": "Bob"}]))
     texts = {one.tool: one.arguments.get("text") for one in made.generate_actions([state], 200)[0]}
@@ -203,20 +128,12 @@ def test_describe_and_fill_can_be_replaced_by_the_user() -> None:
 
 def test_the_encoder_is_called_once_per_text() -> None:
     asked: list[str] = []
-
-    def encode(texts: Sequence[str]) -> Tensor:
-        asked.extend(texts)
-        return HashingEncoder(16)(texts)
-
-    made = policy(encoder=encode)
+    made = policy(encoder=lambda texts: asked.extend(texts) or HashingEncoder(16)(texts))
     for _ in range(2):
         sampled = made.sample_actions(TEXTS, 3)
         made.score_groups(TEXTS, sampled.actions)
     assert len(asked) == len(set(asked))
     assert asked[-4:] == TEXTS
-
-
-# --- one more tool, a copy, a file, another precision
 
 
 def test_a_tool_that_is_added_changes_no_weight_and_no_ratio() -> None:
@@ -225,7 +142,6 @@ def test_a_tool_that_is_added_changes_no_weight_and_no_ratio() -> None:
     identities = [id(value) for value in made.parameters()]
     before = made.tool_probabilities(TEXTS)
     given = made.score_actions(TEXTS[:1], [call("convert", unit="foot")]).log_probs[:, 1:]
-
     made.add_tools(Tool.from_function(pong))
     after = made.tool_probabilities(TEXTS)
     assert list(made.catalogue) == ["ping", "shout", "convert", "whisper", "pong"]
@@ -241,36 +157,27 @@ def test_an_added_tool_is_likely_for_requests_with_words_of_its_description() ->
     """With s alone (W = 0), a new tool is likely where the request has its words."""
     made = policy(random=False)
     made.add_tools(Tool.from_function(pong))
-    assert int(made.tool_probabilities(["please answer this greeting"])[0].argmax()) == 4
-
-
-def test_adding_a_tool_with_a_used_name_is_refused_and_changes_nothing() -> None:
-    made = policy()
-    before = made.tool_probabilities(TEXTS)
+    before = made.tool_probabilities(["please answer this greeting"])
+    assert int(before[0].argmax()) == 4
     with pytest.raises(ConfigError, match="several have ping"):
         made.add_tools(CATALOGUE["ping"])
-    assert torch.equal(made.tool_probabilities(TEXTS), before)
+    assert torch.equal(made.tool_probabilities(["please answer this greeting"]), before)
 
 
 def test_the_shapes_of_weights_do_not_depend_on_the_tools() -> None:
-    shapes = [
-        {name: value.shape for name, value in policy(catalogue).get_parameters().items()}
-        for catalogue in (CATALOGUE, CATALOGUE.without("convert", "whisper"))
-    ]
+    made = (policy(), policy(CATALOGUE.without("convert", "whisper")))
+    shapes = [{name: value.shape for name, value in one.get_parameters().items()} for one in made]
     assert shapes[0] == shapes[1]
     assert set(shapes[0]) == {
-        "network.tool_query.weight",
-        "network.tool_query.bias",
-        "network.value_query.weight",
-        "network.value_query.bias",
-        "network.similarity",
-        "network.evidence",
-    }
+        "network.tool_query.weight", "network.tool_query.bias", "network.value_query.weight", "network.value_query.bias",
+        "network.similarity", "network.evidence",
+    }  # fmt: skip
 
 
 def test_a_copied_policy_is_independent_of_the_original() -> None:
     """A reference policy is a copy. The copy also recognises arguments that were left out."""
     made = policy()
+    assert torch.equal(pickle.loads(pickle.dumps(made)).tool_probabilities(TEXTS), made.tool_probabilities(TEXTS))
     other = copy.deepcopy(made)
     calls = [call("convert", unit="mile"), call("convert", unit="foot", exact=False)]
     assert torch.equal(made.score_actions(TEXTS[:2], calls).log_probs, other.score_actions(TEXTS[:2], calls).log_probs)
@@ -304,10 +211,9 @@ def test_log_probs_of_a_policy_in_half_precision_are_single_precision(subtests: 
             made = policy(CATALOGUE.without("ping"), random=False).to(dtype)
             scores = made.score_actions(TEXTS[:1], [call("shout", tone="soft")])
             assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
-            assert float(scores.log_probs[0, 1].detach()) == pytest.approx(-math.log(3), abs=1e-6), (
-                "three equally likely values"
-            )
-            assert float(scores.entropy[0, 1].detach()) == pytest.approx(math.log(3), abs=1e-6)
+            three = math.log(3)  # equally likely values
+            assert float(scores.log_probs[0, 1].detach()) == pytest.approx(-three, abs=1e-6)
+            assert float(scores.entropy[0, 1].detach()) == pytest.approx(three, abs=1e-6)
             torch.testing.assert_close(made.tool_probabilities(TEXTS).sum(1), torch.ones(4), rtol=0, atol=1e-6)
             scores.log_probs.sum().backward()
             assert {value.grad.dtype for value in made.parameters() if value.grad is not None} == {dtype}
@@ -351,9 +257,6 @@ def test_scoring_a_call_of_an_unavailable_tool_is_refused():
         policy.score_actions(["open", "closed"], calls)
 
 
-# --- threads
-
-
 def test_threads_that_draw_from_one_policy_score_their_own_calls():
     """A service draws in several threads. A call drawn in one thread must not be scored with the choices of another."""
     made = policy()
@@ -364,9 +267,3 @@ def test_threads_that_draw_from_one_policy_score_their_own_calls():
             assert torch.equal(made.score_groups([text], sampled.actions).log_probs, sampled.behaviour_log_probs)
 
     run_together(*(partial(serve, text) for text in TEXTS))
-
-
-def test_a_policy_survives_pickle():
-    made = policy()
-    again = pickle.loads(pickle.dumps(made))
-    assert torch.equal(again.tool_probabilities(TEXTS), made.tool_probabilities(TEXTS))

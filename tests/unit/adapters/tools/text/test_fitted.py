@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from adapters.tools.text.encoders import HashingEncoder
-from adapters.tools.text.fitted import FittedEncoder, JoinedEncoder
+from adapters.tools import FittedEncoder, HashingEncoder, JoinedEncoder
 from grpo.errors import ConfigError
 
 TEXTS = [
@@ -37,7 +36,6 @@ def test_the_projection_of_many_texts_is_near_the_exact_one() -> None:
     """440 texts are more than the method tries directions. V V' is the same for all signs and orders of the directions."""
     texts = [f"{text} {first}{second}" for text in TEXTS for first in "abcdefghij" for second in "wxyz"]
     encoder = FittedEncoder(4, num_hashed=512).fit(texts)
-    assert encoder.idf is not None
     rows = unit((HashingEncoder(512)(texts) * encoder.idf).numpy().astype(np.float64))
     exact = np.linalg.svd(rows, full_matrices=False)[2][:4].T
     found = encoder.projection.numpy()
@@ -51,23 +49,7 @@ def test_weights_count_all_of_many_texts() -> None:
     """
     encoder = FittedEncoder(1, num_hashed=512).fit([f"show {number}" for number in range(1030)])
     is_shown = HashingEncoder(512)(["show 1"])[0] != 0
-    assert encoder.idf is not None
     torch.testing.assert_close(encoder.idf, torch.where(is_shown, 1.0, math.log(1031) + 1), rtol=0, atol=1e-5)
-
-
-def test_words_of_the_same_texts_become_similar() -> None:
-    """ "yards" and "feet" never occur together, but both occur with "miles"."""
-    yards, feet, song = FittedEncoder(3).fit(TEXTS)(["yards", "feet", "song"])
-    assert float(yards @ feet) > 0.9
-    assert abs(float(yards @ song)) < 0.3
-    plain_yards, plain_feet = HashingEncoder(8192)(["yards", "feet"])
-    assert abs(float(plain_yards @ plain_feet)) < 0.1
-
-
-def test_rare_words_weigh_more_than_common_ones() -> None:
-    encoder = FittedEncoder().fit([*(f"show item {letter}x" for letter in "abcdefgh"), "show invoice"])
-    both, common, rare = encoder(["show invoice", "show", "invoice"])
-    assert float(both @ rare) > float(both @ common)
 
 
 def test_fitting_is_deterministic_and_draws_from_no_other_generator() -> None:
@@ -83,11 +65,7 @@ def test_fitting_is_deterministic_and_draws_from_no_other_generator() -> None:
 def test_the_length_is_at_most_the_number_of_texts() -> None:
     assert FittedEncoder().fit(TEXTS)(["a"]).shape == (1, len(TEXTS))
     assert FittedEncoder(4).fit(TEXTS)(["a"]).shape == (1, 4)
-
-
-def test_vectors_have_512_numbers_from_8192_hashed_ones_by_default() -> None:
-    encoder = FittedEncoder()
-    assert (encoder.num_features, encoder.hashing.num_features) == (512, 8192)
+    assert (FittedEncoder().num_features, FittedEncoder().hashing.num_features) == (512, 8192)
 
 
 def test_many_texts_are_encoded_as_few_are() -> None:
@@ -96,19 +74,19 @@ def test_many_texts_are_encoded_as_few_are() -> None:
     torch.testing.assert_close(encoder(many)[-3:], encoder(many[-3:]), rtol=0, atol=1e-5)
 
 
-def test_an_encoder_without_texts_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must be fitted before it encodes"):
-        FittedEncoder()(TEXTS)
-    for texts in ([], "one text"):
-        with pytest.raises(
-            ConfigError, match=r"needs a list of texts; got .*Pass the requests and the texts of the tools"
-        ):
-            FittedEncoder().fit(texts)
-    with pytest.raises(ConfigError, match="is fitted already, and policies may use it"):
-        FittedEncoder(2).fit(TEXTS).fit(TEXTS)
-    for options in ({"num_features": 0}, {"num_hashed": 0}):
-        with pytest.raises(ConfigError, match="must be an integer >= 1"):
-            FittedEncoder(**options)
+def test_what_cannot_be_fitted_or_joined_is_refused(subtests: pytest.Subtests) -> None:
+    texts = r"needs a list of texts; got .*Pass the requests and the texts of the tools"
+    for make, message in (
+        (lambda: FittedEncoder()(TEXTS), "must be fitted before it encodes"),
+        (lambda: FittedEncoder().fit([]), texts), (lambda: FittedEncoder().fit("one text"), texts),
+        (lambda: FittedEncoder(2).fit(TEXTS).fit(TEXTS), "is fitted already, and policies may use it"),
+        (lambda: FittedEncoder(0), "must be an integer >= 1"), (lambda: FittedEncoder(num_hashed=0), "must be an integer >= 1"),
+        (lambda: JoinedEncoder(), "needs encoders, one argument each"),
+        (lambda: JoinedEncoder([HashingEncoder(4)]), "needs encoders, one argument each"),
+        (lambda: JoinedEncoder(HashingEncoder(4), None), "needs encoders, one argument each"),
+    ):  # fmt: skip
+        with subtests.test(message), pytest.raises(ConfigError, match=message):
+            make()
 
 
 def test_a_restored_encoder_equals_the_fitted_one() -> None:
@@ -122,37 +100,24 @@ def test_a_restored_encoder_equals_the_fitted_one() -> None:
 
 
 def test_cosines_of_joined_encoders_are_means() -> None:
+    """An encoder may return lists of vectors, of any length."""
     one, other = HashingEncoder(64), FittedEncoder(4).fit(TEXTS)
     joined = JoinedEncoder(one, lambda texts: other(texts).tolist())(TEXTS)
     assert joined.shape == (len(TEXTS), 68)
     torch.testing.assert_close(joined @ joined.T, (one(TEXTS) @ one(TEXTS).T + other(TEXTS) @ other(TEXTS).T) / 2)
-    longer = JoinedEncoder(lambda texts: 7 * one(texts), other)(TEXTS)
-    torch.testing.assert_close(longer, joined)
-
-
-def test_what_cannot_be_joined_is_refused(subtests: pytest.Subtests) -> None:
-    for encoders in ((), ([HashingEncoder(4)],), (HashingEncoder(4), None)):
-        with subtests.test(encoders=encoders), pytest.raises(ConfigError, match="needs encoders, one argument each"):
-            JoinedEncoder(*encoders)
-
-
-def test_joined_encoders_may_return_lists_of_vectors() -> None:
-    one = HashingEncoder(16)
+    torch.testing.assert_close(JoinedEncoder(lambda texts: 7 * one(texts), other)(TEXTS), joined)
     for listed in (lambda texts: [*one(texts)], lambda texts: [*one(texts).numpy()]):
         torch.testing.assert_close(JoinedEncoder(listed)(TEXTS), one(TEXTS))
 
 
-def test_a_joined_encoder_that_was_not_fitted_takes_over_nothing() -> None:
-    saved = JoinedEncoder(FittedEncoder(), FittedEncoder(2).fit(TEXTS)).fitted()
-    assert set(saved) == {"1.idf", "1.projection"}
-    own = FittedEncoder(3).fit(TEXTS)
-    restored = JoinedEncoder(own, FittedEncoder()).restored(saved)
-    assert torch.equal(restored(TEXTS), JoinedEncoder(own, FittedEncoder(2).fit(TEXTS))(TEXTS))
-
-
 def test_joined_encoders_restore_what_each_has_fitted() -> None:
-    fitted = JoinedEncoder(FittedEncoder(3).fit(TEXTS), HashingEncoder(16), FittedEncoder(2).fit(TEXTS[:5]))
+    """An encoder that was not fitted takes over nothing."""
+    first, second = FittedEncoder(3).fit(TEXTS), FittedEncoder(2).fit(TEXTS[:5])
+    fitted = JoinedEncoder(first, HashingEncoder(16), second)
     new = JoinedEncoder(FittedEncoder(), HashingEncoder(16), FittedEncoder())
-    restored = new.restored(fitted.fitted())
+    assert torch.equal(new.restored(fitted.fitted())(TEXTS), fitted(TEXTS))
     assert new.fitted() == {}
-    assert torch.equal(restored(TEXTS), fitted(TEXTS))
+    saved = JoinedEncoder(FittedEncoder(), second).fitted()
+    assert set(saved) == {"1.idf", "1.projection"}
+    restored = JoinedEncoder(first, FittedEncoder()).restored(saved)
+    assert torch.equal(restored(TEXTS), JoinedEncoder(first, second)(TEXTS))

@@ -50,6 +50,11 @@ def distilled(**changed: Any) -> RunData:
     return healthy(**{**metrics, "train__kl_mean": ramp(1.0, 0.1), "train__kl_coef": 1.0, **changed})
 
 
+def supervised(**changed: Any) -> RunData:
+    """A run on demonstrations, beside rewards that are all 0."""
+    return distilled(**{"train__kl_coef": 0.0, "train__demonstration_loss": ramp(1.0, 0.1), **changed})
+
+
 Case = tuple[str, str, RunData, RunData]
 
 CASES: list[Case] = [
@@ -58,73 +63,44 @@ CASES: list[Case] = [
     ("reward_trend", "The reward fell", healthy(rewards__mean=ramp(0.8, 0.2)), healthy()),
     ("reward_trend", "The reward did not change clearly", healthy(rewards__mean=FLAT), healthy()),
     ("reward_trend", "The reward did not change clearly", healthy(rewards__mean=FLAT), distilled()),
-    (
-        "teacher_trend",
-        "The policy came closer to its teacher",
-        distilled(),
-        distilled(train__advantages_std=burst(0.1, 1)),  # a reward taught it, too
-    ),
-    (
-        "teacher_trend",
-        "The policy did not come clearly closer to its teacher",
-        distilled(train__kl_mean=ramp(1.0, 1.0)),
-        distilled(train__kl_mean=0.0),  # it equals its reference, which teaches nothing
-    ),
-    (
-        "fell_again",
-        "The reward fell after a good start",
-        healthy(rewards__mean=RISE_AND_FALL),
-        healthy(rewards__mean=RISE_AND_STAY),
-    ),
-    (
-        "evaluation_lags",
-        "Training rewards rise, the evaluation does not",
-        healthy(eval__avg_reward=evaluations(0.3, 0.32)),
-        healthy(eval__avg_reward=evaluations(0.3, 0.7)),
-    ),
-    (
-        "evaluation_lags",
-        "Training rewards rise, the evaluation does not",
-        healthy(eval__return=evaluations(0.7, 0.7)),
-        healthy(eval__return=evaluations(0.8, 0.8)),  # it is already at the best that training reaches
-    ),
-    (
-        "evaluation_lags",
-        "Training rewards rise, the evaluation does not",
-        healthy(rewards__mean=LATE_RISE, eval__avg_reward=EVALUATED_3_TIMES),
-        healthy(rewards__mean=EARLY_RISE, eval__avg_reward=evaluations(0.3, 0.3)),  # before the first evaluation
-    ),
+    ("teacher_trend", "The policy came closer to its teacher", distilled(),
+     distilled(train__advantages_std=burst(0.1, 1))),  # a reward taught it, too
+    ("teacher_trend", "The policy did not come clearly closer to its teacher", distilled(train__kl_mean=ramp(1.0, 1.0)),
+     distilled(train__kl_mean=0.0)),  # it equals its reference, which teaches nothing
+    ("reward_trend", "The reward did not change clearly", healthy(rewards__mean=FLAT), supervised()),
+    ("demonstration_trend", "The policy came closer to its demonstrations", supervised(),
+     supervised(train__demonstration_loss=ramp(0.1, 1.0))),
+    ("demonstration_trend", "The loss of demonstrations did not fall clearly", supervised(train__demonstration_loss=FLAT),
+     healthy()),
+    ("observation_trend", "The policy foresees its environment better", healthy(train__observation_loss=ramp(1.0, 0.1)),
+     healthy(train__observation_loss=FLAT)),
+    ("observation_trend", "The loss of observations did not fall clearly", healthy(train__observation_loss=FLAT),
+     healthy()),
+    ("fell_again", "The reward fell after a good start", healthy(rewards__mean=RISE_AND_FALL),
+     healthy(rewards__mean=RISE_AND_STAY)),
+    ("evaluation_lags", "Training rewards rise, the evaluation does not", healthy(eval__avg_reward=evaluations(0.3, 0.32)),
+     healthy(eval__avg_reward=evaluations(0.3, 0.7))),
+    ("evaluation_lags", "Training rewards rise, the evaluation does not", healthy(eval__return=evaluations(0.7, 0.7)),
+     healthy(eval__return=evaluations(0.8, 0.8))),  # it is already at the best that training reaches
+    ("evaluation_lags", "Training rewards rise, the evaluation does not",
+     healthy(rewards__mean=LATE_RISE, eval__avg_reward=EVALUATED_3_TIMES),
+     healthy(rewards__mean=EARLY_RISE, eval__avg_reward=evaluations(0.3, 0.3))),  # before the first evaluation
     ("failing_rewards", "The reward failed now and then", healthy(rewards__retries=burst(1, 1)), healthy()),
     ("failing_rewards", "The reward failed now and then", healthy(rows__dropped=burst(2, 1)), healthy()),
-    (
-        "ratio",
-        "The ratio is not 1 at the first update",
-        healthy(train__ratio_mean=1.02, train__num_updates=1.0),
-        healthy(train__ratio_mean=1.02),
-    ),
-    (
-        "ratio",
-        "The ratio is not 1 at the first update",
-        healthy(train__ratio_mean=0.99, train__num_updates=1.0),
-        healthy(train__ratio_mean=1.0005, train__num_updates=1.0),
-    ),
-    (
-        "lost_updates",
-        "Updates were skipped",
-        healthy(group_stats__zero_variance_fraction=0.0, train__skipped_updates=burst(1, 2)),
-        healthy(train__skipped_updates=burst(1, 2)),  # a fifth of the groups is dead, which skips updates, too
-    ),
+    ("ratio", "The ratio is not 1 at the first update", healthy(train__ratio_mean=1.02, train__num_updates=1.0),
+     healthy(train__ratio_mean=1.02)),
+    ("ratio", "The ratio is not 1 at the first update", healthy(train__ratio_mean=0.99, train__num_updates=1.0),
+     healthy(train__ratio_mean=1.0005, train__num_updates=1.0)),
+    ("lost_updates", "Updates were skipped",
+     healthy(group_stats__zero_variance_fraction=0.0, train__skipped_updates=burst(1, 2)),
+     healthy(train__skipped_updates=burst(1, 2))),  # a fifth of the groups is dead, which skips updates, too
     ("memory", "Memory ran out", healthy(train__out_of_memory=burst(1, 3)), healthy(train__out_of_memory=0.0)),
-    (
-        "stopped_early",
-        "The run is not complete",
-        run_of({"rewards/mean": FLAT}, starts=(start_of(101),)),
-        run_of({"rewards/mean": FLAT}, starts=(start_of(100),)),
-    ),
+    ("stopped_early", "The run is not complete", run_of({"rewards/mean": FLAT}, starts=(start_of(101),)),
+     run_of({"rewards/mean": FLAT}, starts=(start_of(100),))),
     ("slow_part", "Most of the time goes into sampling", timed(time__sample=12.0), timed(time__sample=9.8)),
     ("slow_part", "Most of the time goes into rewards", timed(time__reward=14.0), timed()),
     ("slow_part", "Most of the time goes into sampling", timed(time__sample=12.0), healthy(time__sample=0.6)),
-]
+]  # fmt: skip
 
 
 def found(run: RunData, title: str) -> list[Finding]:
@@ -212,6 +188,7 @@ def test_findings_tell_the_numbers_behind_them(subtests: pytest.Subtests) -> Non
     cases: list[tuple[str, RunData, str]] = [
         ("reward_trend", healthy(), "from 0.227 to 0.773 (means of 10 iterations)"),
         ("teacher_trend", distilled(), "from 0.959 to 0.141 nats per step"),
+        ("demonstration_trend", supervised(), "from 0.959 to 0.141 (means of 10 iterations)"),
         ("fell_again", healthy(rewards__mean=RISE_AND_FALL), "near iteration 5"),
         (
             "failing_rewards",

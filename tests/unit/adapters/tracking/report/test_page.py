@@ -1,6 +1,8 @@
 """The whole page: its head line and sections, what it must not contain, and its size."""
 
+import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -13,9 +15,13 @@ import numpy as np
 import pytest
 
 from adapters.tracking import write_comparison, write_report
+from adapters.tracking.report.comparison import MAX_OPEN, MAX_STATES, comparison_section, comparison_words
 from adapters.tracking.report.page import head_line, title_of
-from grpo import ConfigError
-from tests.support.comparisons import AFTER, BEFORE, compared
+from adapters.tracking.report.run_data import SampleTable, Start, read_run
+from adapters.tracking.report.tables import sample_tables, settings_section
+from grpo import ConfigError, WeightedRewards
+from grpo.evaluation import Answer
+from tests.support.comparisons import AFTER, BEFORE, action_itself, compared, of_many, paying
 from tests.support.run_folders import constant, healthy, lines_of, ramp, run_of, sample, settings, start_of, write_run
 
 
@@ -37,15 +43,8 @@ def test_a_full_run_has_all_sections(tmp_path: Path) -> None:
     folder = write_run(tmp_path, lines_of(healthy()), SAMPLES, settings=settings(learning_rate=0.1))
     compared(BEFORE, AFTER).to_json(folder / "comparison.json")
     page = write_report(folder).read_text(encoding="utf-8")
-    assert headings(page) == [
-        "TablePolicy: the mean reward rose from 0.227 to 0.773",
-        "What the numbers say",
-        "Reward",
-        "Before and after training",
-        "Training",
-        "Samples",
-        "Settings",
-    ]
+    parts = ["What the numbers say", "Reward", "Before and after training", "Training", "Samples", "Settings"]
+    assert headings(page) == ["TablePolicy: the mean reward rose from 0.227 to 0.773", *parts]
     assert "The reward rose" in page
     assert "Time per iteration" in page
     assert "<title>TablePolicy: the mean reward rose from 0.227 to 0.773</title>" in page
@@ -78,11 +77,33 @@ def test_the_first_lines_say_what_was_trained_how_long_and_from_what_to_what(sub
             run = run_of({"rewards/mean": rewards, "time/iteration": 0.5}, starts=(start_of(100),))
             assert title_of(run) == title
             assert head_line(run) == (
-                "Trained on the reward right for 100 iterations, in about 50 s. The rewards above are means of the first and "
+                "Trained on the reward right for 100 iterations, in about 50 s. The numbers above are means of the first and "
                 "the last 10 iterations."
             )
     short = run_of({"rewards/mean": [0.0, 1.0]})
     assert (title_of(short), head_line(short)) == ("run: the mean reward went from 0 to 1", "Trained for 2 iterations.")
+
+
+def test_without_a_reward_that_teaches_the_first_lines_name_what_else_did(subtests: pytest.Subtests) -> None:
+    """No row has an advantage, or nothing was sampled at all."""
+    without = {"rewards/mean": 0.0, "train/advantages_mean": 0.0, "train/advantages_std": 0.0}
+    pulled = {"train/kl_coef": 1.0, "train/kl_mean": ramp(1.0, 0.1)}
+    imitated = {"train/demonstration_loss": ramp(1.0, 0.1)}
+    foreseen = {"train/observation_loss": ramp(1.0, 0.1)}
+    taught = {**without, "train/advantages_std": 0.1, **imitated}
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({**without, **pulled}, "the KL to the teacher fell from 0.959 to 0.141", "its teacher"),
+        ({**without, **imitated}, "the loss of demonstrations fell from 0.959 to 0.141", "demonstrations"),
+        (imitated, "the loss of demonstrations fell from 0.959 to 0.141", "demonstrations"),
+        ({**without, **foreseen}, "the loss of observations fell from 0.959 to 0.141", "what the environment answered"),
+        (taught, "the mean reward went from 0 to 0", "the reward right and demonstrations"),
+        (without, "the mean reward went from 0 to 0", "the reward right"),
+    ]
+    for metrics, title, source in cases:
+        with subtests.test(title=title, source=source):
+            run = run_of({**metrics, "anything": ramp(0.0, 1.0)}, starts=(start_of(100),))
+            assert title_of(run) == f"TablePolicy: {title}"
+            assert head_line(run).startswith(f"Trained on {source} for 100 iterations.")
 
 
 def test_tiles_show_the_ends_of_both_rewards_the_best_evaluation_and_the_size_of_an_iteration(tmp_path: Path) -> None:
@@ -92,7 +113,7 @@ def test_tiles_show_the_ends_of_both_rewards_the_best_evaluation_and_the_size_of
     run = healthy(eval__avg_reward=evaluation, **rows)
     page = report_of(tmp_path, [{k: v for k, v in line.items() if v == v} for line in lines_of(run)])
     assert re.findall('<div class="tile"><b>(.*?)</b><span>(.*?)</span></div>', page) == [
-        ("0.227 → 0.773", "reward in training"),
+        ("0.227 → 0.773", "mean reward in training"),
         ("0.25 → 0.75", "reward in the evaluation"),
         ("0.9", "best evaluation"),
         ("1.0 s", "per iteration"),
@@ -223,6 +244,266 @@ def test_without_matplotlib_a_page_has_its_tables_and_says_how_to_get_pictures(
     page = write_report(folder).read_text(encoding="utf-8")
     assert page.count(words) == 1
     assert "<svg" not in page
-    assert [
-        name for name in ("Time per iteration", "Answers side by side", "Samples", "Settings") if name not in page
-    ] == []
+    for name in ("Time per iteration", "Answers side by side", "Samples", "Settings"):
+        assert name in page
+
+
+# --- samples and settings as tables
+
+
+def cells(page: str, tag: str = "td") -> list[str]:
+    """The texts of the cells, in order."""
+    return [
+        re.sub("<[^>]*>", "", cell)
+        for cell in re.findall(f"<{tag}[ >].*?</{tag}>", page.replace("<td>", "<td >"), re.S)
+    ]
+
+
+def tables(*found: SampleTable) -> str:
+    page = sample_tables(run_of({"a": 1.0}, tables=found))
+    assert page is not None
+    return page
+
+
+def test_a_sample_table_has_the_columns_that_were_measured() -> None:
+    rows = [
+        sample(**{"reward/right": 1.0, "reward/short": None, "advantage": None}),
+        sample(**{"reward/right": None, "reward/short": None, "advantage": None, "action": ""}),
+    ]
+    page = tables(SampleTable(iteration=1200, kind="eval", rows=rows))
+    assert re.findall("<th [^>]*>(.*?)</th>", page) == ["state", "action", "reward", "steps", "reward/right"]
+    assert cells(page) == ["2 + 2?", "4", "1", "1", "1", "2 + 2?", "(empty)", "1", "1", "-"]
+    assert "<summary>Evaluation after iteration 1,200</summary>" in page
+
+
+def test_both_ends_of_the_run_are_open_and_other_tables_are_folded() -> None:
+    found = [SampleTable(iteration=k, kind=kind, rows=[sample()]) for kind in ("eval", "train") for k in (1, 5, 9)]
+    page = tables(*found)
+    assert re.findall("<details( open)?><summary>(.*?)</summary>", page) == [
+        (" open", "Evaluation after iteration 1"),
+        ("", "Evaluation after iteration 5"),
+        (" open", "Evaluation after iteration 9"),
+        ("", "Training, iteration 1"),
+        ("", "Training, iteration 5"),
+        ("", "Training, iteration 9"),
+    ]
+    assert sample_tables(run_of({"a": 1.0})) is None
+
+
+def test_settings_that_differ_from_the_defaults_come_first() -> None:
+    given = settings(learning_rate=0.5, group_size=4)
+    page = settings_section([Start(iteration=1, settings=given)])
+    first, rest = page.split("<details>", 1)
+    assert cells(first) == ["group_size", "4", "8", "learning_rate", "0.5", "0.001"]
+    assert "group_size" not in rest
+    assert "objective.kl_estimator" in cells(rest)
+    assert {"policy", "TablePolicy", "versions.torch", "2.13.0", "num_iterations"} <= set(cells(rest))
+    assert "All settings have their defaults." in settings_section([Start(iteration=1, settings=settings())])
+
+
+def test_what_a_resume_changed_or_that_settings_are_missing_is_said() -> None:
+    assert "no settings.json" in settings_section([])
+    starts = [
+        Start(iteration=1, settings=settings(100, learning_rate=0.5)),
+        Start(iteration=51, settings=settings(200, learning_rate=0.1)),
+        Start(iteration=81, settings=settings(200, learning_rate=0.1)),
+    ]
+    lines = re.findall("<li>(.*?)</li>", settings_section(starts))
+    assert lines == [
+        "Continued at iteration 51: config.learning_rate: 0.5 → 0.1; num_iterations: 100 → 200",
+        "Continued at iteration 81: with the same settings",
+    ]
+
+
+# --- before and after training
+
+
+def test_the_words_have_means_difference_percentage_interval_and_counts() -> None:
+    report = dataclasses.replace(
+        compared([[1, 1], [1, 0]], [[2, 2], [1, 0]], paying(0.5, 1.0, 2.0)), confidence_interval=(0.0, 1.0)
+    )
+    means, counts = comparison_words(report)
+    assert means == (
+        "The mean reward went from 0.875 to 1.38: +0.5 (+57.1 %). With 95 % confidence, the difference is between 0 and +1, "
+        "if other states are like these. From fewer than 20 states, the interval is too narrow. "
+    )
+    assert counts == "Of 2 states: 1 improved, 0 worse, 1 unchanged. 2 actions of each policy in each state."
+
+
+def test_few_states_are_said_to_give_a_narrow_interval() -> None:
+    for count, is_narrow in ((1, False), (2, True), (19, True), (20, False)):
+        assert ("too narrow" in comparison_words(of_many(count))[0]) == is_narrow
+
+
+def test_there_is_no_percentage_if_the_mean_before_is_not_positive() -> None:
+    for before in (0.0, -2.0):
+        words = comparison_words(compared([[0]], [[1]], paying(before, 1.0)))[0]
+        assert words.startswith(
+            f"The mean reward went from {before:g} to 1: +{1 - before:g}. One state gives no interval."
+        )
+
+
+def test_both_answers_of_a_state_stand_side_by_side_with_their_rewards() -> None:
+    report = compared([[0]], [[1]], paying(0.25, 1.0))
+    attacked = dataclasses.replace(
+        report.states[0], answer_after=Answer(text="<script>alert(1)</script>", reward=1.0), label="<b>up</b>"
+    )
+    page = comparison_section(dataclasses.replace(report, states=(attacked,)))
+    row = re.findall("<tbody>(.*?)</tbody>", page, re.S)[-1]
+    assert re.findall('<td class="[^"]*">(.*?)</td>', row, re.S) == [
+        '<div class="answer">&lt;b&gt;up&lt;/b&gt;</div>',
+        '<div class="answer">0</div><div class="small">mean reward 0.25, this answer 0.25</div>',
+        '<div class="answer">&lt;script&gt;alert(1)&lt;/script&gt;</div><div class="small">mean reward 1, this answer 1</div>',
+        "+0.75",
+    ]
+    assert "<script" not in page
+
+
+def test_parts_of_the_reward_have_a_table_of_their_own() -> None:
+    page = comparison_section(compared(BEFORE, AFTER, WeightedRewards({"right": action_itself})))
+    second = re.findall("<tbody>(.*?)</tbody>", page, re.S)[1]
+    assert re.findall("<td[^>]*>(.*?)</td>", second) == ["right", "0.583", "0.583", "0"]
+    assert "part of the reward" not in comparison_section(compared(BEFORE, AFTER))
+
+
+def test_attempts_have_a_table_with_intervals_and_a_curve_over_k() -> None:
+    """pass@2 of one success in four is 1 - C(3, 2) / C(4, 2) = 1/2, of two 5/6, and of three or four 1."""
+    page = comparison_section(compared(BEFORE, AFTER))
+    cells = re.findall("<td[^>]*>(.*?)</td>", re.findall("<tbody>(.*?)</tbody>", page, re.S)[0])
+    assert cells[::4] == ["avg@4", "pass@1", "pass@2", "pass@4"]
+    assert cells[8:12] == ["pass@2", "0.778 (0.5 to 1)", "0.889 (0.833 to 1)", "+0.111 (-0.167 to +0.5)"]
+    assert cells[12:] == ["pass@4", "1 (1 to 1)", "1 (1 to 1)", "0 (0 to 0)"]
+    titles = re.findall("<title>(k: .*?|k .*?)</title>", page)
+    assert [title.replace(",", "").split(" 95")[0] for title in titles] == [
+        *("k 1: before 0.583", "k 2: before 0.778", "k 4: before 1"),
+        *("k 1: after 0.583", "k 2: after 0.889", "k 4: after 1"),
+    ]
+    assert "95 % interval 0.25 to 1" in titles[0]
+    without = comparison_section(compared([[0]], [[1]], paying(0.25, 1.0)))
+    assert "<h3>pass@k</h3>" in page
+    assert "pass@" not in without
+    assert "avg@1" in without
+
+
+def test_of_many_states_the_largest_gains_and_losses_are_shown() -> None:
+    page = comparison_section(of_many(32))
+    shown, folded = page.split("<details>")
+    gains = [int(gain) for gain in re.findall('<div class="answer">gains (.*?)</div>', shown)]
+    assert gains == [31, 30, 29, 28, 27, 4, 3, 2, 1, 0]
+    assert len(re.findall('<div class="answer">gains', folded)) == MAX_STATES - MAX_OPEN
+    assert "The answers in 20 further states" in folded
+    assert "The 15 states that gained most and the 15 that gained least; 2 states are not shown." in page
+    assert "not shown" not in comparison_section(of_many(30))
+    assert "<details>" not in comparison_section(of_many(10))
+
+
+def test_states_that_are_left_out_are_described_by_what_happened() -> None:
+    """The states' differences are 0 to 31, minus `lost`."""
+    for lost, words in ((16, "gained most and the 15 that lost most"), (40, "lost least and the 15 that lost most")):
+        report = of_many(32)
+        states = tuple(dataclasses.replace(state, difference=state.difference - lost) for state in report.states)
+        assert f"The 15 states that {words}; 2 states" in comparison_section(dataclasses.replace(report, states=states))
+
+
+# --- reading the folder of a run
+
+
+def table(iteration: int, kind: str = "train", **row: Any) -> dict[str, Any]:
+    return {"iteration": iteration, "kind": kind, "rows": 8, "samples": [sample(**row)]}
+
+
+def test_metrics_become_one_array_each_with_nan_where_they_are_absent(tmp_path: Path) -> None:
+    lines = [
+        {"iteration": 1, "a": 1.0, "b": None},
+        {"iteration": 2, "b": 2, "name": "text", "flag": True},
+        {"iteration": 4},
+    ]
+    run = read_run(write_run(tmp_path / "run", lines))
+    assert run.name == "run"
+    assert run.iterations.tolist() == [1.0, 2.0, 4.0]
+    assert set(run.metrics) == {"a", "b"}
+    assert run.of("a")[0] == 1.0
+    assert [math.isnan(value) for value in run.of("a")] == [False, True, True]
+    assert [math.isnan(value) for value in run.of("b")] == [True, False, True]
+    assert (run.has("a"), run.has("b"), run.has("c")) == (True, True, False)
+    assert len(run.of("c")) == 3
+    assert (run.num_bad_lines, run.starts, run.tables, run.comparison, dict(run.settings)) == (0, (), (), None, {})
+
+
+def test_numbers_that_are_not_finite_or_absurdly_large_count_as_not_measured(tmp_path: Path) -> None:
+    values = [1e100, -1e100, 1.1e100, -1e300, math.inf, math.nan, 10**400, 7]
+    run = read_run(write_run(tmp_path, [{"iteration": k, "a": value} for k, value in enumerate(values, start=1)]))
+    assert [value for value in run.of("a").tolist() if not math.isnan(value)] == [1e100, -1e100, 7.0]
+
+
+def test_an_iteration_that_was_written_twice_counts_as_its_last_line_says(tmp_path: Path) -> None:
+    lines = [{"iteration": k, "a": float(value)} for k, value in [(1, 10), (2, 20), (3, 30), (2, 21), (3, 31)]]
+    run = read_run(write_run(tmp_path, lines))
+    assert (run.iterations.tolist(), run.of("a").tolist()) == ([1.0, 2.0, 3.0], [10.0, 21.0, 31.0])
+
+
+def test_lines_that_cannot_be_read_are_counted_and_skipped(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [{"iteration": 1, "a": 1.0}], [table(1)])
+    absurd = "[" * 100_000 + '\n{"iteration": 1' + "0" * 400 + "}\n"
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with (folder / name).open("ab") as file:
+            file.write(absurd.encode() + b'[1]\n\xff\xfe\n{"iteration": "2"}\n{"iteration": 0}\n{"iteration": 3, "a')
+    run = read_run(folder)
+    assert (run.iterations.tolist(), run.num_bad_lines, len(run.tables)) == ([1.0], 14, 1)
+
+
+def test_tables_come_from_the_beginning_the_middle_and_the_end_of_each_kind(tmp_path: Path) -> None:
+    samples = [table(k, kind) for k in range(1, 10) for kind in ("train", "eval") if kind == "train" or k % 4 == 0]
+    run = read_run(write_run(tmp_path, [{"iteration": 1}], samples))
+    kept = [("eval", 4), ("eval", 8), ("train", 1), ("train", 5), ("train", 9)]
+    assert [(one.kind, one.iteration) for one in run.tables] == kept
+    assert run.tables[0].rows == [sample()]
+    assert run.eval_rows == {4: 8, 8: 8}
+
+
+def test_settings_and_a_comparison_are_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [{"iteration": 1}], settings=settings(50))
+    report = compared(BEFORE, AFTER)
+    report.to_json(folder / "comparison.json")
+    run = read_run(folder)
+    assert run.settings["num_iterations"] == 50
+    assert run.comparison == report
+    other = compared(AFTER, BEFORE)
+    assert read_run(folder, other).comparison == other  # the given one counts
+
+
+def test_a_folder_without_a_run_says_what_to_do(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("")
+    write_run(tmp_path / "nothing", []).joinpath("metrics.jsonl").write_text("")
+    write_run(tmp_path / "damaged", []).joinpath("metrics.jsonl").write_text("{\n[]\n")
+    advice = r".* Pass sinks=\[RunFolder\(folder\)\] to trainer.train"
+    cases = [
+        ("missing", "needs the folder of a run; .*missing is missing" + advice),
+        ("file", "needs the folder of a run; .*file is a file" + advice),
+        ("empty", "needs metrics.jsonl in the folder of a run; .*empty is empty" + advice),
+        ("other", "needs metrics.jsonl .*other has notes.txt" + advice),
+        ("nothing", "needs at least one iteration; .* has 0 lines, .* start it again"),
+        ("damaged", "needs at least one iteration; .* has 2 lines, and none of them can be read"),
+    ]
+    for name, message in cases:
+        with subtests.test(name=name), pytest.raises(ConfigError, match=message):
+            read_run(tmp_path / name)
+
+
+def test_a_damaged_file_beside_the_metrics_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    cases = [
+        ("settings.json", "{", "settings.json cannot be read .* Delete this file to get the report without settings"),
+        ("settings.json", json.dumps({"starts": [{"iteration": 1}]}), "cannot be read .KeyError"),
+        ("settings.json", '{"starts": [{"iteration": Infinity, "settings": {}}]}', "cannot be read .OverflowError"),
+        ("settings.json", "[" * 100_000, "cannot be read .RecursionError"),
+        ("comparison.json", "[" * 100_000, "comparison.json cannot be read"),
+        ("comparison.json", "[]", "comparison.json cannot be read. .* or delete it"),
+    ]
+    for number, (name, text, message) in enumerate(cases):
+        folder = write_run(tmp_path / str(number), [{"iteration": 1}])
+        (folder / name).write_text(text, encoding="utf-8")
+        with subtests.test(name=name, text=text), pytest.raises(ConfigError, match=message):
+            read_run(folder)
