@@ -127,12 +127,12 @@ def _moments_of(measured: Sequence[Measured]) -> list[Moments]:
         torch.stack([part.sum(1) for part in values.split(sizes, 1)], dim=1) for values in (table, table.square())
     )
     count = sums[0]
-    found: dict[str, Tensor] = {}
+    moments = torch.stack([count.expand(sums.shape), sums, squares], dim=2)[1:]
     if first.terms:
-        terms = torch.stack([term for each in measured for term in each.terms.values()]).to(dtype).view(size, -1)
-        found |= zip(first.terms, torch.nn.functional.pad(terms.unsqueeze(2), (1, 1)).unbind(1), strict=True)
-    rows = torch.stack([count.expand(sums.shape), sums, squares], dim=2)
-    found |= zip(names, rows[1:].unbind(0), strict=True)
-    by_constant = {c: torch.stack([count, c * count, c * c * count], dim=1) for c in set(constants.values())}
-    found |= {name: by_constant[c] for name, c in constants.items()}
-    return [dict(zip(found, each, strict=True)) for each in zip(*(of.unbind(0) for of in found.values()), strict=True)]
+        terms = torch.stack([term for each in measured for term in each.terms.values()]).to(dtype).view(size, -1).T
+        moments = torch.cat([torch.nn.functional.pad(terms.unsqueeze(2), (1, 1)), moments])
+    if constants:
+        by_constant = {c: torch.stack([count, c * count, c * c * count], dim=1) for c in set(constants.values())}
+        moments = torch.cat([moments, torch.stack([by_constant[c] for c in constants.values()])])
+    names = [*first.terms, *names, *constants]
+    return [dict(zip(names, each.unbind(), strict=True)) for each in moments.unbind(1)]

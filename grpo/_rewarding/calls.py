@@ -106,12 +106,13 @@ class RewardCalls:
             )
         rows = AskedRows(states=states, actions=actions, mask=None if mask is None else mask.cpu(), group_ids=group_ids)
         rewards, kept = self._ask(rows)
-        if not bool(kept.any()):
+        num_kept = int(kept.sum())
+        if not num_kept:
             raise RewardError(
                 f"{self._name} must give at least one row a reward; it lost those of all {len(kept)} rows. Look at what it "
                 "depends on, such as a server or a worker."
             )
-        self.counts["rows/dropped"] += int((~kept).sum())
+        self.counts["rows/dropped"] += len(kept) - num_kept
         if rewards.values.dim() == 2 and mask is not None:
             rewards = replace(rewards, values=zero_outside(rewards.values, mask.cpu()[kept]))
         if not bool(rewards.values.isfinite().all()):
@@ -187,6 +188,8 @@ class RewardCalls:
 
     def _without_lost(self, rewards: Rewards) -> Kept:
         """The rewards of the rows that have one, and a mask of these rows."""
+        if not rewards.lost:
+            return rewards, torch.ones(len(rewards.values), dtype=torch.bool)
         kept = ~self._lost_rows(rewards)
         return with_each(rewards, lambda values: values[kept]), kept
 

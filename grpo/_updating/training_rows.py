@@ -49,6 +49,12 @@ class TrainingRows:
         flags = self.batch.is_demonstration
         return torch.ones(self.batch.num_rows, dtype=torch.bool) if flags is None else ~flags
 
+    @property
+    def num_demonstrations(self) -> int:
+        """The number of demonstrations."""
+        flags = self.batch.is_demonstration
+        return 0 if flags is None else int(flags.sum())
+
     def with_demonstrations(self, given: Sequence[ExperienceBatch]) -> "TrainingRows":
         """These rows, followed by demonstrations. What only sampled rows have is 0 there, and is never read."""
         if not given:

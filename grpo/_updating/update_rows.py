@@ -33,17 +33,18 @@ class UpdateRows:
         has_other_terms = rows.returns is not None or context.coefficients.may_be_positive
         has_other_terms |= context.config.objective.observation_coef > 0
         skips = context.traits.zero_advantage_is_inert and not has_other_terms
-        self.num_skipped = int((~has_advantage(rows.advantages) & rows.is_sampled).sum()) if skips else 0
+        live = has_advantage(rows.advantages) | ~rows.is_sampled if skips else None
+        self.num_skipped = 0 if live is None else int((~live).sum())
         """Number of rows without an advantage, which no update forwards."""
-        self.num_demonstrations = int((~rows.is_sampled).sum())
+        self.num_demonstrations = rows.num_demonstrations
         """Number of demonstrations."""
         if context.splitter is not None:
             rows = split_steps(rows, context.splitter)
+            live = has_advantage(rows.advantages) | ~rows.is_sampled if skips else None
         if context.traits.for_probabilities:
             require_discrete(context.config.objective.surrogate, rows.batch.actions)
-        if skips:
-            live = has_advantage(rows.advantages) | ~rows.is_sampled
-            rows = rows if bool(live.all()) else replace(rows, live=live)
+        if live is not None and not bool(live.all()):
+            rows = replace(rows, live=live)
         self.data = rows
         """The rows of this rank. With `split_steps`, each step is a row."""
         self.num_planned = 0

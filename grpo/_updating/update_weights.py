@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from grpo._common.conversion import widest_float
@@ -45,8 +45,9 @@ def weights_of(
     mask, group_ids = batch.mask[selected], batch.group_ids[selected]
     flags = None if batch.is_demonstration is None else batch.is_demonstration[selected]
 
-    def weigh(aggregation: Aggregation, chosen: Bool[Tensor, " n"] | None) -> Float[Tensor, "n T"]:
-        weigh_rows = partial(step_weights, fixed_length=config.fixed_length, reduce=reduce)
+    weigh_rows = partial(step_weights, fixed_length=config.fixed_length, reduce=reduce)
+
+    def weigh(aggregation: Aggregation, chosen: Tensor | None) -> Tensor:  # shapes would be made anew in each call
         if chosen is None:
             return weigh_rows(mask, aggregation, group_ids=group_ids)
         weights = torch.zeros(mask.shape, dtype=widest_float(mask.device), device=mask.device)
@@ -62,6 +63,5 @@ def weights_of(
     observations = None
     if config.observation_coef > 0:
         assert batch.observed_mask is not None
-        lengths = {"fixed_length": config.fixed_length, "group_ids": group_ids, "reduce": reduce}
-        observations = step_weights(batch.observed_mask[selected], config.aggregation, **lengths)  # type: ignore[arg-type]
+        observations = weigh_rows(batch.observed_mask[selected], config.aggregation, group_ids=group_ids)
     return UpdateWeights(steps=steps, entropy=entropy, demonstrations=demonstrations, observations=observations)

@@ -6,7 +6,7 @@ A rule looks for one sign in the metrics of an iteration. `docs/debugging.md` ex
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
@@ -159,7 +159,7 @@ class Course:
 
     @property
     def _recent_reward(self) -> float:
-        return float(np.mean(list(self._rewards)[-PATIENCE:]))
+        return _mean([*self._rewards][-PATIENCE:])
 
     @property
     def earns_well(self) -> bool:
@@ -175,14 +175,18 @@ class Course:
         The highest reward of a row is often out of reach in the mean: states differ in what can be earned, and so does luck.
         """
         change, error = self._trend()
-        has_risen = self._recent_reward - float(np.mean(self._first_rewards)) > self.highest - self._recent_reward
+        has_risen = self._recent_reward - _mean(self._first_rewards) > self.highest - self._recent_reward
         return has_risen and change >= -2 * error
 
     @property
     def has_collapsed(self) -> bool:
         """Whether a moving average of the entropy is far below the entropy at the beginning. That of a density may be negative,
         and says nothing."""
-        return bool(self._first_entropies) and 0 <= self._entropy < LOW_ENTROPY * float(np.mean(self._first_entropies))
+        return bool(self._first_entropies) and 0 <= self._entropy < LOW_ENTROPY * _mean(self._first_entropies)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def standard_error(values: Float64[np.ndarray, " W"]) -> float:

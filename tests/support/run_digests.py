@@ -23,7 +23,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from grpo import GRPOTrainer, WeightedRewards
+from grpo import ExperienceBatch, GRPOTrainer, WeightedRewards
 from grpo.errors import GRPOError
 from tests.support import checkpoint_runs
 from tests.support.policies import digest, weights_of
@@ -48,12 +48,18 @@ def setting_runs() -> Iterator[tuple[str, Any, settings.Scene]]:
     """The name, the settings and the conditions of each run. Runs that several cases share occur once."""
     seen = set()
     for kind, cases in settings.CASES.items():
-        for name, (shared, changed, scene) in cases.items():
+        for name, case in cases.items():
+            shared, changed, scene = case if isinstance(case, tuple) else _parts(name, settings.case_of(kind, name))
             for values in (shared, shared | changed):
                 config = settings.config_with(kind, values, scene)
                 if (config, scene) not in seen:
                     seen.add((config, scene))
                     yield f"{kind.__name__}.{name} {values}", config, scene
+
+
+def _parts(name: str, case: Any) -> tuple[dict[str, Any], dict[str, Any], settings.Scene]:
+    """What commits up to 050f06f7 write as a case."""
+    return case.shared, {name: case.value}, case.scene
 
 
 def digest_of_setting(config: Any, scene: settings.Scene) -> str:
@@ -81,7 +87,10 @@ def digest_of_setting(config: Any, scene: settings.Scene) -> str:
             trainer.collector.ask_for_rewards.sleep = lambda seconds: None
         error = ""
         try:
-            trainer.train([0, 1, 2, 3], num_iterations=2, progress=False)
+            given = {}
+            if getattr(scene, "demonstrations", False):
+                given["demonstrations"] = ExperienceBatch.from_demonstrations([0, 1], [(1, 2), (2,)])
+            trainer.train([0, 1, 2, 3], num_iterations=2, progress=False, **given)
         except GRPOError as raised:
             error = type(raised).__name__
     return digest_of(trainer, error)
