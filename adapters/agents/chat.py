@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from adapters.llm import FinishReason
+from adapters.llm import FinishReason, SamplingConfig
 from grpo.arguments import describe
 from grpo.errors import ContractError, GRPOError
 
@@ -363,9 +363,10 @@ class Chat:
         try:
             if max_new_tokens is not None and max_new_tokens < 1:
                 raise ContractError(f"Chat: max_new_tokens must be at least 1; got {max_new_tokens}.")
-            if isinstance(stop, str) or not all(stop):
+            if isinstance(stop, str) or not all(map(SamplingConfig.can_stop, stop)):
                 raise ContractError(
-                    f"Chat: stop must be a list of texts that are not empty; got {stop!r}. Pass stop=[...]."
+                    "Chat: stop must be a list of texts that are not empty and have no half characters; got "
+                    f"{stop!r}. Pass stop=[...]."
                 )
             limit = min(max_new_tokens or self._limits.max_new_tokens, self._limits.max_new_tokens)
             history = as_messages(messages)

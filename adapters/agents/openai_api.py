@@ -68,8 +68,8 @@ def read_request(given: Any, sampling: SamplingConfig, ignore: Collection[str] =
     _require(choice in ("auto", "none"), "tool_choice", "'auto' or 'none'", choice, advice)
     _require(_name_functions(tools), "tools", "a list of {'type': 'function', 'function': {'name': ..., ...}}", tools)
     stop = [stop] if isinstance(stop, str) else stop
-    is_valid = isinstance(stop, list) and all(isinstance(text, str) and text for text in stop)
-    _require(is_valid, "stop", "a text or a list of texts that are not empty", stop)
+    is_valid = isinstance(stop, list) and all(map(SamplingConfig.can_stop, stop))
+    _require(is_valid, "stop", "a text or a list of texts that are not empty and have no half characters", stop)
     limits = {name: given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
     for name, limit in limits.items():
         _require(type(limit) is int and limit > 0, name, "an integer of at least 1", limit)

@@ -65,6 +65,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 TYPED = {
+    "against": "HEAD --turns 2 --cases small small_groups",
     "agents": "--repeats 1",
     "agent_clients": "--conversations 40",
     "agent_learning": "--quick --seeds 0",

@@ -1,7 +1,9 @@
 """Sampling settings."""
 
 from dataclasses import dataclass
+from typing import Any
 
+from adapters.llm.prompts.control_tokens import whole_characters
 from grpo.arguments import Settings, setting
 from grpo.errors import ConfigError
 
@@ -50,10 +52,16 @@ class SamplingConfig(Settings):
                 f"SamplingConfig.min_new_tokens must be at most max_new_tokens={self.max_new_tokens}; got "
                 f"{self.min_new_tokens}."
             )
-        if any(not string for string in self.stop):
+        if wrong := [string for string in self.stop if not self.can_stop(string)]:
             raise ConfigError(
-                "SamplingConfig.stop must have no empty string; got one, which would end every completion at once. Remove it."
+                f"SamplingConfig.stop must have texts that are not empty and have no half characters; got {wrong[0]!r}. An "
+                "empty text would end every completion at once, and no completion has a half character. Remove it."
             )
+
+    @staticmethod
+    def can_stop(text: Any) -> bool:
+        """Whether a value may be a stop string: a text that is not empty, and that a completion may have."""
+        return isinstance(text, str) and text != "" and text == whole_characters(text)
 
     @property
     def is_exact(self) -> bool:

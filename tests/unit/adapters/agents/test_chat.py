@@ -98,6 +98,7 @@ def test_a_stop_string_is_cut_off_and_its_tokens_are_scored(subtests: pytest.Sub
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1; got 0"),
         ({"stop": "x"}, "stop must be a list of texts"),
         ({"stop": ["x", ""]}, "stop must be a list of texts"),
+        ({"stop": ["\ud83d"]}, "stop must be a list of texts"),
     ],
 )
 def test_wrong_settings_of_a_message_are_refused(settings: dict[str, Any], message: str) -> None:

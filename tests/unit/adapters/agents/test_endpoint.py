@@ -206,6 +206,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, r"max_tokens must be an integer of at least 1; got int 0"),
     ({"max_completion_tokens": 2.5}, r"max_completion_tokens must be an integer of at least 1"),
     ({"stop": [""]}, r"stop must be a text or a list of texts"),
+    ({"stop": "end\ud83d"}, r"have no half characters; got"),
     ({"stop": 7}, r"stop must be a text or a list of texts"),
     ({"tools": [{"type": "web_search"}]}, r"tools must be a list of"),
     ({"tools": "lookup"}, r"tools must be a list of"),

@@ -267,9 +267,12 @@ def test_the_minimum_of_tokens_cannot_exceed_the_maximum() -> None:
         SamplingConfig(min_new_tokens=4, max_new_tokens=3)
 
 
-def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(ConfigError, match="empty string"):
-        SamplingConfig(stop=("###", ""))
+@pytest.mark.parametrize("wrong", ["", "end\ud83d"])
+def test_a_stop_string_that_ends_every_completion_or_none_is_refused(wrong: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"stop must have texts that are not empty and have no half characters; got '"
+    ):
+        SamplingConfig(stop=("###", wrong))
 
 
 EXACT = [
