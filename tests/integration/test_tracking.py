@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 def run(folder: Path, *arguments: str, under: tuple[str, ...] = ()) -> int:
     """The exit code of a process that trains."""
     environment = os.environ | OFFLINE | {"TRACKIO_DIR": str(folder / "trackio"), "PYTHONPATH": str(ROOT)}
+    # another test of this process may have begun W&B's service, which would keep the id of a killed child
+    environment.pop("WANDB_SERVICE", None)
     command = [*under, sys.executable, "-m", "tests.support.tracked_process", arguments[0], str(folder), *arguments[1:]]
     with (folder / "output.txt").open("a") as output:
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output, timeout=200)
