@@ -30,6 +30,9 @@ MAX_LOSSES = 3
 SECONDS_BETWEEN_PROBES = 30.0
 """While other servers work, a lost server is looked for so often."""
 
+SECONDS_FOR_ITS_RANK = 10.0
+"""How long a rank that has no server waits for the rank of a restarted one to send it the weights, before it sends them."""
+
 SECONDS_BETWEEN_POLLS = 0.5
 """While no server works, all servers are looked for so often."""
 
@@ -225,7 +228,7 @@ class VLLMServerSampler(LimitsRows, GivesRows):
 
     def _load_own(self) -> set[str]:
         """Let this rank's share of the servers load the weights of the last sync. Return the addresses of those that did."""
-        own = self._workers[self._engine.rank :: self._engine.num_ranks]
+        own = [worker for worker in self._workers if self._sends_to(worker)]
         with ThreadPoolExecutor(max(len(own), 1)) as pool:
             failures = dict(zip(own, pool.map(self._load, own), strict=True))
         for worker, failure in failures.items():
@@ -295,9 +298,9 @@ class VLLMServerSampler(LimitsRows, GivesRows):
             return ready
         seconds = self._restart_timeout + self._timeout
         with self._engine.waiting(seconds, "no vLLM server answers it, and it waits for one to be started again"):
-            deadline = time.monotonic() + self._restart_timeout
-            while not (ready := self._probe(only_due=False)):
-                if time.monotonic() >= deadline:
+            start = time.monotonic()
+            while not (ready := self._probe(only_due=False, is_late=time.monotonic() > start + SECONDS_FOR_ITS_RANK)):
+                if time.monotonic() >= start + self._restart_timeout:
                     raise SamplerError(
                         f"VLLMServerSampler: none of the vLLM servers ({', '.join(w.url for w in self._workers)}) has answered "
                         f"for {self._restart_timeout:g} s. Start one, and resume from the last checkpoint, or raise "
@@ -306,14 +309,14 @@ class VLLMServerSampler(LimitsRows, GivesRows):
                 time.sleep(SECONDS_BETWEEN_POLLS)
         return ready
 
-    def _probe(self, *, only_due: bool) -> list[VLLMWorker]:
-        """The servers that answer and have the weights, in order. A restarted server gets them."""
+    def _probe(self, *, only_due: bool, is_late: bool = False) -> list[VLLMWorker]:
+        """The servers that answer and have the weights, in order. A restarted server gets them, from any rank if `is_late`."""
         ready = []
         for worker in self._workers:
             if only_due and time.monotonic() < self._next_probe.get(worker, 0.0):
                 continue
             try:
-                is_ready = self._has_weights(worker)
+                is_ready = self._has_weights(worker, is_late=is_late)
             except ServerLostError as error:
                 if worker in self._next_probe:
                     self._next_probe[worker] = time.monotonic() + SECONDS_BETWEEN_PROBES
@@ -325,8 +328,12 @@ class VLLMServerSampler(LimitsRows, GivesRows):
                 ready.append(worker)
         return ready
 
-    def _has_weights(self, worker: VLLMWorker) -> bool:
-        """Whether a server has the weights of the last sync. If not, it gets them, unless another rank sends them now."""
+    def _sends_to(self, worker: VLLMWorker) -> bool:
+        """Whether this rank sends this server its weights."""
+        return self._workers.index(worker) % self._engine.num_ranks == self._engine.rank
+
+    def _has_weights(self, worker: VLLMWorker, *, is_late: bool) -> bool:
+        """Whether a server has the weights of the last sync. If not, its rank sends them, so that no two ranks do at once."""
         found = worker.version()
         if self._version is None or found == self._version:
             if worker in self._next_probe:
@@ -341,6 +348,8 @@ class VLLMServerSampler(LimitsRows, GivesRows):
                 "client changed them. Use a server for one training run only, and resume from the last checkpoint, which sends "
                 "the weights again."
             )
+        if not self._sends_to(worker) and not is_late:  # its rank may have its rows already, and send nothing
+            return False
         worker.load(self._folder, self._version, self._label_while_loading(self._engine.rank))
         return True
 

@@ -366,6 +366,42 @@ def test_several_ranks_send_each_server_the_weights_once(stands: list[Stand], tm
         assert len(seeds_of(stand)) == 3 * 4 * 6
 
 
+def test_a_restarted_server_that_two_ranks_find_at_once_gets_the_weights_from_one(
+    stands: list[Stand], tmp_path: Path
+) -> None:
+    def run(engine: Any) -> None:
+        sampler = sampler_of(stands[:2], tmp_path, engine=engine)
+        sampler.sync(weights(1.0))
+        if engine.rank == 0:
+            stands[1].start_again()
+            stands[1].delay = 0.2  # both ranks have asked for its version before one sends the weights
+        engine.agree()
+        assert_sampled(sampler, 1.0)
+        assert_sampled(sampler, 1.0)
+
+    assert on_ranks(2, run) == [None, None]
+    assert [loads_of(stand) for stand in stands[:2]] == [1, 2]
+    assert stands[1].changed_while_running == 0
+
+
+def test_a_rank_without_servers_sends_the_weights_if_their_rank_does_not(
+    stands: list[Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0, whose server is started again, has its rows already."""
+    monkeypatch.setattr(vllm_server, "SECONDS_FOR_ITS_RANK", 0.1)
+
+    def run(engine: Any) -> None:
+        sampler = sampler_of(stands[:1], tmp_path, engine=engine)
+        sampler.sync(weights(1.0))
+        if engine.rank == 1:
+            stands[0].start_again()
+            assert_sampled(sampler, 1.0)
+        engine.agree()
+
+    assert on_ranks(2, run) == [None, None]
+    assert loads_of(stands[0]) == 2
+
+
 def test_ranks_begin_with_different_servers(stands: list[Stand], tmp_path: Path) -> None:
     def run(engine: Any) -> None:
         sampler = sampler_of(stands, tmp_path, engine=engine)
