@@ -1,4 +1,4 @@
-"""A function with annotations that need pydantic, and their classes, for the tests of annotations."""
+"""Functions with annotations that need pydantic, and their classes, for the tests of annotations and of the executor."""
 
 import dataclasses
 import datetime
@@ -46,3 +46,24 @@ def typed(
     never: None = None,
 ) -> None:
     """Take types."""
+
+
+class Room(TypedDict):
+    colour: Colour
+    plan: Path
+
+
+def paint(
+    colour: Colour,
+    day: datetime.date,
+    room: Room,
+    doors: int | list[Colour],
+    coats: Annotated[int, pydantic.Field(ge=1, description="Number of coats.")] = 2,
+) -> str:
+    """Paint a room. Returns what came, in words."""
+    return repr((colour, day, room["colour"], room["plan"].read_text(), doors, coats))
+
+
+async def paint_remotely(colour: Colour, day: datetime.date) -> str:
+    """Let somebody paint a room."""
+    return repr((colour, day))

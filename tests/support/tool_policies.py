@@ -1,7 +1,9 @@
 """What the tests of `ToolSelectionPolicy` share: a small catalogue, all its calls, and policies of random weights."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
+import pytest
 import torch
 
 from adapters.tools.catalogue.calls import ToolCall
@@ -67,6 +69,22 @@ def policy(catalogue: ToolCatalogue = CATALOGUE, *, random: bool = True, scale: 
             for value in made.parameters():
                 value.normal_(0, scale)
     return made
+
+
+def assert_gradients_agree(made: Any, loss: Callable[[], torch.Tensor], tolerance: float = 1e-12) -> None:
+    """Compare the gradients of all weights with finite differences, each in one random direction."""
+    loss().backward()
+    for name, value in made.named_parameters():
+        direction = torch.randn_like(value)
+        slopes = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                value += sign * 1e-5 * direction
+                slopes.append(float(loss()))
+                value -= sign * 1e-5 * direction
+        exact = float((value.grad * direction).sum())
+        assert abs(exact) > 1e-6, f"{name}: zero would agree with anything broken"
+        assert exact == pytest.approx((slopes[0] - slopes[1]) / 2e-5, rel=1e-5, abs=tolerance), name
 
 
 def without_ping(state: Any) -> list[str]:

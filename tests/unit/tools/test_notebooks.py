@@ -2,7 +2,6 @@
 
 import json
 import re
-from typing import Any
 
 import nbformat
 import pytest
@@ -22,10 +21,8 @@ def test_numbers_may_differ_by_rounding_and_words_may_not() -> None:
 
 def test_changed_lines_and_numbers_of_lines_are_named() -> None:
     found = notebooks.differences(["a 1\nb 2", "c"], ["a 1\nb 9", "c\nd"])
-    assert found == [
-        "cell 0:\n  committed b 2\n  now       b 9",
-        "cell 1: 1 lines are committed, and 2 are printed now",
-    ]
+    changed = "cell 0:\n  committed b 2\n  now       b 9"
+    assert found == [changed, "cell 1: 1 lines are committed, and 2 are printed now"]
     assert notebooks.differences(["a 1"], ["a 1.01"]) == []
 
 
@@ -39,9 +36,8 @@ def test_the_committed_notebooks_are_executed_in_order_and_print_no_warning() ->
     for path in notebooks.FOLDER.glob("*.ipynb"):
         cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
         assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), path.name
-        streams = {
-            output.get("name") for cell in cells for output in cell["outputs"] if output["output_type"] == "stream"
-        }
+        outputs = [output for cell in cells for output in cell["outputs"]]
+        streams = {output.get("name") for output in outputs if output["output_type"] == "stream"}
         assert streams <= {"stdout"}, path.name
 
 
@@ -71,22 +67,15 @@ def test_a_step_says_how_to_install_it_checks_its_policy_trains_and_ends_with_a_
     assert first.startswith(f"# Step {STEPS.index(step) + 1} of 4: ")
     assert re.search(r'`pip install -e "\.\[\S*notebooks\]"`', first)
     code = [cell for cell in cells if cell["cell_type"] == "code"]
+    sources = ["".join(cell["source"]) for cell in code]
     shown = [json.dumps(cell["outputs"]) for cell in code]
-    assert re.search(r"check_policy\(\w+\): \d+ passed", shown[checked(code)])
-    assert "FAILED" not in shown[checked(code)]
-    assert any(
-        re.search(r"\.train\(|\.step\(|train_control\(", "".join(cell["source"])) for cell in code[checked(code) :]
-    )
+    checks = next(number for number, source in enumerate(sources) if "check_policy(" in source)
+    assert re.search(r"check_policy\(\w+\): \d+ passed", shown[checks])
+    assert "FAILED" not in shown[checks]
+    assert any(re.search(r"\.train\(|\.step\(|train_control\(", source) for source in sources[checks:])
     assert re.search(r'"image/(png|gif)"', shown[-1])
-    imported = {
-        name for cell in code for name in re.findall(r"^from ((?:grpo|adapters)\S*)", "".join(cell["source"]), re.M)
-    }
+    imported = {name for source in sources for name in re.findall(r"^from ((?:grpo|adapters)\S*)", source, re.M)}
     assert not any(part.startswith("_") for name in imported for part in name.split(".")), "public names only"
-
-
-def checked(code: list[dict[str, Any]]) -> int:
-    """The number of the first cell that checks a policy."""
-    return next(number for number, cell in enumerate(code) if "check_policy(" in "".join(cell["source"]))
 
 
 @pytest.mark.slow

@@ -39,31 +39,22 @@ def test_the_sdist_has_tests_docs_and_changelog_and_builds_the_same_wheel(tmp_pa
     sdist, built = checked_distributions(tmp_path)
     source = package.unpacked(sdist, tmp_path / "source")
     for name in (
-        "CHANGELOG.md",
-        "Makefile",
-        "docs/llm.md",
-        "tests/conftest.py",
-        "examples/custom_domain.py",
-        "benchmarks/README.md",
-    ):
+        "CHANGELOG.md", "Makefile", "docs/llm.md", "tests/conftest.py", "examples/custom_domain.py", "benchmarks/README.md",
+    ):  # fmt: skip
         assert (source / name).is_file(), name
     files = set(contents(built))
     assert {"grpo/__init__.py", "grpo/py.typed", "adapters/py.typed", "adapters/bandits/policies.py"} <= files
-    assert {name.partition("/")[0] for name in files} == {
-        "grpo",
-        "adapters",
-        f"model_agnostic_grpo-{package_version()}.dist-info",
-    }
+    folders = {"grpo", "adapters", f"model_agnostic_grpo-{package_version()}.dist-info"}
+    assert {name.partition("/")[0] for name in files} == folders
 
 
 def test_blocks_that_need_an_extra_or_are_excerpts_are_not_run_with_the_core() -> None:
     fence = "```python\na = {}\n```\n"
-    page = (
-        fence.format(1) + "\n<!-- not run -->\n" + fence.format(2) + "\n<!-- needs notebooks -->\n\n" + fence.format(3)
-    )
+    page = "title\n\n" + fence.format(1) + "\n<!-- not run -->\n" + fence.format(2)
+    page += "\n<!-- needs notebooks -->\n\n" + fence.format(3)
     page += "text\n\n" + fence.format(4) + "\n```bash\nls\n```\n"
-    assert blocks("title\n\n" + page) == ["a = 1\n", "a = 4\n"]
-    assert len(BLOCK.findall("title\n\n" + page)) == 4
+    assert blocks(page) == ["a = 1\n", "a = 4\n"]
+    assert len(BLOCK.findall(page)) == 4
 
 
 def test_the_core_needs_torch_and_what_torch_needs_but_no_extra() -> None:
@@ -73,37 +64,24 @@ def test_the_core_needs_torch_and_what_torch_needs_but_no_extra() -> None:
     assert normalized("Typing_Extensions") == "typing-extensions"
 
 
-# Relative links of README.md become addresses in the repository, and nothing else changes
-
-
+# --- relative links of README.md become addresses in the repository, and nothing else changes
 ROOT = Path(__file__).resolve().parents[3]
 BASE = "https://example.org/p"
 
 
-def published(text: str) -> str:
-    return with_absolute_links(text, BASE, "1.2")
+STAYS = ("[a](https://a.org/b)", "[a](#part)", "[a](mailto:a@b.org)", "```python\nx[0](a)\n```\n", "Float[Tensor](N")
 
 
-def test_files_folders_and_pictures_have_their_own_addresses() -> None:
-    assert published("[a](docs/a.md#part)") == f"[a]({BASE}/blob/v1.2/docs/a.md#part)"
-    assert published("[a](docs/decisions/)") == f"[a]({BASE}/tree/v1.2/docs/decisions/)"
-    assert published("![a](docs/a.png)") == f"![a]({BASE}/raw/v1.2/docs/a.png)"
-    assert published("[`a`](a.py), [b](b.md)") == f"[`a`]({BASE}/blob/v1.2/a.py), [b]({BASE}/blob/v1.2/b.md)"
-
-
-def test_a_picture_in_a_link_and_the_link_are_replaced() -> None:
-    assert published("[![a](a.png)](a.md)") == f"[![a]({BASE}/raw/v1.2/a.png)]({BASE}/blob/v1.2/a.md)"
-
-
-def test_urls_places_on_the_page_and_code_stay() -> None:
-    for text in (
-        "[a](https://a.org/b)",
-        "[a](#part)",
-        "[a](mailto:a@b.org)",
-        "```python\nx[0](a)\n```\n",
-        "Float[Tensor](N",
-    ):
-        assert published(text) == text
+@pytest.mark.parametrize(("text", "published"), [
+    ("[a](docs/a.md#part)", f"[a]({BASE}/blob/v1.2/docs/a.md#part)"),
+    ("[a](docs/decisions/)", f"[a]({BASE}/tree/v1.2/docs/decisions/)"),
+    ("![a](docs/a.png)", f"![a]({BASE}/raw/v1.2/docs/a.png)"),
+    ("[`a`](a.py), [b](b.md)", f"[`a`]({BASE}/blob/v1.2/a.py), [b]({BASE}/blob/v1.2/b.md)"),
+    ("[![a](a.png)](a.md)", f"[![a]({BASE}/raw/v1.2/a.png)]({BASE}/blob/v1.2/a.md)"),  # both are replaced
+    *((text, text) for text in STAYS),
+])  # fmt: skip
+def test_files_folders_and_pictures_have_their_own_addresses_and_the_rest_stays(text: str, published: str) -> None:
+    assert with_absolute_links(text, BASE, "1.2") == published
 
 
 def test_without_an_address_links_are_text_and_pictures_go() -> None:
@@ -112,9 +90,7 @@ def test_without_an_address_links_are_text_and_pictures_go() -> None:
 
 
 @pytest.mark.parametrize("address", [None, BASE])
-def test_no_link_of_the_published_readme_is_relative_and_each_file_exists(
-    address: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_link_of_the_published_readme_is_relative_and_each_file_exists(address: str | None, monkeypatch) -> None:
     monkeypatch.setattr(module, "repository_url", lambda: address)
     prose = re.sub(r"^```.*?^```", "", published_readme(), flags=re.MULTILINE | re.DOTALL)
     targets = re.findall(r"\]\(([^()\s]+)\)", prose)

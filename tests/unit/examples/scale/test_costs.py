@@ -35,25 +35,18 @@ def test_positions_of_a_run() -> None:
 def test_memory_of_copies() -> None:
     """Weights 4000, gradients 4000, moments 8000; one forward of 52 positions keeps 95,680; the cache holds 72 positions."""
     assert memory(MODEL, RUN, "replicated") == {
-        "weights": 4000,
-        "gradients": 4000,
-        "moments": 8000,
-        "activations": 95_680,
-        "update": 4000 + 8000 + 95_680,
+        "weights": 4000, "gradients": 4000, "moments": 8000, "activations": 95_680, "update": 4000 + 8000 + 95_680,
         "sampling": 4000 + 8000 + 2 * 3 * 12 * 80,
-    }
+    }  # fmt: skip
 
 
 def test_the_exchange_of_copies_is_the_peak_where_activations_are_small() -> None:
     """Two positions per forward keep 3680. The exchange has three times the gradients."""
-    small = replace(RUN, num_updates=2, forwards_per_update=13)
-    assert memory(MODEL, small, "replicated")["update"] == 4000 + 8000 + 3 * 4000
-    alone = replace(small, num_ranks=1)
-    assert memory(MODEL, alone, "replicated")["update"] == 4000 + 8000 + 4000 + 3680
-    two = replace(alone, forwards_per_update=2)
-    assert memory(MODEL, two, "replicated")["update"] == 4000 + 8000 + 4000 + 13 * 1840
-    first = replace(alone, forwards_per_update=1, num_updates=26)
-    assert memory(MODEL, first, "replicated")["update"] == 4000 + 8000 + max(3680, 4000)
+    for num_ranks, num_updates, forwards_per_update, peak in (
+        (4, 2, 13, 3 * 4000), (1, 2, 13, 4000 + 3680), (1, 2, 2, 4000 + 13 * 1840), (1, 26, 1, max(3680, 4000)),
+    ):  # fmt: skip
+        run = replace(RUN, num_ranks=num_ranks, num_updates=num_updates, forwards_per_update=forwards_per_update)
+        assert memory(MODEL, run, "replicated")["update"] == 4000 + 8000 + peak
 
 
 def test_memory_of_parts() -> None:

@@ -1,11 +1,12 @@
 """Plots show the counted values with readable labels."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 import pytest
-from matplotlib import image
+from matplotlib import image, pyplot
 
 from adapters.tools.learning.evaluation import Accuracy, ToolReport
 from examples.tool_workbench.plots import plot_accuracy, plot_confusion
@@ -16,24 +17,16 @@ PNG = b"\x89PNG\r\n\x1a\n"
 @pytest.fixture(autouse=True)
 def no_window() -> Iterator[None]:
     mpl.use("Agg")
-    from matplotlib import pyplot
-
     yield
     pyplot.close("all")
 
 
 def report(confusion: list[list[int]], right_tool: float) -> ToolReport:
     """Tools a and b of one category, c and d of another."""
-    accuracy = Accuracy(num_tasks=10, right_tool=right_tool, right_call=0.0)
-    return ToolReport(
-        overall=accuracy,
-        by_label={},
-        abstention=None,
-        errors={},
-        tools=("a", "b", "c", "d", "?"),
-        category_of=("first", "first", "second", "second", "?"),
-        confusion=tuple(tuple(row) for row in confusion),
-    )
+    overall = Accuracy(num_tasks=10, right_tool=right_tool, right_call=0.0)
+    tools, category_of = ("a", "b", "c", "d", "?"), ("first", "first", "second", "second", "?")
+    counted: Any = {"tools": tools, "category_of": category_of, "confusion": tuple(tuple(row) for row in confusion)}
+    return ToolReport(overall=overall, by_label={}, abstention=None, errors={}, **counted)
 
 
 BEFORE = report([[1, 1, 2, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]], 0.5)
@@ -86,8 +79,6 @@ def test_plot_accuracy_draws_a_named_line_per_curve(tmp_path) -> None:
 
 
 def test_a_written_figure_does_not_touch_pyplot_or_its_backend(tmp_path) -> None:
-    from matplotlib import pyplot
-
     pyplot.close("all")  # figures that another test has left open
     mpl.use("svg")
     plot_accuracy({"GRPO": ([0, 1], [0.0, 1.0])}, tmp_path / "accuracy.png")
@@ -96,15 +87,8 @@ def test_a_written_figure_does_not_touch_pyplot_or_its_backend(tmp_path) -> None
     assert pyplot.get_fignums() == []
 
 
-def test_a_shown_figure_belongs_to_pyplot() -> None:
-    from matplotlib import pyplot
-
+def test_without_a_path_a_figure_belongs_to_pyplot_and_nothing_is_written(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
     shown = [plot_accuracy({"GRPO": ([0, 1], [0.0, 1.0])}, None), plot_confusion({"after": AFTER}, None)]
     assert [pyplot.figure(number) for number in pyplot.get_fignums()] == shown
-
-
-def test_without_a_path_nothing_is_written(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    plot_confusion({"after": AFTER}, None)
-    plot_accuracy({"GRPO": ([0, 1], [0.0, 1.0])}, None)
     assert list(tmp_path.iterdir()) == []

@@ -38,87 +38,51 @@ from grpo.errors import ConfigError
 CATALOGUE = workbench_catalogue()
 
 
-# --- the tools ----------------------------------------------------------------------------------------------------------
-
-
+# --- the tools
 def test_tools_for_single_values_return_hand_worked_outputs(subtests: pytest.Subtests) -> None:
-    for name, arguments, output in (
-        ("change_case", ("one day. Two", "upper"), "ONE DAY. TWO"),
-        ("change_case", ("One Day. Two", "lower"), "one day. two"),
-        ("change_case", ("one day. two", "title"), "One Day. Two"),
-        ("change_case", ("one Day. two", "sentence"), "One day. two"),
-        ("count_text", ("Go on. It is 3.5 km!",), 6),
-        ("count_text", ("Go on. It is 3.5 km!", "characters"), 20),
-        ("count_text", ("Go on. It is 3.5 km!", "sentences"), 2),
-        ("extract_matches", ("a@b.org, 4.5 #x http://b.org/y.", "emails"), ["a@b.org"]),
-        ("extract_matches", ("a@b.org, 4.5 #x http://b.org/y.", "numbers"), ["4.5"]),
-        ("extract_matches", ("a@b.org, 4.5 #x http://b.org/y.", "links"), ["http://b.org/y"]),
-        ("extract_matches", ("a@b.org, 4.5 #x http://b.org/y.", "hashtags"), ["#x"]),
-        ("pad_text", ("ab", 5), "ab   "),
-        ("pad_text", ("ab", 5, "right"), "   ab"),
-        ("pad_text", ("ab", 6, "center"), "  ab  "),
-        ("encode_text", ("a b", "base64"), "YSBi"),
-        ("encode_text", ("a b", "hex"), "612062"),
-        ("encode_text", ("a b", "url"), "a%20b"),
-        ("encode_text", ("a b", "rot13"), "n o"),
-        ("replace_text", ("x y x x", "x", "z"), "z y z z"),
-        ("replace_text", ("x y x x", "x", "z", "first"), "z y x x"),
-        ("replace_text", ("x y x x", "x", "z", "last"), "x y x z"),
-        ("calculate", (6, 4, "add"), 10),
-        ("calculate", (6, 4, "subtract"), 2),
-        ("calculate", (6, 4, "multiply"), 24),
-        ("calculate", (6, 4, "divide"), 1.5),
-        ("calculate", (6, 0, "multiply"), 0),
-        ("round_number", (2.71828, 2), 2.72),
-        ("round_number", (2.71828, 2, "down"), 2.71),
-        ("round_number", (2.2, None, "up"), 3),
-        ("round_number", (-2.2, None, "down"), -3),
-        ("summarize_numbers", ([1, 2, 6], "mean"), 3),
-        ("summarize_numbers", ([6, 1, 2], "median"), 2),
-        ("summarize_numbers", ([2, 4, 6], "deviation"), 2),
-        ("summarize_numbers", ([6, 1, 2], "range"), 5),
-        ("percentage", (20, 80, "share"), 25),
-        ("percentage", (20, 80, "change"), 300),
-        ("factor_number", (60,), [2, 2, 3, 5]),
-        ("factor_number", (60, False), [2, 3, 5]),
-        ("factor_number", (97,), [97]),
-        ("shift_date", ("2024-02-28", 2, "days"), "2024-03-01"),
-        ("shift_date", ("2024-03-15", 2, "weeks", "earlier"), "2024-03-01"),
-        ("shift_date", ("2024-01-31", 1, "months"), "2024-02-29"),
-        ("shift_date", ("2024-01-31", 2, "months", "earlier"), "2023-11-30"),
-        ("shift_date", ("2024-02-29", 1, "years"), "2025-02-28"),
-        ("date_difference", ("2024-03-01", "2024-02-01"), 29),
-        ("date_difference", ("2024-02-01", "2024-02-15", "weeks"), 2),
-        ("date_difference", ("2023-12-15", "2024-03-14", "months"), 2),
-        ("weekday_of", ("2024-01-01",), "Monday"),
-        ("weekday_of", ("2024-01-02", "short"), "Tue"),
-        ("weekday_of", ("2024-01-07", "digit"), "7"),
-        ("format_date", ("2024-03-05", "american"), "03/05/2024"),
-        ("format_date", ("2024-03-05", "european"), "05.03.2024"),
-        ("format_date", ("2024-03-05", "long"), "5 March 2024"),
-        ("format_date", ("2024-03-05", "compact"), "20240305"),
-        ("closest_workday", ("2024-01-01", "monday"), "2024-01-08"),
-        ("closest_workday", ("2024-01-01", "friday", "before"), "2023-12-29"),
-        ("period_edge", ("2024-02-10", "month", "last"), "2024-02-29"),
-        ("period_edge", ("2024-05-10", "quarter", "first"), "2024-04-01"),
-        ("period_edge", ("2024-05-10", "quarter", "last"), "2024-06-30"),
-        ("period_edge", ("2024-05-10", "year", "last"), "2024-12-31"),
-        ("convert_length", (2.5, "kilometres", "metres"), 2500),
-        ("convert_length", (1, "miles", "feet", 3), 5280),
-        ("convert_weight", (3, "pounds", "ounces", 6), 48),
-        ("convert_weight", (1500, "grams", "kilograms"), 1.5),
-        ("convert_temperature", (100, "celsius", "fahrenheit", 6), 212),
-        ("convert_temperature", (0, "celsius", "kelvin"), 273.15),
-        ("convert_duration", (90, "minutes", "hours"), 1.5),
-        ("convert_duration", (2, "days", "seconds"), 172800),
-        ("number_base", (10, "binary"), "1010"),
-        ("number_base", (10, "octal"), "12"),
-        ("number_base", (255, "hexadecimal", True), "0xff"),
-        ("roman_numeral", (1994,), "MCMXCIV"),
-        ("roman_numeral", (48, "small"), "xlviii"),
-    ):  # fmt: skip
-        with subtests.test(name, arguments=arguments):
-            assert getattr(scalars, name)(*arguments) == output
+    for name, cases in {
+        "change_case": [(("one day. Two", "upper"), "ONE DAY. TWO"), (("One Day. Two", "lower"), "one day. two"),
+            (("one day. two", "title"), "One Day. Two"), (("one Day. two", "sentence"), "One day. two")],
+        "count_text": [(("Go on. It is 3.5 km!",), 6), (("Go on. It is 3.5 km!", "characters"), 20),
+            (("Go on. It is 3.5 km!", "sentences"), 2)],
+        "extract_matches": [(("a@b.org, 4.5 #x http://b.org/y.", "emails"), ["a@b.org"]),
+            (("a@b.org, 4.5 #x http://b.org/y.", "numbers"), ["4.5"]),
+            (("a@b.org, 4.5 #x http://b.org/y.", "links"), ["http://b.org/y"]),
+            (("a@b.org, 4.5 #x http://b.org/y.", "hashtags"), ["#x"])],
+        "pad_text": [(("ab", 5), "ab   "), (("ab", 5, "right"), "   ab"), (("ab", 6, "center"), "  ab  ")],
+        "encode_text": [(("a b", "base64"), "YSBi"), (("a b", "hex"), "612062"), (("a b", "url"), "a%20b"),
+            (("a b", "rot13"), "n o")],
+        "replace_text": [(("x y x x", "x", "z"), "z y z z"), (("x y x x", "x", "z", "first"), "z y x x"),
+            (("x y x x", "x", "z", "last"), "x y x z")],
+        "calculate": [((6, 4, "add"), 10), ((6, 4, "subtract"), 2), ((6, 4, "multiply"), 24), ((6, 4, "divide"), 1.5),
+            ((6, 0, "multiply"), 0)],
+        "round_number": [((2.71828, 2), 2.72), ((2.71828, 2, "down"), 2.71), ((2.2, None, "up"), 3),
+            ((-2.2, None, "down"), -3)],
+        "summarize_numbers": [(([1, 2, 6], "mean"), 3), (([6, 1, 2], "median"), 2), (([2, 4, 6], "deviation"), 2),
+            (([6, 1, 2], "range"), 5)],
+        "percentage": [((20, 80, "share"), 25), ((20, 80, "change"), 300)],
+        "factor_number": [((60,), [2, 2, 3, 5]), ((60, False), [2, 3, 5]), ((97,), [97])],
+        "shift_date": [(("2024-02-28", 2, "days"), "2024-03-01"), (("2024-03-15", 2, "weeks", "earlier"), "2024-03-01"),
+            (("2024-01-31", 1, "months"), "2024-02-29"), (("2024-01-31", 2, "months", "earlier"), "2023-11-30"),
+            (("2024-02-29", 1, "years"), "2025-02-28")],
+        "date_difference": [(("2024-03-01", "2024-02-01"), 29), (("2024-02-01", "2024-02-15", "weeks"), 2),
+            (("2023-12-15", "2024-03-14", "months"), 2)],
+        "weekday_of": [(("2024-01-01",), "Monday"), (("2024-01-02", "short"), "Tue"), (("2024-01-07", "digit"), "7")],
+        "format_date": [(("2024-03-05", "american"), "03/05/2024"), (("2024-03-05", "european"), "05.03.2024"),
+            (("2024-03-05", "long"), "5 March 2024"), (("2024-03-05", "compact"), "20240305")],
+        "closest_workday": [(("2024-01-01", "monday"), "2024-01-08"), (("2024-01-01", "friday", "before"), "2023-12-29")],
+        "period_edge": [(("2024-02-10", "month", "last"), "2024-02-29"), (("2024-05-10", "quarter", "first"), "2024-04-01"),
+            (("2024-05-10", "quarter", "last"), "2024-06-30"), (("2024-05-10", "year", "last"), "2024-12-31")],
+        "convert_length": [((2.5, "kilometres", "metres"), 2500), ((1, "miles", "feet", 3), 5280)],
+        "convert_weight": [((3, "pounds", "ounces", 6), 48), ((1500, "grams", "kilograms"), 1.5)],
+        "convert_temperature": [((100, "celsius", "fahrenheit", 6), 212), ((0, "celsius", "kelvin"), 273.15)],
+        "convert_duration": [((90, "minutes", "hours"), 1.5), ((2, "days", "seconds"), 172800)],
+        "number_base": [((10, "binary"), "1010"), ((10, "octal"), "12"), ((255, "hexadecimal", True), "0xff")],
+        "roman_numeral": [((1994,), "MCMXCIV"), ((48, "small"), "xlviii")],
+    }.items():  # fmt: skip
+        for arguments, output in cases:
+            with subtests.test(name, arguments=arguments):
+                assert getattr(scalars, name)(*arguments) == output
 
 
 def test_tools_for_lists_return_hand_worked_outputs() -> None:
@@ -146,7 +110,6 @@ def test_tools_for_files_return_hand_worked_outputs(tmp_path) -> None:
     make_workbench_files(tmp_path)
     (tmp_path / "abc.txt").write_bytes(b"abc")
     stock, notes = tmp_path / "data/stock.csv", tmp_path / "notes.txt"
-
     assert read_lines(stock, 2) == ["item,units,price", "lamp,40,12.5"]
     assert read_lines(stock, 1, "tail") == ["shelf,9,35.75"]
     assert read_lines(stock, 0, "tail") == []
@@ -194,12 +157,9 @@ def test_invalid_arguments_of_tools_are_refused_with_a_reason(tmp_path, subtests
         (lambda root: read_lines(root / "none.txt", 1), "a file that exists; got 'none.txt'"),
         (lambda root: file_size(root / "data"), "a file that exists; got 'data'"),
         (lambda root: list_files(root / "notes.txt"), "must be a folder; got 'notes.txt'"),
-        (
-            lambda root: csv_column(root / "data/stock.csv", "colour", "sum"),
-            r"columns \(item, units, price\); got 'colour'",
-        ),
+        (lambda root: csv_column(root / "data/stock.csv", "colour", "sum"), r"columns \(item, units, price\); got 'colour'"),
         (lambda root: csv_column(root / "empty.csv", "colour", "sum"), r"columns \(none\)"),
-    ):
+    ):  # fmt: skip
         with subtests.test(message), pytest.raises(ValueError, match=message):
             call(tmp_path)
 
@@ -216,9 +176,7 @@ def test_the_catalogue_has_six_categories_and_real_decisions() -> None:
     assert {"text", "number", "date", "items", "path"} <= {name for name, count in shared.items() if count >= 5}
 
 
-# --- words -------------------------------------------------------------------------------------------------------------
-
-
+# --- words
 def test_values_in_a_request_do_not_count_as_words() -> None:
     text = 'Swap "the fox" for "dog" in notes/a.txt (line 3), on 2024-05-06: now, in data/.'
     assert words(text) == ["swap", "for", "in", "line", "on", "now", "in"]
@@ -228,20 +186,12 @@ def test_values_in_a_request_do_not_count_as_words() -> None:
 
 def test_variants_of_a_word_count_as_one(subtests: pytest.Subtests) -> None:
     for alike in (
-        "convert converts converted converting conversion conversions",
-        "sort sorts sorted sorting sorter",
-        "split splits splitting",
-        "summary summaries summarise summarizes summarizing",
-        "divide divides dividing division",
-        "calculate calculates calculating calculated calculation",
-        "replace replaced replacement",
-        "encode encoding encoded encodes",
-        "compute computing computation",
-        "large larger largest",
-        "different differences",
-        "search searches searching",
-        "multiply multiplies multiplying",
-    ):
+        "convert converts converted converting conversion conversions", "sort sorts sorted sorting sorter",
+        "split splits splitting", "summary summaries summarise summarizes summarizing", "divide divides dividing division",
+        "calculate calculates calculating calculated calculation", "replace replaced replacement",
+        "encode encoding encoded encodes", "compute computing computation", "large larger largest", "different differences",
+        "search searches searching", "multiply multiplies multiplying",
+    ):  # fmt: skip
         with subtests.test(alike):
             assert len(content_words(alike)) == 1
 
@@ -252,9 +202,7 @@ def test_different_words_stay_different() -> None:
     assert content_words("could you please do this for me with the one that I have?") == frozenset()
 
 
-# --- the phrases --------------------------------------------------------------------------------------------------------
-
-
+# --- the phrases
 def said(phrase: str) -> frozenset[str]:
     return content_words(re.sub(r"\{\w+\}", " ", phrase))
 
@@ -290,9 +238,7 @@ def test_phrases_and_values_exist_for_every_tool() -> None:
     assert PHRASES.keys() == VALUES.keys() == CATALOGUE.keys()
 
 
-# --- the tasks ----------------------------------------------------------------------------------------------------------
-
-
+# --- the tasks
 @cache
 def patterns(tool: str, plain: bool) -> list[tuple[re.Pattern, str, str]]:
     wording = PHRASES[tool].plain if plain else PHRASES[tool].oblique
@@ -332,9 +278,8 @@ def test_held_out_requests_are_new_combinations_of_training_words() -> None:
 def test_tools_and_kinds_are_balanced(subtests: pytest.Subtests) -> None:
     for num_train, num_held_out, seed in ((350, 71, 3), (703, 106, 2)):
         with subtests.test(num_train=num_train):
-            for tasks, count in zip(
-                workbench_split(num_train, num_held_out, seed), (num_train, num_held_out), strict=True
-            ):
+            split = workbench_split(num_train, num_held_out, seed)
+            for tasks, count in zip(split, (num_train, num_held_out), strict=True):
                 assert len(tasks) == count
                 assert sum(not shares_words(task) for task in tasks) in {count // 2, (count + 1) // 2}
                 per_tool = Counter(task.tool for task in tasks).values()
@@ -384,9 +329,7 @@ def test_every_request_contains_the_arguments_of_its_call() -> None:
                 decided.add(name)
             else:  # what is not said is the default
                 assert task.arguments.get(name, ABSENT) == tool.properties[name].get("default", ABSENT)
-        assert (
-            task.labels["difficulty"] == {0: "easy", 1: "medium", 2: "hard"}[(not shares_words(task)) + bool(decided)]
-        )
+        assert task.labels["difficulty"] == ("easy", "medium", "hard")[(not shares_words(task)) + bool(decided)]
         for value in task.slots.values():
             for part in value if isinstance(value, list) else [value]:
                 assert str(part) in task.text

@@ -153,10 +153,9 @@ def test_a_function_gives_its_name_and_its_docstring_unless_they_are_given() -> 
     assert (made.name, made.description, made.function) == ("everything", "Take everything.\n\nAt once.", everything)
     made.properties["text"]["default"] = "changed"
     assert Tool.from_function(everything).properties["text"] == {"type": "string"}, "two tools share no schema"
-    made = Tool.from_function(add, name="hello", description="Greet.", category="talk", timeout=2.0, cost=0.5)
-    assert (made.name, made.description, made.category, made.timeout, made.cost) == (
-        "hello", "Greet.", "talk", 2.0, 0.5,
-    )  # fmt: skip
+    given = {"name": "hello", "description": "Greet.", "category": "talk", "timeout": 2.0, "cost": 0.5}
+    made = Tool.from_function(add, **given)
+    assert {field: getattr(made, field) for field in given} == given
 
 
 def test_a_schema_that_is_given_is_not_read_from_annotations() -> None:

@@ -26,8 +26,6 @@ def tool(schema: dict[str, Any] | None = None, **fields: Any) -> Tool:
 
 
 # --- what a tool is
-
-
 def test_a_tool_that_cannot_be_used_is_refused_when_it_is_made(subtests: pytest.Subtests) -> None:
     deep: dict[str, Any] = {}
     for _ in range(10_000):

@@ -11,8 +11,6 @@ from grpo.errors import ConfigError
 from tests.support.tool_executors import PATH, call, error_of, on_linux
 
 X = "{x}"
-
-
 SHELLS = [
     ("sh", "-c", X), ("sh", X), ("bash", "script", X), ("/bin/rbash", "-c", X), ("ksh93", X), ("busybox", "sh", X),
     ("busybox", "ls", X), ("env", "sh", "-c", X), ("env", "-i", "A=b", "/usr/bin/mksh", X), ("xargs", "sh", "-c", X),

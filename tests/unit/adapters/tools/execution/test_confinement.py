@@ -40,7 +40,7 @@ CATALOGUE = ToolCatalogue(
         confined_tools.outcome_of_connection, confined_tools.temporary, tool_functions.who, tool_functions.add,
     )
 )  # fmt: skip
-ROOT = Path(__file__).parents[5]
+ROOT = Path(__file__).resolve().parents[5]
 ROOT_USER = WorkerLimits(first_uid=None)
 
 
@@ -61,9 +61,7 @@ def outcomes(executor: ToolExecutor, *asked: tuple[str, Path | str]) -> list[str
 
 # --- files
 @pytest.mark.parametrize("kind", CONFINEMENTS[:2])
-def test_tools_read_nothing_outside_their_folder_but_readable_folders_and_write_nothing(
-    shared: Path, kind: Any
-) -> None:
+def test_tools_read_nothing_outside_their_folder_but_readable_ones_and_write_nothing(shared: Path, kind: Any) -> None:
     file = shared / "file"
     tries = [("read", file), ("list", shared), ("write", file), ("truncate", file), ("write", shared / "new")]
     with executor_of(CATALOGUE, confinement=kind) as made:
@@ -158,8 +156,6 @@ def test_readable_folders_may_be_above_the_tools_folder_or_within_it(shared: Pat
 
 
 # --- processes
-
-
 @pytest.mark.skipif(Landlock().unavailable() is not None, reason="this Linux has no Landlock of version 3")
 def test_landlock_refuses_signals_to_processes_of_the_same_user() -> None:
     from adapters.tools.execution.confinement import landlock
@@ -312,11 +308,10 @@ def test_an_ordinary_user_gets_bubblewrap_and_is_told_what_is_not_limited() -> N
 @pytest.mark.slow
 @pytest.mark.skipif(not OWN_USERS, reason="the tests of hostile calls run as this user already")
 def test_the_hostile_calls_end_as_required_where_the_program_is_not_root() -> None:
-    repository = Path(__file__).resolve().parents[5]
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(Path(__file__).with_name("test_hostile_calls.py"))]
     run = subprocess.run(
         as_nobody([sys.executable, "-B", "-m", "pytest", *options]),
-        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(repository)}, cwd=repository, check=False,
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-1000:]
     assert " failed" not in run.stdout.splitlines()[-1]

@@ -27,7 +27,7 @@ from adapters.tools.errors import (
 )
 from adapters.tools.execution.batches import Batch
 from grpo.errors import ConfigError
-from tests.support import typed_tools
+from tests.support import annotated
 from tests.support.threads import run_together
 from tests.support.tool_executors import (
     CATALOGUE,
@@ -379,8 +379,8 @@ RIGHT: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def typed() -> Iterator[ToolExecutor]:
-    remote = Tool.from_function(typed_tools.paint_remotely, remote=True)
-    with executor_of(ToolCatalogue([Tool.from_function(typed_tools.paint), remote])) as made:
+    remote = Tool.from_function(annotated.paint_remotely, remote=True)
+    with executor_of(ToolCatalogue([Tool.from_function(annotated.paint), remote])) as made:
         (made.root / "plan.txt").write_text("four walls")
         yield made
 

@@ -7,10 +7,11 @@ Paths, options, sizes and shapes come from whoever writes arguments, and so are 
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +35,6 @@ from adapters.tools.errors import (
 from adapters.tools.execution.workers import WorkerLimits
 from adapters.tools.learning.rewards import ToolRewards, call_cost, latency_cost, standard_rewards
 from tests.support import hostile_tools, tool_functions
-from tests.support.hostile_arguments import CIRCLE, LAUGHS, NESTED, Endless, Name, Raises
 from tests.support.tool_executors import (
     CONFINEMENTS,
     LINUX,
@@ -96,174 +96,182 @@ class Case:
     """Harmless only where workers are not the program's user."""
 
 
-def _misbehaving(ends: Any, *names: str, own_user: bool = False) -> list[Case]:
-    return [Case(f"misbehave {name}", "misbehave", {"how": name}, ends, own_user) for name in names]
+def _cases(group: str, tool: str, parameter: str, ends: Any, *values: Any, own_user: bool = False) -> list[Case]:
+    return [Case(f"{group} {ascii(value)[:30]}", tool, {parameter: value}, ends, own_user) for value in values]
 
 
-def _hanging(*names: str) -> list[Case]:
-    return [Case(f"hang {name}", "hang", {"how": name}, ToolTimeoutError) for name in names]
+_misbehaving = functools.partial(_cases, "misbehave", "misbehave", "how")
 
 
-def _cases(group: str, tool: str, parameter: str, ends: Any, *values: Any) -> list[Case]:
-    return [Case(f"{group} {ascii(value)[:30]}", tool, {parameter: value}, ends) for value in values]
+# --- arguments that a hostile call may have
+NESTED: Any = 0
+for _ in range(100):
+    NESTED = [NESTED]
+CIRCLE: dict[str, Any] = {}
+CIRCLE["a"] = CIRCLE
+LAUGHS: Any = "ha"
+for _ in range(20):
+    LAUGHS = [LAUGHS] * 10
+
+
+class Raises(Mapping[str, Any]):
+    """Arguments that raise while they are read."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __getitem__(self, key: str) -> Any:
+        raise self.error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a"])
+
+    def __len__(self) -> int:
+        raise self.error
+
+    def __repr__(self) -> str:
+        raise self.error
+
+
+class Endless(Mapping[str, Any]):
+    """Arguments that never end."""
+
+    def __getitem__(self, key: str) -> Any:
+        return 1
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, itertools.count())
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Name(str):
+    """A name that raises when it is looked up."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        raise RuntimeError
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError
+
+    __str__ = __repr__ = __hash__  # type: ignore[assignment]
 
 
 KINDS: dict[str, list[Case]] = {
     "paths": [
-        *_cases(
-            "path", "read", "path", PathOutsideRootError, "../secret", "../../../../../../../../etc/passwd",
+        *_cases("path", "read", "path", PathOutsideRootError, "../secret", "../../../../../../../../etc/passwd",
             "/etc/passwd", "//etc/passwd", "/../etc/passwd", "a/../../secret", "./.././secret", "..", "../", "/", "/.",
             "a/b/c/../../../../secret", "/proc/self/environ", "/proc/self/mem", "/proc/1/environ", "/dev/zero",
             "/dev/tty", "inside/../../secret", "missing/../../../etc/passwd", "../" * 500 + "etc/passwd",
             "....//../..//etc/passwd", " /../../etc/passwd", "\t/../../etc/passwd", "\n/../../../etc/passwd",
             "a\\..\\/../../secret", "out_file", "out_folder/secret", "out_chain", "out_dangling", "proc", "proc/environ",
-            "proc_root/etc/passwd", "inside/up/../../secret", "proc_cwd/../../etc/passwd", "proc_fd/0", "absolute/passwd",
-        ),
-        *_cases(
-            "climb", "read", "path", PathOutsideRootError,
+            "proc_root/etc/passwd", "inside/up/../../secret", "proc_cwd/../../etc/passwd", "proc_fd/0", "absolute/passwd"),
+        *_cases("climb", "read", "path", PathOutsideRootError,
             *("../" * levels + target for levels in (1, 2, 3, 8, 64) for target in (
-                "etc/passwd", "root/.ssh/id_rsa", "proc/self/environ", "dev/mem", "var/run/docker.sock", "tmp",
-            )),
-        ),
+                "etc/passwd", "root/.ssh/id_rsa", "proc/self/environ", "dev/mem", "var/run/docker.sock", "tmp"))),
         # paths that are none
-        *_cases("no path", "read", "path", InvalidArgumentsError, "a\0b", "\0", "../\0", "loop", "loop/x", "a\ud800", 5,
-        None, ["a"], {}),
+        *_cases("no path", "read", "path", InvalidArgumentsError, "a\0b", "\0", "../\0", "loop", "loop/x", "a\ud800", 5, None,
+            ["a"], {}),
         # paths that look as though they led outside, and are names of files that do not exist
-        *_cases(
-            "odd name", "read", "path", ToolRaisedError, "..\\..\\etc\\passwd", "%2e%2e%2fetc%2fpasswd", "..%2f..%2fetc",
+        *_cases("odd name", "read", "path", ToolRaisedError, "..\\..\\etc\\passwd", "%2e%2e%2fetc%2fpasswd", "..%2f..%2fetc",
             "\u2025/etc/passwd", "\uff0e\uff0e/secret", "..\u2215secret", "..\u200b/secret", "~/secret", "~root/x",
             "$HOME/x", "$(cat /etc/passwd)", "file:///etc/passwd", "C:\\Windows", "con", "...", ".. /secret", "a\nb",
-            "x" * 5000, "missing", "{0}", "-rf", "*",
-        ),
+            "x" * 5000, "missing", "{0}", "-rf", "*"),
         # paths that stay inside: by a link, a chain, dots, links and dots, and /proc
         *_cases("path inside", "read", "path", "PosixPath:harmless".__eq__, "in_file", "in_chain", "inside/../harmless",
-        "inside/up/harmless", "proc_cwd/harmless"),
+            "inside/up/harmless", "proc_cwd/harmless"),
         # paths within lists and objects
-        Case("path in a list", "wheres", {"paths": ["harmless", "/etc/passwd"]}, PathOutsideRootError),
-        Case("path in an object in a list", "wheres", {"paths": ["harmless", {"file": "../secret"}]}, PathOutsideRootError),
-        Case("object that is no path", "wheres", {"paths": [{"file": "harmless", "other": 5, "more": {}}, 3]},
-        InvalidArgumentsError),
+        *_cases("path within", "wheres", "paths", PathOutsideRootError, ["harmless", "/etc/passwd"],
+            ["harmless", {"file": "../secret"}]),
+        *_cases("no path", "wheres", "paths", InvalidArgumentsError, [{"file": "harmless", "other": 5, "more": {}}, 3]),
     ],
     "commands": [
-        *(
-            Case(f"shell {ascii(text)[:30]}", "print", {"text": text}, f"{text}|--a={text}".__eq__)
-            for text in (
-                "; touch owned", "$(touch owned)", "`touch owned`", "| sh", "&& touch owned", "|| touch owned", "> owned",
-                "\ntouch owned\n", "'; touch owned; '", '"; touch owned; "', "${IFS}touch${IFS}owned", "$HOME", "*",
-                "a\\", "%s%n%s", "{text}", "é \u202e", "# x", "\x1b]0;owned\x07", "\x9b31m", "\r\n", "{{}}", "%00", "!!",
-                "$((1/0))", "a;b", "<(id)", ">&2", "2>&1", "&", "\t", "${0}", "=cmd|' /C calc'!A0", "\u2028",
-            )
-        ),
+        *(Case(f"shell {ascii(text)[:30]}", "print", {"text": text}, f"{text}|--a={text}".__eq__) for text in (
+            "; touch owned", "$(touch owned)", "`touch owned`", "| sh", "&& touch owned", "|| touch owned", "> owned",
+            "\ntouch owned\n", "'; touch owned; '", '"; touch owned; "', "${IFS}touch${IFS}owned", "$HOME", "*", "a\\",
+            "%s%n%s", "{text}", "é \u202e", "# x", "\x1b]0;owned\x07", "\x9b31m", "\r\n", "{{}}", "%00", "!!", "$((1/0))",
+            "a;b", "<(id)", ">&2", "2>&1", "&", "\t", "${0}", "=cmd|' /C calc'!A0", "\u2028")),
         *_cases("option", "cat", "name", InvalidArgumentsError, "-n", "--help", "-", "--", "-\n", "--show-all=x"),
         *_cases("option", "find", "name", InvalidArgumentsError, "-delete", "-exec", "-fprintf"),
         *_cases("no option", "sort", "name", ToolRaisedError, "-oowned", "--output=owned", "--compress-program=sh", "-T/"),
         *_cases("no argument", "cat", "name", InvalidArgumentsError, "a\0b", ["a", "b"], {"a": 1}, 1, None),
         *_cases("command path", "count", "path", PathOutsideRootError, "/etc/passwd", "../secret", "out_file",
-        "--files0-from=/../../etc/x"),
+            "--files0-from=/../../etc/x"),
         Case("command endless", "endless", {"text": "y"}, OutputTooLargeError),
         Case("command follows", "follow", {"path": "harmless"}, ToolTimeoutError),
     ],
     "arguments": [
-        *(
-            Case(f"arguments {name}", "add", arguments, InvalidArgumentsError)
-            for name, arguments in {
-                "list": [1, 2], "none": None, "text": '{"a": 1}', "bytes": b"{}", "number": 3, "missing": {},
-                "wrong name": {"A": 1}, "text for a number": {"a": "1"}, "boolean": {"a": True}, "null": {"a": None},
-                "fraction": {"a": 1.5}, "nan": {"a": math.nan}, "infinity": {"a": -math.inf},
-                "list for a number": {"a": [1]}, "object for a number": {"a": {"$ref": "#"}},
-                "additional": {"a": 1, "c": 2}, "self": {"a": 1, "self": 2}, "dunder": {"a": 1, "__class__": "x"},
-                "bytes within": {"a": b"1"}, "set": {"a": {1}}, "complex": {"a": 1j}, "object": {"a": object()},
-                "class": {"a": int}, "number as key": {1: 1}, "none as key": {None: 1}, "bytes as key": {b"a": 1},
-                "tuple as key": {(1, 2): 1}, "boolean as key": {"a": {True: 1}}, "huge integer": {"a": 10**5000},
-                "long text": {"a": "x" * 10**7}, "long key": {"x" * 10**7: 1}, "wide": {"a": [0] * 10**6},
-                "deep": {"a": NESTED}, "circle": CIRCLE, "laughs": {"a": LAUGHS},
-                "many keys": {str(i): i for i in range(50_000)}, "raising": Raises(KeyError("a")),
-                "raising an exit": Raises(SystemExit()), "raising at depth": {"a": Raises(OSError())},
-                "cancelling": Raises(asyncio.CancelledError()), "endless": Endless(),
-                "endless at depth": {"a": Endless()}, "surrogates": {"\ud800": 1},
-                "number as text": {"a": 1, "b": "1e400"},
-            }.items()
-        ),
+        *(Case(f"arguments {name}", "add", arguments, InvalidArgumentsError) for name, arguments in {
+            "list": [1, 2], "none": None, "text": '{"a": 1}', "bytes": b"{}", "number": 3, "missing": {},
+            "wrong name": {"A": 1}, "text for a number": {"a": "1"}, "boolean": {"a": True}, "null": {"a": None},
+            "fraction": {"a": 1.5}, "nan": {"a": math.nan}, "infinity": {"a": -math.inf}, "list for a number": {"a": [1]},
+            "object for a number": {"a": {"$ref": "#"}}, "additional": {"a": 1, "c": 2}, "self": {"a": 1, "self": 2},
+            "dunder": {"a": 1, "__class__": "x"}, "bytes within": {"a": b"1"}, "set": {"a": {1}}, "complex": {"a": 1j},
+            "object": {"a": object()}, "class": {"a": int}, "number as key": {1: 1}, "none as key": {None: 1},
+            "bytes as key": {b"a": 1}, "tuple as key": {(1, 2): 1}, "boolean as key": {"a": {True: 1}},
+            "huge integer": {"a": 10**5000}, "long text": {"a": "x" * 10**7}, "long key": {"x" * 10**7: 1},
+            "wide": {"a": [0] * 10**6}, "deep": {"a": NESTED}, "circle": CIRCLE, "laughs": {"a": LAUGHS},
+            "many keys": {str(i): i for i in range(50_000)}, "raising": Raises(KeyError("a")),
+            "raising an exit": Raises(SystemExit()), "raising at depth": {"a": Raises(OSError())},
+            "cancelling": Raises(asyncio.CancelledError()), "endless": Endless(), "endless at depth": {"a": Endless()},
+            "surrogates": {"\ud800": 1}, "number as text": {"a": 1, "b": "1e400"}}.items()),
     ],
     "tools that there are not, or not for everyone": [
-        *(
-            Case(f"unknown {ascii(name)[:30]}", name, {}, UnknownToolError)
-            for name in (
-                "no_such_tool", "", "ADD", "add ", " add", "add\n", "add\0", "../add", "__init__", "os.system", "eval",
-                "аdd", "x" * 10**6, None, 5, b"add", ["add"], {"a": 1}, ("add",), "\x1b[2J",
-                "tests.support.tool_functions.add", "misbehave.how",
-            )
-        ),
-        *(
-            Case(f"unknown {name}", tool, {}, UnknownToolError)
-            for name, tool in {
-                "huge integer": 10**5000, "laughs": LAUGHS, "circle": CIRCLE, "raising": Raises(KeyError("a")),
-                "object": object(), "raising name": Name("nope"),
-            }.items()
-        ),
+        *(Case(f"unknown {ascii(name)[:30]}", name, {}, UnknownToolError) for name in (
+            "no_such_tool", "", "ADD", "add ", " add", "add\n", "add\0", "../add", "__init__", "os.system", "eval", "аdd",
+            "x" * 10**6, None, 5, b"add", ["add"], {"a": 1}, ("add",), "\x1b[2J", "tests.support.tool_functions.add",
+            "misbehave.how")),
+        *(Case(f"unknown {type(tool).__name__}", tool, {}, UnknownToolError)
+          for tool in (10**5000, LAUGHS, CIRCLE, Raises(KeyError("a")), object(), Name("nope"))),
         Case("a known name of a class of its own", Name("add"), {"a": 1}, (2).__eq__),
-        Case("not allowed", "nap", {"seconds": 60.0}, ToolNotAllowedError),
-        Case("not allowed, with nonsense", "nap", {"seconds": b""}, ToolNotAllowedError),
+        *_cases("not allowed", "nap", "seconds", ToolNotAllowedError, 60.0, b""),
     ],
     "outputs": [
         *_misbehaving(OutputTooLargeError, "long_text", "many_items", "wide_text", "liar"),
-        *_misbehaving(
-            InvalidOutputError, "deep", "deep_beyond_limit", "circle", "infinity", "bytes", "tuple_keys", "generator",
-            "huge_integer",
-        ),
+        *_misbehaving(InvalidOutputError, "deep", "deep_beyond_limit", "circle", "infinity", "bytes", "tuple_keys", "generator",
+            "huge_integer"),
     ],
     "ends": [
         *_misbehaving(WorkerDiedError, "os_exit", "os_exit_7", "segfault", "replace_program"),
         *_misbehaving(WorkerLostError, "kill_self", "terminate_self", "kill_group"),  # as if killed from outside
-        *_misbehaving(
-            ToolRaisedError, "sys_exit", "recursion", "raise_without_message", "raise_odd_message", "raise_long", "raise_base",
-            "raise_interrupt", "raise_stop", "interrupt_self",
-        ),
+        *_misbehaving(ToolRaisedError, "sys_exit", "recursion", "raise_without_message", "raise_odd_message", "raise_long",
+            "raise_base", "raise_interrupt", "raise_stop", "interrupt_self"),
     ],
     "hangs": [
         Case("pattern", "pattern", {"value": "a" * 60 + "!"}, ToolTimeoutError),
-        *_hanging(
-            "sleep", "busy", "busy_in_c", "ignore_signals", "block_signals", "stop", "deadlock", "join_forever",
-            "child_of_sleeper", "escaped_child", "escaped_grandchild", "reader_of_requests", "drip",
-        ),
+        *_cases("hang", "hang", "how", ToolTimeoutError, "sleep", "busy", "busy_in_c", "ignore_signals", "block_signals",
+            "stop", "deadlock", "join_forever", "child_of_sleeper", "escaped_child", "escaped_grandchild",
+            "reader_of_requests", "drip"),
         Case("hang stop_everybody", "hang", {"how": "stop_everybody"}, ToolTimeoutError, own_user=True),
     ],
     "bombs": [
-        *_misbehaving(
-            ToolRaisedError, "memory_bomb", "slow_memory_bomb", "private_map_bomb", "file_bomb", "sparse_file_bomb",
-            "descriptor_bomb",
-        ),
+        *_misbehaving(ToolRaisedError, "memory_bomb", "slow_memory_bomb", "private_map_bomb", "file_bomb", "sparse_file_bomb",
+            "descriptor_bomb"),
         *_misbehaving(ToolRaisedError, "fork_bomb", "thread_bomb", "many_background_children", "raise_limits", own_user=True),
     ],
     "the executor's socket": [
-        *_misbehaving(
-            WorkerDiedError, "garbage", "zeros", "fake_frame", "huge_frame", "flood", "close_socket", "shut_socket",
-            "pass_descriptors",
-        ),
+        *_misbehaving(WorkerDiedError, "garbage", "zeros", "fake_frame", "huge_frame", "flood", "close_socket", "shut_socket",
+            "pass_descriptors"),
     ],
     "what does not belong to a worker": [
-        *_misbehaving(
-            ToolRaisedError, "kill_parent", "stop_parent", "become_root", "read_shadow", "read_parent_memory",
+        *_misbehaving(ToolRaisedError, "kill_parent", "stop_parent", "become_root", "read_shadow", "read_parent_memory",
             "read_parent_environment", "write_etc", "remove_own_folder", "mount", "change_root", "trace_parent",
-            "raise_priority", own_user=True,
-        ),
+            "raise_priority", own_user=True),
         Case("kill the program", "kill", {"pid": os.getpid()}, ToolRaisedError, own_user=True),
     ],
     "what is left for the next call": [
         *_misbehaving((10).__eq__, "zombies"),
-        *_misbehaving(None, "daemon", "background_child"),
-        *_misbehaving(None, "stranger", own_user=True),
+        *_misbehaving(None, "daemon", "background_child"), *_misbehaving(None, "stranger", own_user=True),
         *_misbehaving("parent".__eq__, "forked_worker", "forked_worker_that_raises"),
-        *_misbehaving(
-            "left".__eq__, "thread_left", "raw_thread_left", "late_writer", "late_raw_thread", "late_process", "late_hook",
-            "late_garbage", "late_error",
-        ),
-        *_misbehaving((2).__eq__, "joined_threads"),
-        *_misbehaving("closed".__eq__, "closed_folders"),
+        *_misbehaving("left".__eq__, "thread_left", "raw_thread_left", "late_writer", "late_raw_thread", "late_process",
+            "late_hook", "late_garbage", "late_error"),
+        *_misbehaving((2).__eq__, "joined_threads"), *_misbehaving("closed".__eq__, "closed_folders"),
         *_misbehaving("changed".__eq__, "change_everything", "signal_handlers", "timers"),
-        Case("print", "misbehave", {"how": "print"}, "printed".__eq__),
-        Case("no output", "misbehave", {"how": "close_output"}, "closed".__eq__),
-        Case("no input", "misbehave", {"how": "read_input"}, "".__eq__),
+        *_misbehaving("printed".__eq__, "print"), *_misbehaving("closed".__eq__, "close_output"),
+        *_misbehaving("".__eq__, "read_input"),
     ],
 }  # fmt: skip
 DAILY = ("what does not belong to a worker", "what is left for the next call")
@@ -362,10 +370,7 @@ def test_a_worker_that_narrowed_its_limits_is_replaced(subtests: pytest.Subtests
 
 
 @pytest.mark.parametrize("confinement", CONFINEMENTS)
-def test_hostile_calls_leave_no_process_file_or_descriptor_behind(
-    executors: Callable[[Any], ToolExecutor], confinement: str
-) -> None:
-    """No process, no file and no descriptor is left, and the program is as it was."""
+def test_hostile_calls_leave_no_process_file_or_descriptor_behind(executors: Any, confinement: str) -> None:
     executor = executors(confinement)
 
     def program() -> tuple[Any, ...]:

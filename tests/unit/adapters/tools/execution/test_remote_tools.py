@@ -232,17 +232,15 @@ def test_a_remote_tool_that_stops_the_loop_or_leaves_a_task_that_exits_ends_no_o
         return "left"
 
     with remote(stop, leave, rest, timeout=LONG) as made:
-        results = made.run(
-            [call("rest", seconds=0.1), call("stop"), call("leave"), call("stop"), call("rest", seconds=0.1)]
-        )
+        calls = [call("rest", seconds=0.1), call("stop"), call("leave"), call("stop"), call("rest", seconds=0.1)]
+        results = made.run(calls)
         assert [result.output for result in results] == ["rested", "stopped", "left", "stopped", "rested"]
         assert isinstance(tasks[0].exception(), SystemExit)
 
 
 def test_a_loop_that_a_remote_tool_never_gives_back_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.tools.execution.remote_tools._GRACE_SECONDS", 0.05)
-    monkeypatch.setattr("adapters.tools.execution.remote_tools._LOOK_SECONDS", 0.05)
-    monkeypatch.setattr("adapters.tools.execution.remote_tools._STUCK_SECONDS", 0.2)
+    for name, seconds in (("_GRACE_SECONDS", 0.05), ("_LOOK_SECONDS", 0.05), ("_STUCK_SECONDS", 0.2)):
+        monkeypatch.setattr(f"adapters.tools.execution.remote_tools.{name}", seconds)
     enough = threading.Event()
 
     async def hang() -> None:

@@ -204,8 +204,6 @@ def test_a_call_with_too_much_processor_time_is_late() -> None:
 
 
 # --- between two calls
-
-
 def test_changes_made_by_a_call_are_undone_before_the_next(executor: ToolExecutor) -> None:
     before = output_of(executor, "who")
     for how in ("change_everything", "signal_handlers"):

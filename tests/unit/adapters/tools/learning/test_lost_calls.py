@@ -18,6 +18,7 @@ from grpo.config import RewardConfig
 from grpo.rewards import ask_for_rewards
 from tests.support.lost_server_tool import ask_lost_server
 from tests.support.mcp_servers import by_hand, by_name, listing, process_of
+from tests.support.policies import TablePolicy
 from tests.support.tool_executors import on_linux
 
 DROPPED = "rows/dropped"
@@ -139,28 +140,17 @@ def test_a_shared_result_that_is_lost_counts_once_in_a_row_and_once_per_dropped_
     assert found.values.isnan().tolist() == found.lost[WORKER].tolist() == [True] * 3 + [False]
 
 
-class Chooses:
-    """A policy without parameters that gives each state the actions 0, 1, 2, 3."""
+class Scripted(TablePolicy):
+    """Its actions are calls."""
 
-    def generate_actions(self, states: Sequence[Any], num_actions_per_state: int, **_: Any) -> list[list[ToolCall]]:
-        return [calls_of(*"abcd"[:num_actions_per_state]) for _ in states]
-
-    def get_log_probabilities(self, states: Sequence[Any], actions: Sequence[ToolCall]) -> Any:
+    def get_log_probabilities(self, states: Any, actions: Any) -> torch.Tensor:
         return torch.zeros(len(actions))
-
-    def get_parameters(self) -> dict[str, Any]:
-        return {}
-
-    def train(self, *_: Any) -> "Chooses":
-        return self
-
-    eval = to = train
 
 
 def collected(rewards: Any, **settings: Any) -> tuple[Any, Any]:
     """A batch of one group of four, and its metrics."""
-    config = GRPOConfig(group_size=4, reward=RewardConfig(**settings))
-    trainer = GRPOTrainer(config=config, policy=Chooses(), reward_model=rewards)
+    config, policy = GRPOConfig(group_size=4, reward=RewardConfig(**settings)), Scripted(script=[calls_of(*"abcd")])
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards)
     batch, costs = trainer.collect(["state"]), trainer.collector.costs
     return batch, costs.agree([costs.of_this_rank()])
 

@@ -218,9 +218,5 @@ def test_a_policy_learns_from_a_log_and_is_evaluated_from_another() -> None:
     trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards)
     trainer.train(rewards.states, num_iterations=30, progress=False)
     assert [one.tool for one in policy.predict(list(right)) if one is not None] == list(right.values())
-
-    def tool(one: ToolCall) -> str:
-        return one.tool
-
-    report = evaluate_from_logs(policy.predict, logs, action_key=tool)
+    report = evaluate_from_logs(policy.predict, logs, action_key=lambda one: one.tool)
     assert (report.logged.value, report.ips.value) == pytest.approx((0.5, 1.0))

@@ -55,9 +55,7 @@ CASES = {
     "right in all": (SORT, call("sort", order="up", count=3), OK, 0.5, 0.3, 0.2),
     "right in all, without arguments": (SHUFFLE, call("shuffle"), OK, 0.5, 0.3, 0.2),
     "another tool of the category": (SORT, call("shuffle"), OK, 0.2, 0.0, 0.2),
-    "another tool of the category, with the same arguments": (
-        SHUFFLE, call("sort", order="up", count=3), OK, 0.2, 0.0, 0.2,
-    ),
+    "another tool of the category, with the same arguments": (SHUFFLE, call("sort", order="up", count=3), OK, 0.2, 0.0, 0.2),
     "a tool of another category": (SORT, call("add", number=3), OK, 0.0, 0.0, 0.2),
     "one of two parameters is right": (SORT, call("sort", order="up", count=4), OK, 0.5, 0.15, 0.2),
     "one of two parameters is missing": (SORT, call("sort", order="up"), OK, 0.5, 0.15, 0.2),

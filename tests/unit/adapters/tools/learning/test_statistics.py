@@ -11,10 +11,8 @@ from grpo import ConfigError, GRPOConfig, GRPOTrainer, MetricSink
 from tests.support.policies import TablePolicy
 
 THREE: list[dict[str, float]] = [
-    {
-        "rewards/mean": reward, "train/total_loss": loss, "train/kl_mean": kl, "train/entropy": entropy,
-        "train/num_updates": 2.0, "group_stats/num_groups": 3.0, "group_stats/avg_group_size": 10 / 3,
-    }
+    {"rewards/mean": reward, "train/total_loss": loss, "train/kl_mean": kl, "train/entropy": entropy,
+        "train/num_updates": 2.0, "group_stats/num_groups": 3.0, "group_stats/avg_group_size": 10 / 3}
     for reward, loss, kl, entropy in [(1.0, 0.5, 0.0, math.nan), (3.0, 0.25, 0.01, 0.7), (2.0, -1.0, 0.04, math.nan)]
 ]  # fmt: skip
 

@@ -156,9 +156,7 @@ def test_a_training_that_makes_other_requests_worse_is_told_and_undone(subtests:
         with subtests.test(held_out=held_out):
             made = policy(random=False)
             before = made.tool_probabilities(requests)
-
             train = training(made, reward(dict.fromkeys(right, "whisper")), 0.2, 8)
-
             with pytest.warns(GRPOWarning, match="stay as they were.*fully trained, held out: "):
                 report = made.fit_to_rewards(requests, train, reward(right), held_out=held_out)
             assert report.share == 0

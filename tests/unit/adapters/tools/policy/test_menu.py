@@ -18,9 +18,7 @@ def tool(name: str, properties: dict, *required: str) -> Tool:
 
 OF_CONVERT = {"value": {"type": "number"}, "unit": UNIT, "version": {"const": 2}, "exact": {"type": "boolean"}}
 CATALOGUE = ToolCatalogue([
-    tool("ping", {}),
-    tool("convert", OF_CONVERT, "value", "unit", "version"),
-    tool("measure", {"unit": UNIT}, "unit"),
+    tool("ping", {}), tool("convert", OF_CONVERT, "value", "unit", "version"), tool("measure", {"unit": UNIT}, "unit"),
 ])  # fmt: skip
 MENU = Menu(CATALOGUE, HashingEncoder(8))
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from adapters.tools import ToolCall, ToolCatalogue
+from adapters.tools import ToolCall, ToolCatalogue, ToolResult, ToolRewards, ToolSelectionPolicy, standard_rewards
 from adapters.tools.policy.distribution import CallDistribution
 from adapters.tools.text.encoders import HashingEncoder, with_own_feature
+from examples.tool_workbench import make_workbench_tasks, workbench_catalogue
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
 from grpo.checks import check_policy
 from grpo.errors import ConfigError, ContractError
 from grpo.types import ActionScores
@@ -21,6 +24,7 @@ from tests.support.tool_policies import (
     CATALOGUE,
     TEXTS,
     VECTORS,
+    assert_gradients_agree,
     by_first_letter,
     call,
     policy,
@@ -314,19 +318,7 @@ def test_gradients_agree_with_finite_differences(options: dict[str, Any]) -> Non
         scores = made.score_actions(states, calls)
         return (weights[0] * scores.log_probs).sum() + (weights[1] * scores.entropy).sum()
 
-    loss().backward()
-    for name, value in made.named_parameters():
-        direction = torch.randn_like(value)
-        slopes = []
-        for sign in (1, -1):
-            with torch.no_grad():
-                value += sign * 1e-5 * direction
-                slopes.append(float(loss()))
-                value -= sign * 1e-5 * direction
-        numeric = (slopes[0] - slopes[1]) / 2e-5
-        exact = float((value.grad * direction).sum())
-        assert abs(exact) > 1e-6, f"{name}: zero would agree with anything broken"
-        assert exact == pytest.approx(numeric, rel=1e-5, abs=1e-7), name
+    assert_gradients_agree(made, loss, tolerance=1e-7)
 
 
 def gradient_of_vectors(made: Any, states: Sequence[Any], calls: Sequence[ToolCall]) -> tuple[Tensor, Tensor]:
@@ -404,3 +396,62 @@ def test_unavailable_tools_stay_impossible_in_half_precision(subtests: pytest.Su
             tools, _ = gradient_of_vectors(made, TEXTS[:2], [call("shout", tone="soft"), call("convert", unit="mile")])
             assert bool((tools[0] == 0).all())
             assert bool((tools[1] != 0).any())
+
+
+# --- what a call was drawn with is what scoring it gives, at the size of the workbench: 33 tools, vectors of 1024
+WORKBENCH = workbench_catalogue()
+REQUESTS = make_workbench_tasks(5, seed=0)
+GROUP_SIZE = 4
+
+
+def trained_policy(**options: Any) -> ToolSelectionPolicy:
+    made = ToolSelectionPolicy(WORKBENCH, **options)
+    config = GRPOConfig(
+        group_size=8, num_states_per_iteration=32, learning_rate=0.02, advantage=AdvantageConfig(scale="batch"),
+        objective=ObjectiveConfig(aggregation="row_sum", entropy_coef=0.07), seed=0,
+    )  # fmt: skip
+    runs_all = SimpleNamespace(run=lambda calls: [ToolResult() for _ in calls])
+    rewards = ToolRewards(runs_all, standard_rewards(WORKBENCH))
+    trainer = GRPOTrainer(config=config, policy=made, reward_model=rewards)
+    trainer.train(REQUESTS, num_iterations=10, progress=False)
+    assert made.tool_probabilities(REQUESTS).max() > 0.2, "it has learned something"
+    return made
+
+
+POLICIES: dict[str, Callable[[], ToolSelectionPolicy]] = {
+    "trained": trained_policy,
+    "trained, hidden layer": lambda: trained_policy(hidden=[32]),
+    "weights of 1, hidden layer": lambda: policy(WORKBENCH, scale=1.0, encoder=None, hidden=[32]),
+}
+ROUNDINGS = 16
+"""A logit is a sum of 1,024 products (or of 32, of sums of 1,024), which matrix products of other shapes add in another
+order: the error of such a sum grows like the square root of its length, 32, and half of that is allowed."""
+
+
+@pytest.mark.filterwarnings("ignore:ToolSelectionPolicy. fill gave no value")  # the tasks need only a few of the tools
+@pytest.mark.parametrize("kind", POLICIES)
+def test_log_probs_are_the_same_whatever_is_scored_with_them(kind: str) -> None:
+    torch.manual_seed(0)
+    made = POLICIES[kind]()
+    sampled = made.sample_actions(REQUESTS, GROUP_SIZE)
+    wanted = sampled.behaviour_log_probs
+    assert wanted.shape[0] == len(REQUESTS) * GROUP_SIZE
+    # a log-prob is as exact as its logits
+    largest = max(1.0, float(made.tool_probabilities(REQUESTS).log().abs().max()))
+
+    def require_same(found: Tensor, rows: slice) -> None:
+        """Equal but for the order of sums. Rows alone may be narrower, where no call has more decisions."""
+        assert bool((wanted[rows, found.shape[1] :] == 0).all())
+        atol = ROUNDINGS * torch.finfo(torch.float32).eps * largest
+        torch.testing.assert_close(found.detach(), wanted[rows, : found.shape[1]], rtol=0, atol=atol)
+
+    calls = [call for group in sampled.actions for call in group]
+    tasks = [task for task in REQUESTS for _ in range(GROUP_SIZE)]
+    require_same(made.score_groups(REQUESTS, sampled.actions).log_probs, slice(None))
+    for size in (1, 3, 7, len(calls)):
+        for start in range(0, len(calls), size):
+            rows = slice(start, start + size)
+            require_same(made.score_actions(tasks[rows], calls[rows]).log_probs, rows)
+    for place, group in enumerate(sampled.actions):
+        rows = slice(place * GROUP_SIZE, (place + 1) * GROUP_SIZE)
+        require_same(made.score_groups(REQUESTS[place : place + 1], [group]).log_probs, rows)

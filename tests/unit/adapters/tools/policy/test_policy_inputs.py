@@ -24,10 +24,7 @@ def test_calls_the_policy_cannot_have_made_are_refused_by_name(subtests: pytest.
         (None, "must be a ToolCall of one of the tools ping, shout, convert, whisper; got None"),
         (call("shout", tone="shrill"), r"shout\.tone must be one of \['loud', 'soft', 'plain'\]; got shout\(tone='shrill'\)"),
         (call("whisper", tone="plain"), r"whisper\.tone must be one of \['loud', 'soft'\]; got whisper\(tone='plain'\)"),
-        (
-            call("convert", unit="mile", exact=1),
-            r"exact must be one of \[False, True, 'left out'\]; got convert\(.*exact=1\)",
-        ),
+        (call("convert", unit="mile", exact=1), r"exact must be one of \[False, True, 'left out'\]; got convert\(.*exact=1\)"),
         (call("convert", exact=True), r"convert\.unit must be one of \['mile', 'foot'\]; got convert\(exact=True\)"),
     ):  # fmt: skip
         with subtests.test(message):

@@ -119,12 +119,10 @@ def test_fitted_encoders_are_saved_and_a_loaded_policy_leaves_the_given_encoder_
         (policy(encoder=FittedEncoder(8).fit([*TEXTS[3:], *tools])), shared),
         (policy(encoder=joined), JoinedEncoder(HashingEncoder(16), FittedEncoder(8))),
     ]
-    for number, (one, _) in enumerate(made):
+    loaded = []
+    for number, (one, again) in enumerate(made):
         one.save(tmp_path / str(number))
-    loaded = [
-        ToolSelectionPolicy.load(tmp_path / str(number), CATALOGUE, encoder=again)
-        for number, (_, again) in enumerate(made)
-    ]
+        loaded.append(ToolSelectionPolicy.load(tmp_path / str(number), CATALOGUE, encoder=again))
     for (before, _), after in zip(made, loaded, strict=True):
         assert torch.equal(after.tool_probabilities(new), before.tool_probabilities(new))
 

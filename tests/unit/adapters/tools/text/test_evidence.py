@@ -33,8 +33,7 @@ def read(text: str) -> tuple[list[float], list[float], set[str]]:
 
 
 @pytest.mark.parametrize(("text", "named", "values"), [
-    ("some jazz", [1, 0, 0], {"jazz genre"}),
-    ("SOME JAZZ!", [1, 0, 0], {"jazz genre"}),
+    ("some jazz", [1, 0, 0], {"jazz genre"}), ("SOME JAZZ!", [1, 0, 0], {"jazz genre"}),
     ("the Jazz Drives", [1, 0, 1], {"jazz genre", "jazz drive device"}),  # a final s does not count
     ("a jazz/drive", [1, 0, 1], {"jazz genre", "jazz drive device"}),  # signs are no words
     ("jazz for the drive", [1, 0, 0], {"jazz genre"}),  # other words are
@@ -44,8 +43,7 @@ def read(text: str) -> tuple[list[float], list[float], set[str]]:
     ("a flight to New York", [0, 0, 1], {"new_york device"}),
     ("look in here", [0, 0, 0], set()),  # two letters are too few
     ("true or false", [0, 0, 0], set()),  # not said of a boolean
-    ("", [0, 0, 0], set()),
-    ("x " * 1990 + "jazz", [1, 0, 0], {"jazz genre"}),
+    ("", [0, 0, 0], set()), ("x " * 1990 + "jazz", [1, 0, 0], {"jazz genre"}),
     ("x " * 2000 + "jazz", [0, 0, 0], set()),  # only the start of a long request is read
 ])  # fmt: skip
 def test_the_values_that_a_request_contains(text: str, named: list[float], values: set[str]) -> None:
@@ -59,8 +57,7 @@ def test_the_values_that_a_request_contains(text: str, named: list[float], value
     ("3", [1 - 1, 1 - 2, 1]),  # play lacks the text; remind lacks date and text, but takes the number
     ("3 and 4", [2 - 1, 1 - 2, 1]),
     ("3 and 4 and 5", [2 - 1, 1 - 2, 1]),  # no parameter is left for the third
-    ("'so what' 3", [1 + 1, 1 + 1 - 1, 1]),
-    ("'so what' on 2027-05-05", [1 - 1, 2, -1]),
+    ("'so what' 3", [1 + 1, 1 + 1 - 1, 1]), ("'so what' on 2027-05-05", [1 - 1, 2, -1]),
     ("'so what' on 2027-05-05 at 12:30", [1 - 1, 2, -1]),  # a time is a text
     ("mail it to a@b.org", [1 - 1, 1 - 1, -1]),  # and so is an address
 ])  # fmt: skip
