@@ -80,15 +80,12 @@ def test_wrong_values_are_refused(subtests: pytest.Subtests) -> None:
 
 def tokenizer_of(*special: str) -> Any:
     marks = ["<pad>", "<end>", *special]
-    vocabulary = {
-        mark: number for number, mark in enumerate([*marks, *"\n abcdefghijklmnopqrstuvwxyz0123456789<>/[]_|"])
-    }
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<pad>"))
+    characters = "\n abcdefghijklmnopqrstuvwxyz0123456789<>/[]_|"
+    tokenizer = Tokenizer(models.WordLevel({mark: i for i, mark in enumerate([*marks, *characters])}, "<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", extra_special_tokens=[*special]
-    )
+    named = {"eos_token": "<end>", "pad_token": "<pad>", "extra_special_tokens": [*special]}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
 
 
 def texts_of(tokenizer: Any, *, keeps: bool = False) -> CompletionTexts:
@@ -176,10 +173,8 @@ def test_the_policy_gives_completions_the_tags_and_what_the_prompt_has_opened() 
         CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}") + "{# <|think|> <|/think|> #}"
     )
     chat, says = [{"role": "user", "content": "sum it"}], "a</think><|think|>7"
-    for keeps, text, warned in [
-        (True, says, ["ends in <think>"]),
-        (False, "a</think>7", ["<|think|>", "ends in <think>"]),
-    ]:
+    cases = [(True, says, ["ends in <think>"]), (False, "a</think>7", ["<|think|>", "ends in <think>"])]
+    for keeps, text, warned in cases:
         model = Scripted([says] * 2, tokenizer=chat_tokenizer(template), keep_special_tokens=keeps, max_new_tokens=40)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
