@@ -108,21 +108,17 @@ def test_special_tags_are_kept_on_demand_and_else_missed_in_words(subtests: pyte
             texts = texts_of(tokenizer)
             with pytest.warns(UserWarning, match=r"special tokens .*leaves out.*HFOptions\(keep_special_tokens=True\)"):
                 assert texts([token_ids]) == [without]
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                assert texts([token_ids]) == [without]  # said once
+            assert texts([token_ids]) == [without]  # said once: another warning would be an error
 
 
 def test_marks_of_roles_and_of_ends_are_no_tags_and_an_end_is_never_kept() -> None:
-    """Gemma 4 ends a turn with `<|tool_response>`, and gpt-oss with `<|call|>`."""
+    """Gemma 4 ends a turn with `<|tool_response>`, and gpt-oss with `<|call|>`. A warning would be an error."""
     roles = tokenizer_of("<start_of_turn>", "<end_of_turn>")
     tokenizer = tokenizer_of("<|tool_response>")
     row = tokenizer("a<|tool_response>")["input_ids"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert texts_of(roles)([roles("<start_of_turn>a<end_of_turn>")["input_ids"]]) == ["a"]
-        for keeps in (False, True):
-            assert CompletionTexts(tokenizer, [1, row[-1]], keeps_special_tokens=keeps)([row]) == ["a"]
+    assert texts_of(roles)([roles("<start_of_turn>a<end_of_turn>")["input_ids"]]) == ["a"]
+    for keeps in (False, True):
+        assert CompletionTexts(tokenizer, [1, row[-1]], keeps_special_tokens=keeps)([row]) == ["a"]
 
 
 OPENED = [

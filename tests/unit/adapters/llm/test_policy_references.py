@@ -182,17 +182,15 @@ def test_train_eval_and_to_apply_to_the_models() -> None:
 
 def test_the_reference_has_no_dropout_and_frozen_parts_stay_frozen() -> None:
     """In training mode too. PEFT makes all parts of an adapter trainable when it is switched on again."""
-    model = get_peft_model(
-        tiny_model(), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
-    )
+    config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
+    model = get_peft_model(tiny_model(), config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_B" in name)
     policy = policy_of(model)
     names = policy.get_parameters().keys()
     expected = policy.eval().reference_log_probabilities(STATES, ROWS)
-    torch.testing.assert_close(
-        policy.train().reference_log_probabilities(STATES, ROWS), expected, rtol=0, atol=FLOAT32_LOG_PROB
-    )
+    found = policy.train().reference_log_probabilities(STATES, ROWS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=FLOAT32_LOG_PROB)
     assert model.training
     assert policy.get_parameters().keys() == names
 

@@ -245,17 +245,14 @@ def test_the_head_is_saved_with_the_model(tmp_path: Path, subtests: pytest.Subte
     assert not fresh.score_actions(STATES, ROWS).values.any()
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: policy_of(value_head="yes"), "value_head must be True, False or a ValueHead; got str 'yes'"),
-        (lambda: policy_of(value_head=ValueHead(31)), r"hidden states of 32 numbers; got hidden_size=31. Pass ValueHead\(32\)"),
-        (lambda: ValueHead(0), "at least 1, .* got 0, 0 and 0.1"),
-        (lambda: ValueHead(8, width=0), "at least 1, .* got 8, 0 and 0.1"),
-        (lambda: ValueHead(8, dropout=1.0), r"below 1; got 8, 8 and 1\.0"),
-        (lambda: ValueHead(8, dropout=-0.1), r"below 1; got 8, 8 and -0\.1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: policy_of(value_head="yes"), "value_head must be True, False or a ValueHead; got str 'yes'"),
+    (lambda: policy_of(value_head=ValueHead(31)), r"hidden states of 32 numbers; got hidden_size=31. Pass ValueHead\(32\)"),
+    (lambda: ValueHead(0), "at least 1, .* got 0, 0 and 0.1"),
+    (lambda: ValueHead(8, width=0), "at least 1, .* got 8, 0 and 0.1"),
+    (lambda: ValueHead(8, dropout=1.0), r"below 1; got 8, 8 and 1\.0"),
+    (lambda: ValueHead(8, dropout=-0.1), r"below 1; got 8, 8 and -0\.1"),
+])  # fmt: skip
 def test_wrong_heads_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()

@@ -1,12 +1,13 @@
 """The exact KL of a language model to a teacher: against both models' whole distributions, one row at a time."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from adapters.llm import Completion, HFPolicy
+from adapters.llm import HFPolicy
 from adapters.llm.model.teacher_kl import kl_to_teacher
 from grpo import ObjectiveConfig
 from grpo.distillation import exact_kl, no_reward
@@ -62,11 +63,8 @@ def test_a_fork_is_computed_once_and_has_the_same_kl() -> None:
     """Two rows that are equal up to their second token, scored as rows that fork and as whole rows."""
     model, teacher = tiny_model(), tiny_model("gpt2")
     policy = policy_of(model, reference_model=teacher, exact_kl_top=5)
-    forked = [
-        Completion(token_ids=tokens, text="", finish_reason="end", forks=(2,)) for tokens in ((4, 5, 6), (4, 5, 7, 8))
-    ]
-    whole = [completion(*row.token_ids) for row in forked]
-    found = policy.score_actions(["abc"] * 2, forked)
+    whole = [completion(4, 5, 6), completion(4, 5, 7, 8)]
+    found = policy.score_actions(["abc"] * 2, [replace(row, forks=(2,)) for row in whole])
     expected = policy.score_actions(["abc"] * 2, whole)
     torch.testing.assert_close(found.kl, expected.kl, atol=4 * FLOAT32_LOG_PROB, rtol=0)
 
