@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from transformers import (
 )
 
 from adapters.llm import Completion, HFOptions, HFPolicy, SamplingConfig
+from grpo import GRPOConfig, GRPOTrainer
 
 CHARACTERS = "0123456789+=? abcdefghijklmnopqrstuvwxyz.\n"
 PAD, END = 0, 1
@@ -205,6 +207,23 @@ def policy_of(model: Any = None, *, max_new_tokens: int = 8, **options: Any) -> 
     sampling = options.pop("sampling", SamplingConfig(max_new_tokens=max_new_tokens))
     tokenizer = options.pop("tokenizer", None) or character_tokenizer()
     return hf_policy(model or tiny_model(), tokenizer, sampling=sampling, **options)
+
+
+def sum_of_tokens(states: Any, actions: Any) -> list[float]:
+    return [float(sum(action.token_ids)) for action in actions]
+
+
+def trainer_of(policy: HFPolicy, reward: Any = sum_of_tokens, **settings: Any) -> GRPOTrainer:
+    """A trainer with four completions of each prompt, unless the settings say more or fewer."""
+    config = GRPOConfig(**{"group_size": 4, "seed": 0} | settings)
+    return GRPOTrainer(config=config, policy=policy, reward_model=reward)
+
+
+def saved_model(folder: Path, model: Any = None) -> Path:
+    """The folder, with a tiny model and the character tokenizer in it, as on the Hub."""
+    (model or tiny_model()).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def adapted_model(model: Any = None, **options: Any) -> Any:

@@ -16,21 +16,13 @@ from tests.support.llm_models import completion
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
 OWN: dict[str, dict[str, Any]] = {
-    "ADALORA": {"total_step": 10},
-    "IA3": {"feedforward_modules": ["down_proj"]},
-    "LN_TUNING": {"target_modules": ["input_layernorm"]},
-    "OFT": {"r": 0, "oft_block_size": 8},
-    "HRA": {"r": 4},
-    "VBLORA": {"num_vectors": 16, "vector_length": 16},
-    "FOURIERFT": {"n_frequency": 20},
-    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [3, 4]},
-    "BOFT": {"boft_block_size": 8},
-    "RANDLORA": {"r": 4},
-    "C3A": {"block_size": 16},
-    "ROAD": {"group_size": 8},
+    "ADALORA": {"total_step": 10}, "IA3": {"feedforward_modules": ["down_proj"]},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]}, "OFT": {"r": 0, "oft_block_size": 8}, "HRA": {"r": 4},
+    "VBLORA": {"num_vectors": 16, "vector_length": 16}, "FOURIERFT": {"n_frequency": 20}, "BOFT": {"boft_block_size": 8},
+    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [3, 4]}, "RANDLORA": {"r": 4},
     "CPT": {"cpt_token_ids": [3, 4, 5], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 1, 1]},
-    "ADAPTION_PROMPT": {"adapter_len": 4, "adapter_layers": 1},
-}
+    "C3A": {"block_size": 16}, "ROAD": {"group_size": 8}, "ADAPTION_PROMPT": {"adapter_len": 4, "adapter_layers": 1},
+}  # fmt: skip
 """Settings of PEFT's types of adapters, where the defaults do not fit a tiny model."""
 PROMPTS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "MULTITASK_PROMPT_TUNING", "CARTRIDGE")
 """Types that add virtual tokens and have no target modules. CPT is one, too, with settings of its own."""

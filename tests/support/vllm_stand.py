@@ -94,13 +94,9 @@ class Stand:
         tokens = [settings["seed"] % VOCABULARY, 1]
         steps = [{"token_id": token, "logprob": -weights, "rank": 1, "top_logprobs": []} for token in tokens]
         choice = {
-            "index": 0,
-            "token_ids": tokens,
-            "logprobs": {"content": steps},
-            "finish_reason": "stop",
-            "stop_reason": 1,
+            "index": 0, "token_ids": tokens, "logprobs": {"content": steps}, "finish_reason": "stop", "stop_reason": 1,
             "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
-        }
+        }  # fmt: skip
         return 200, {"choices": [choice]}
 
     def _developed(self, path: str, body: Any) -> tuple[int, Any]:

@@ -19,14 +19,11 @@ ROWS = {
 """Settings that a script has, and that do not concern the algorithm."""
 
 
-def cells_of_the_tables() -> list[str]:
-    section = PAGE.read_text(encoding="utf-8").partition("\n## TRL\n")[2].partition("\n## ")[0]
-    return [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| ")]
-
-
 def settings_of_the_tables() -> list[tuple[str, str | None]]:
     """Names, each with the value that the table gives it."""
-    quoted = [text for cell in cells_of_the_tables() for text in re.findall(r"`([^`]+)`", cell)]
+    section = PAGE.read_text(encoding="utf-8").partition("\n## TRL\n")[2].partition("\n## ")[0]
+    cells = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| ")]
+    quoted = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
     found = [re.fullmatch(r"([a-z]\w*)(?:=(.+))?", text) for text in quoted]
     return [(match[1], match[2]) for match in found if match]
 

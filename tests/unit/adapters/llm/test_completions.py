@@ -80,15 +80,12 @@ def test_wrong_values_are_refused(subtests: pytest.Subtests) -> None:
 
 def tokenizer_of(*special: str) -> Any:
     marks = ["<pad>", "<end>", *special]
-    vocabulary = {
-        mark: number for number, mark in enumerate([*marks, *"\n abcdefghijklmnopqrstuvwxyz0123456789<>/[]_|"])
-    }
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<pad>"))
+    characters = "\n abcdefghijklmnopqrstuvwxyz0123456789<>/[]_|"
+    tokenizer = Tokenizer(models.WordLevel({mark: i for i, mark in enumerate([*marks, *characters])}, "<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", extra_special_tokens=[*special]
-    )
+    named = {"eos_token": "<end>", "pad_token": "<pad>", "extra_special_tokens": [*special]}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
 
 
 def texts_of(tokenizer: Any, *, keeps: bool = False) -> CompletionTexts:
@@ -111,21 +108,17 @@ def test_special_tags_are_kept_on_demand_and_else_missed_in_words(subtests: pyte
             texts = texts_of(tokenizer)
             with pytest.warns(UserWarning, match=r"special tokens .*leaves out.*HFOptions\(keep_special_tokens=True\)"):
                 assert texts([token_ids]) == [without]
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                assert texts([token_ids]) == [without]  # said once
+            assert texts([token_ids]) == [without]  # said once: another warning would be an error
 
 
 def test_marks_of_roles_and_of_ends_are_no_tags_and_an_end_is_never_kept() -> None:
-    """Gemma 4 ends a turn with `<|tool_response>`, and gpt-oss with `<|call|>`."""
+    """Gemma 4 ends a turn with `<|tool_response>`, and gpt-oss with `<|call|>`. A warning would be an error."""
     roles = tokenizer_of("<start_of_turn>", "<end_of_turn>")
     tokenizer = tokenizer_of("<|tool_response>")
     row = tokenizer("a<|tool_response>")["input_ids"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert texts_of(roles)([roles("<start_of_turn>a<end_of_turn>")["input_ids"]]) == ["a"]
-        for keeps in (False, True):
-            assert CompletionTexts(tokenizer, [1, row[-1]], keeps_special_tokens=keeps)([row]) == ["a"]
+    assert texts_of(roles)([roles("<start_of_turn>a<end_of_turn>")["input_ids"]]) == ["a"]
+    for keeps in (False, True):
+        assert CompletionTexts(tokenizer, [1, row[-1]], keeps_special_tokens=keeps)([row]) == ["a"]
 
 
 OPENED = [
@@ -176,10 +169,8 @@ def test_the_policy_gives_completions_the_tags_and_what_the_prompt_has_opened() 
         CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}") + "{# <|think|> <|/think|> #}"
     )
     chat, says = [{"role": "user", "content": "sum it"}], "a</think><|think|>7"
-    for keeps, text, warned in [
-        (True, says, ["ends in <think>"]),
-        (False, "a</think>7", ["<|think|>", "ends in <think>"]),
-    ]:
+    cases = [(True, says, ["ends in <think>"]), (False, "a</think>7", ["<|think|>", "ends in <think>"])]
+    for keeps, text, warned in cases:
         model = Scripted([says] * 2, tokenizer=chat_tokenizer(template), keep_special_tokens=keeps, max_new_tokens=40)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")

@@ -3,11 +3,11 @@
 At most two are silent, because nobody can know them. The page about language models names them.
 """
 
+import functools
 import json
 import logging
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +44,12 @@ def called(arguments: Any, **more: Any) -> list[Any]:
     return [USER, {"role": "assistant", "content": None, "tool_calls": [call], **more}, USER]
 
 
+def with_options(options: Any) -> dict[str, Any]:
+    return {"prompt": [USER], "chat_template_kwargs": options}
+
+
+ONE_PART = [{**USER, "content": [{"type": "text", "text": "sum it"}]}]
+TWO_PARTS = [{**USER, "content": [{"type": "text", "text": text} for text in ("sum", "it")]}]
 WIRE, DICTS = called('{"a": 1}'), called({"a": 1}, content="")
 
 
@@ -91,93 +97,67 @@ def agent(template: str | None) -> Any:
 
 
 Kind = Literal["right", "refused", "said", "silent"]
-MISTAKES: list[tuple[Kind, str, Callable[[], Any], Any]] = [
-    # Prompts: what is right is compared with the prompt that was meant, or has this text
-    ("right", "arguments as JSON text", lambda: prompt(CHATML, WIRE), lambda: prompt(CHATML, DICTS)),
-    ("right", "arguments as JSON text, where the template needs a dict", lambda: prompt(ITEMS, WIRE),
-        lambda: prompt(ITEMS, DICTS)),
-    ("right", "arguments as a dict, where the template needs text", lambda: prompt(NEEDS_TEXT, DICTS),
-        lambda: prompt(NEEDS_TEXT, WIRE)),
-    ("right", "all calls as JSON text",
-        lambda: prompt(CHATML, called({}, tool_calls=json.dumps(DICTS[1]["tool_calls"]))), lambda: prompt(CHATML, DICTS)),
-    ("right", "keys that Arrow filled", lambda: prompt(CHATML, [{**USER, "tool_calls": None, "name": None}]),
-        lambda: prompt(CHATML, [USER])),
-    ("right", "no content beside a call", lambda: prompt(CHATML, called({"a": 1})), lambda: prompt(CHATML, DICTS)),
-    ("right", "a null that was meant", lambda: prompt(CHATML, called('{"a": null}')), '"arguments": {"a": null}'),
-    ("right", "a rendered chat", lambda: prompt(CHATML, ASK), lambda: prompt(CHATML, [USER])),
-    ("right", "tools of a row", lambda: prompt(CHATML, {"prompt": [USER], "tools": [TOOL]}), "Tools: ["),
-    ("right", "tools of a row as JSON text", lambda: prompt(CHATML, {"prompt": [USER], "tools": json.dumps([TOOL])}),
-        lambda: prompt(CHATML, {"prompt": [USER], "tools": [TOOL]})),
-    ("right", "options of a row", lambda: prompt(WITH_MODE, {"prompt": [USER], "chat_template_kwargs": {"mode": "short"}}),
-        "assistant\nshort"),
-    ("right", "options of a row as JSON text",
-        lambda: prompt(WITH_MODE, {"prompt": [USER], "chat_template_kwargs": '{"mode": "short"}'}), "assistant\nshort"),
-    ("right", "options that Arrow filled",
-        lambda: prompt(WITH_MODE, {"prompt": [USER], "chat_template_kwargs": {"mode": None}}),
-        lambda: prompt(WITH_MODE, [USER])),
-    ("right", "padding on the left", lambda: prompt(CHATML, [0, 0, 5, 6]), lambda: prompt(CHATML, [5, 6])),
-    ("right", "padding on the right", lambda: prompt(CHATML, [5, 6, 0]), lambda: prompt(CHATML, [5, 6])),
-    ("right", "an attention mask", lambda: prompt(CHATML, {"prompt": [7, 5, 6], "attention_mask": [0, 1, 1]}),
-        lambda: prompt(CHATML, [5, 6])),
-    ("right", "parts, where the template needs text",
-        lambda: prompt(CHATML, [{**USER, "content": [{"type": "text", "text": "sum it"}]}]), lambda: prompt(CHATML, [USER])),
-    ("right", "two parts, where the template needs text",
-        lambda: prompt(CHATML, [{**USER, "content": [{"type": "text", "text": "sum"}, {"type": "text", "text": "it"}]}]),
-        "user\nsum\nit<|im_end|>"),
-    ("right", "parts, where the template reads them",
-        lambda: prompt(READS_PARTS, [{**USER, "content": [{"type": "text", "text": "sum"}, {"type": "text", "text": "it"}]}]),
-        "user\nsum;it;<|im_end|>"),
-    ("right", "parts, where the template speaks of types",
-        lambda: prompt("Answer in any type.\n" + READS_PARTS, [{**USER, "content": [{"type": "text", "text": "sum it"}]}]),
+MISTAKES: list[tuple[Kind, str, Any, Any]] = [
+    # Prompts from a template and a state: what is right is compared with the prompt that was meant, or has this text
+    ("right", "arguments as JSON text", (CHATML, WIRE), (CHATML, DICTS)),
+    ("right", "arguments as JSON text, where the template needs a dict", (ITEMS, WIRE), (ITEMS, DICTS)),
+    ("right", "arguments as a dict, where the template needs text", (NEEDS_TEXT, DICTS), (NEEDS_TEXT, WIRE)),
+    ("right", "all calls as JSON text", (CHATML, called({}, tool_calls=json.dumps(DICTS[1]["tool_calls"]))), (CHATML, DICTS)),
+    ("right", "keys that Arrow filled", (CHATML, [{**USER, "tool_calls": None, "name": None}]), (CHATML, [USER])),
+    ("right", "no content beside a call", (CHATML, called({"a": 1})), (CHATML, DICTS)),
+    ("right", "a null that was meant", (CHATML, called('{"a": null}')), '"arguments": {"a": null}'),
+    ("right", "a rendered chat", (CHATML, ASK), (CHATML, [USER])),
+    ("right", "tools of a row", (CHATML, {"prompt": [USER], "tools": [TOOL]}), "Tools: ["),
+    ("right", "tools of a row as JSON text", (CHATML, {"prompt": [USER], "tools": json.dumps([TOOL])}),
+        (CHATML, {"prompt": [USER], "tools": [TOOL]})),
+    ("right", "options of a row", (WITH_MODE, with_options({"mode": "short"})), "assistant\nshort"),
+    ("right", "options of a row as JSON text", (WITH_MODE, with_options('{"mode": "short"}')), "assistant\nshort"),
+    ("right", "options that Arrow filled", (WITH_MODE, with_options({"mode": None})), (WITH_MODE, [USER])),
+    ("right", "padding on the left", (CHATML, [0, 0, 5, 6]), (CHATML, [5, 6])),
+    ("right", "padding on the right", (CHATML, [5, 6, 0]), (CHATML, [5, 6])),
+    ("right", "an attention mask", (CHATML, {"prompt": [7, 5, 6], "attention_mask": [0, 1, 1]}), (CHATML, [5, 6])),
+    ("right", "parts, where the template needs text", (CHATML, ONE_PART), (CHATML, [USER])),
+    ("right", "two parts, where the template needs text", (CHATML, TWO_PARTS), "user\nsum\nit<|im_end|>"),
+    ("right", "parts, where the template reads them", (READS_PARTS, TWO_PARTS), "user\nsum;it;<|im_end|>"),
+    ("right", "parts, where the template speaks of types", ("Answer in any type.\n" + READS_PARTS, ONE_PART),
         "user\nsum it;<|im_end|>"),
-    ("right", "parts, where the template writes nothing before them",
-        lambda: prompt(ONLY_PARTS, [{**USER, "content": [{"type": "text", "text": "sum it"}]}]), "sum it;"),
-    ("refused", "arguments that are no JSON", lambda: prompt(CHATML, called("a=1")), "must be JSON where they are a text"),
-    ("refused", "arguments that are a list", lambda: prompt(CHATML, called("[1]")), "must be a dict, or its JSON text"),
-    ("refused", "calls in OpenAI's older form", lambda: prompt(CHATML, [USER,
-        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}}, USER]),
+    ("right", "parts, where the template writes nothing before them", (ONLY_PARTS, ONE_PART), "sum it;"),
+    ("refused", "arguments that are no JSON", (CHATML, called("a=1")), "must be JSON where they are a text"),
+    ("refused", "arguments that are a list", (CHATML, called("[1]")), "must be a dict, or its JSON text"),
+    ("refused", "calls in OpenAI's older form",
+        (CHATML, [USER, {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}}, USER]),
         "must be in tool_calls"),
-    ("refused", "a result in OpenAI's older form", lambda: prompt(CHATML, [USER, {"role": "function", "content": "3"}]),
-        "role 'tool'"),
-    ("refused", "a call without a name", lambda: prompt(CHATML, called({}, tool_calls=[{"id": "x"}])), "A call must be"),
-    ("refused", "calls that are no list", lambda: prompt(CHATML, called({}, tool_calls={"name": "add"})),
-        "must be a list of calls"),
-    ("refused", "a result that is a dict", lambda: prompt(CHATML, [USER, {"role": "tool", "content": {"a": 1}}]), "json.dumps"),
-    ("refused", "a mask of another length", lambda: prompt(CHATML, {"prompt": [5, 6], "attention_mask": [1]}),
-        "one value per token"),
-    ("refused", "a mask that pandas filled", lambda: prompt(CHATML, {"prompt": [5, 6], "attention_mask": float("nan")}),
+    ("refused", "a result in OpenAI's older form", (CHATML, [USER, {"role": "function", "content": "3"}]), "role 'tool'"),
+    ("refused", "a call without a name", (CHATML, called({}, tool_calls=[{"id": "x"}])), "A call must be"),
+    ("refused", "calls that are no list", (CHATML, called({}, tool_calls={"name": "add"})), "must be a list of calls"),
+    ("refused", "a result that is a dict", (CHATML, [USER, {"role": "tool", "content": {"a": 1}}]), "json.dumps"),
+    ("refused", "a mask of another length", (CHATML, {"prompt": [5, 6], "attention_mask": [1]}), "one value per token"),
+    ("refused", "a mask that pandas filled", (CHATML, {"prompt": [5, 6], "attention_mask": float("nan")}),
         "one value per token .*nan"),
-    ("refused", "a message without content", lambda: prompt(CHATML, [{"role": "user", "text": "sum it"}]),
-        "must have a content; .*'text'"),
-    ("refused", "a content that Arrow filled", lambda: prompt(CHATML, [{"role": "system", "content": None}, USER]),
-        "must have a content"),
-    ("refused", "a picture", lambda: prompt(CHATML, [{**USER, "content": [{"type": "image", "url": "x"}]}]),
-        "must hold text only"),
-    ("refused", "labels as token ids", lambda: prompt(CHATML, [5, -100]), "at least 0; got -100"),
-    ("refused", "token ids of another tokenizer", lambda: prompt(CHATML, [5, 100_000]), "token ids below .* got 100000"),
-    ("refused", "only padding", lambda: prompt(CHATML, [0, 0]), "at least one token"),
-    ("refused", "tools that are names", lambda: prompt(CHATML, {"prompt": [USER], "tools": ["add"]}), "must be JSON"),
-    ("refused", "options that are a list", lambda: prompt(CHATML, {"prompt": [USER], "chat_template_kwargs": [1]}),
-        "must have options by name"),
-    ("refused", "a row without the prompt column", lambda: prompt(CHATML, {"question": "1+1"}), "needs the prompt column"),
-    ("said", "arguments that Arrow filled", lambda: prompt(CHATML, called({"a": 1, "b": None})),
-        r"None were left out .*add\(b=None\)"),
-    ("said", "arguments in arguments that Arrow filled", lambda: prompt(CHATML, called({"of": [{"a": 1, "b": None}]})),
+    ("refused", "a message without content", (CHATML, [{"role": "user", "text": "sum it"}]), "must have a content; .*'text'"),
+    ("refused", "a content that Arrow filled", (CHATML, [{"role": "system", "content": None}, USER]), "must have a content"),
+    ("refused", "a picture", (CHATML, [{**USER, "content": [{"type": "image", "url": "x"}]}]), "must hold text only"),
+    ("refused", "labels as token ids", (CHATML, [5, -100]), "at least 0; got -100"),
+    ("refused", "token ids of another tokenizer", (CHATML, [5, 100_000]), "token ids below .* got 100000"),
+    ("refused", "only padding", (CHATML, [0, 0]), "at least one token"),
+    ("refused", "tools that are names", (CHATML, {"prompt": [USER], "tools": ["add"]}), "must be JSON"),
+    ("refused", "options that are a list", (CHATML, with_options([1])), "must have options by name"),
+    ("refused", "a row without the prompt column", (CHATML, {"question": "1+1"}), "needs the prompt column"),
+    ("said", "arguments that Arrow filled", (CHATML, called({"a": 1, "b": None})), r"None were left out .*add\(b=None\)"),
+    ("said", "arguments in arguments that Arrow filled", (CHATML, called({"of": [{"a": 1, "b": None}]})),
         r"None were left out .*add\(of\.0\.b=None\)"),
     ("said", "a BOS token inside a text", lambda: prompt(CHATML, " <s>sum", adds_bos=True), "inside, and the tokenizer writes"),
-    ("said", "tools beside a text", lambda: prompt(CHATML, {"prompt": "sum it", "tools": [TOOL]}),
-        "column tools .* has no effect"),
-    ("said", "an unknown character", lambda: prompt(CHATML, "sum \u2211"), "no token for '\u2211'"),
-    ("said", "an unknown character in a chat", lambda: prompt(CHATML, [{"role": "user", "content": "sum \u00df"}]),
-        "no token for '\u00df'"),
-    ("said", "half a character", lambda: prompt(CHATML, "sum \ud83d"), r"state 0 has half a character, '\\ud83d'"),
-    ("said", "half a character in a chat", lambda: prompt(CHATML, [{"role": "user", "content": "sum \ude00 it"}]),
+    ("said", "tools beside a text", (CHATML, {"prompt": "sum it", "tools": [TOOL]}), "column tools .* has no effect"),
+    ("said", "an unknown character", (CHATML, "sum \u2211"), "no token for '\u2211'"),
+    ("said", "an unknown character in a chat", (CHATML, [{"role": "user", "content": "sum \u00df"}]), "no token for '\u00df'"),
+    ("said", "half a character", (CHATML, "sum \ud83d"), r"state 0 has half a character, '\\ud83d'"),
+    ("said", "half a character in a chat", (CHATML, [{"role": "user", "content": "sum \ude00 it"}]),
         r"state 0 has half a character, '\\ude00'"),
     ("refused", "half a character in an answer", lambda: language_model().demonstrations(["sum"], ["\ud83d"]),
         "no tokenizer reads half a character"),
-    ("said", "a chat as JSON text", lambda: prompt(CHATML, json.dumps([USER])), "looks like a chat in JSON"),
-    ("said", "two BOS tokens", lambda: prompt(CHATML, [1, 1, 5]), r"two begin-of-sequence \(BOS\) tokens"),
-    ("said", "padding inside", lambda: prompt(CHATML, [5, 0, 6]), "have padding tokens"),
+    ("said", "a chat as JSON text", (CHATML, json.dumps([USER])), "looks like a chat in JSON"),
+    ("said", "two BOS tokens", (CHATML, [1, 1, 5]), r"two begin-of-sequence \(BOS\) tokens"),
+    ("said", "padding inside", (CHATML, [5, 0, 6]), "have padding tokens"),
     ("silent", "a prompt that was cut before it came here", lambda: prompt(CHATML, "sum i")[1], "sum i"),
 
     # Rewards and answers: what is right has these rewards
@@ -189,34 +169,32 @@ MISTAKES: list[tuple[Kind, str, Callable[[], Any], Any]] = [
     ("refused", "Between without its end", lambda: Between(start="<a>", end=None), "end"),  # type: ignore[arg-type]
 
     # Chat templates, their marks, and tools
-    ("refused", "a template that fails", lambda: prompt("{{ messages[0].content + 1 }}", [USER]),
-        "must fit the tokenizer's chat template"),
+    ("refused", "a template that fails", ("{{ messages[0].content + 1 }}", [USER]), "must fit the tokenizer's chat template"),
     ("refused", "an agent without a template", lambda: agent(None), "must have a chat template"),
     ("refused", "a template whose calls nobody reads", lambda: agent(OWN_CALLS), "Set tokenizer.response_template"),
     ("refused", "tools, where the template does not write them", lambda: agent(NO_CALLS), "must write tool calls"),
-    ("said", "no generation prompt", lambda: prompt(HEADLESS, [USER]), "ignores add_generation_prompt"),
-    ("said", "an end of turn that ends nothing", lambda: prompt(CHATML.replace("<|im_end|>", "<|eot|>"), [USER]),
+    ("said", "no generation prompt", (HEADLESS, [USER]), "ignores add_generation_prompt"),
+    ("said", "an end of turn that ends nothing", (CHATML.replace("<|im_end|>", "<|eot|>"), [USER]),
         "ends an answer with '<.eot.>'"),
-    ("said", "an option without a generation prompt",
-        lambda: prompt(CHATML, {"prompt": [USER], "chat_template_kwargs": {"add_generation_prompt": False}}),
+    ("said", "an option without a generation prompt", (CHATML, with_options({"add_generation_prompt": False})),
         "add_generation_prompt=False"),
-    ("said", "dropped calls", lambda: prompt(NO_CALLS, DICTS), "does not write the calls"),
-    ("said", "a dropped message", lambda: prompt(NO_SYSTEM, [{"role": "system", "content": "briefly"}, USER]),
+    ("said", "dropped calls", (NO_CALLS, DICTS), "does not write the calls"),
+    ("said", "a dropped message", (NO_SYSTEM, [{"role": "system", "content": "briefly"}, USER]),
         "drops the message of the role 'system'"),
-    ("said", "dropped tools", lambda: prompt(NO_TOOLS, {"prompt": [USER], "tools": [TOOL]}), "does not write the tools"),
-    ("said", "a misspelt option",
-        lambda: prompt(CHATML, {"prompt": [USER], "chat_template_kwargs": {"enable_thinkin": False}}), "reads no option"),
-    ("said", "documents, where the template reads none",
-        lambda: prompt(CHATML, {"prompt": [USER], "chat_template_kwargs": {"documents": [{"text": "it"}]}}), "reads no option"),
+    ("said", "dropped tools", (NO_TOOLS, {"prompt": [USER], "tools": [TOOL]}), "does not write the tools"),
+    ("said", "a misspelt option", (CHATML, with_options({"enable_thinkin": False})), "reads no option"),
+    ("said", "documents, where the template reads none", (CHATML, with_options({"documents": [{"text": "it"}]})),
+        "reads no option"),
     ("said", "tags that are special tokens", lambda: text_of(THINKING, "<|think|>a<|/think|>7"), "keep_special_tokens=True"),
     ("said", "a tag that the template has opened", lambda: opened("<think>\n"), "completions begin inside this tag"),
-    ("silent", "a template of another model that has the same marks",
-        lambda: prompt(CHATML.replace("\n", " "), [USER])[1], ASK.replace("\n", " ")),
+    ("silent", "a template of another model that has the same marks", lambda: prompt(CHATML.replace("\n", " "), [USER])[1],
+        ASK.replace("\n", " ")),
 ]  # fmt: skip
 
 
 def agrees(found: Any, expected: Any) -> bool:
-    expected = expected() if callable(expected) else expected
+    if isinstance(expected, tuple):
+        return bool(found == prompt(*expected))
     if isinstance(expected, str):
         return expected in (found[1] if isinstance(found, tuple) else found)
     return bool(found == (pytest.approx(expected) if isinstance(expected, list) else expected))
@@ -226,11 +204,12 @@ def test_each_mistake_is_right_refused_or_said_once(subtests: pytest.Subtests) -
     for kind, mistake, attempt, expected in MISTAKES:
         with subtests.test(mistake=mistake), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
+            make = attempt if callable(attempt) else functools.partial(prompt, *attempt)
             if kind == "refused":
                 with pytest.raises(GRPOError, match=expected):
-                    attempt()
+                    make()
                 continue
-            found = attempt()
+            found = make()
             assert [str(warning.message) for warning in said][1 if kind == "said" else 0 :] == []
             if kind == "said":
                 assert re.search(expected, str(said[0].message))

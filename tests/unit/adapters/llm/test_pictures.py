@@ -16,11 +16,11 @@ from peft import LoraConfig
 from PIL import Image
 from torch import Tensor
 
-from adapters.llm import CompletionRewards, HFOptions, HFPolicy, Picture, SamplingConfig, add_lora, train_parts
+from adapters.llm import CompletionRewards, HFPolicy, Picture, SamplingConfig, add_lora, train_parts
 from adapters.llm.sampling.continuous import ContinuousSampler
-from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo import ObjectiveConfig
 from grpo.errors import CheckpointError, ConfigError, ContractError
-from tests.support.llm_models import assert_rows, completion, gradients, relative_difference
+from tests.support.llm_models import assert_rows, completion, gradients, hf_policy, relative_difference, trainer_of
 from tests.support.vision_models import (
     FAMILIES,
     IMAGE,
@@ -36,8 +36,7 @@ from tests.support.vision_models import (
 
 
 def tiny_policy(family: str = "qwen2_5_vl", *, max_new_tokens: int = 5, **options: Any) -> HFPolicy:
-    model, processor = tiny_vision(family)
-    return HFPolicy(model, processor, sampling=SamplingConfig(max_new_tokens=max_new_tokens), **options)
+    return hf_policy(*tiny_vision(family), sampling=SamplingConfig(max_new_tokens=max_new_tokens), **options)
 
 
 @pytest.fixture(scope="module", name="policy")
@@ -74,8 +73,7 @@ def test_a_picture_has_many_forms_and_one_meaning(policy: HFPolicy, tmp_path: Pa
     assert all(torch.equal(inputs[name], expected.fields[name]) for name in inputs)
     text = [{"role": "user", "content": "how many?"}]
     forms: dict[str, Any] = {
-        "an array": part(type="image", image=np.asarray(image)),
-        "a path": part(type="image", path=str(file)),
+        "an array": part(type="image", image=np.asarray(image)), "a path": part(type="image", path=str(file)),
         "a Path": part(type="image", image=file),
         "base64": part(type="image", base64=base64.b64encode(as_png(image)).decode()),
         "OpenAI's chat completions": part(type="image_url", image_url={"url": link}),
@@ -85,7 +83,7 @@ def test_a_picture_has_many_forms_and_one_meaning(policy: HFPolicy, tmp_path: Pa
         "a column of pictures": {"prompt": text, "images": [image]},
         "a column with one picture": {"prompt": text, "image": image},
         "a column and a part": {"prompt": part(type="image"), "images": [image]},
-    }
+    }  # fmt: skip
     for name, state in forms.items():
         with subtests.test(name):
             found = encoded(policy, state)
@@ -230,9 +228,7 @@ def test_the_vision_tower_runs_once_per_prompt_in_sampling_and_in_an_update() ->
     policy.model.model.visual.register_forward_pre_hook(
         lambda module, args, options: patches.append(len(args[0])), with_kwargs=True
     )
-    config = GRPOConfig(group_size=8, learning_rate=1e-3)
-    rewards = CompletionRewards(lambda completion_ids: [float(sum(tokens)) for tokens in completion_ids])
-    trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards)
+    trainer = trainer_of(policy, group_size=8, learning_rate=1e-3)
     states = [chat("how many?", picture(16, 16)), chat("a?", picture(16, 16, 1)), chat("b")]
     batch = trainer.collect(states)
     assert sum(patches) == 2 * 16  # two pictures of 4 x 4 patches
@@ -259,7 +255,7 @@ def test_equal_ids_with_other_pictures_are_other_prompts() -> None:
 
 def test_max_tokens_per_forward_counts_the_tokens_of_pictures() -> None:
     """Two texts fit into a pass, and two pictures do not."""
-    policy = tiny_policy("llava", options=HFOptions(max_tokens_per_forward=40))
+    policy = tiny_policy("llava", max_tokens_per_forward=40)
     texts = [{"prompt": text} for text in ("ab", "ac")]
     seen = [{"prompt": f"<image>{row['prompt']}", "images": [picture(seed=seed)]} for seed, row in enumerate(texts)]
     assert [len(prompt) for prompt in policy._encode([*texts, *seen])] == [2, 2, 18, 18]  # 16 patches
@@ -273,7 +269,7 @@ def test_max_tokens_per_forward_counts_the_tokens_of_pictures() -> None:
 def test_every_sampler_of_this_package_draws_the_same_tokens(family: str, sampler: Any) -> None:
     states = [chat("how many?", picture(32, 48)), chat("a?", picture(56, 24, 1), picture(20, 36, 2)), chat("12+34=?")]
     found = []
-    for options in ({}, {"sampler": sampler}, {"options": HFOptions(max_rows_per_decode=3)}):
+    for options in ({}, {"sampler": sampler}, {"max_rows_per_decode": 3}):
         policy = tiny_policy(family, **options)
         torch.manual_seed(0)
         found.append([action for group in policy.generate_actions(states, 2) for action in group])
@@ -284,8 +280,7 @@ def test_every_sampler_of_this_package_draws_the_same_tokens(family: str, sample
 
 
 def test_continuous_batching_refuses_pictures() -> None:
-    model, processor = tiny_vision("llava")
-    policy = HFPolicy(model, processor, sampler="decoding", sampling=SamplingConfig(max_new_tokens=2))
+    policy = tiny_policy("llava", max_new_tokens=2, sampler="decoding")
     policy._sampler = ContinuousSampler(policy._lm)
     message = r"reads token ids only; the prompts at \[1\] have pictures\. Use sampler='decoding'"
     with pytest.raises(ContractError, match=message):
@@ -294,18 +289,15 @@ def test_continuous_batching_refuses_pictures() -> None:
 
 def test_no_completion_has_a_token_that_stands_for_a_picture() -> None:
     """The head is made to prefer the token by far."""
-    model, processor = tiny_vision("qwen2_5_vl")
+    policy = tiny_policy(max_new_tokens=20, exact_entropy=True)
     with torch.no_grad():
-        model.lm_head.weight[IMAGE] *= 100
-    policy = HFPolicy(
-        model, processor, sampling=SamplingConfig(max_new_tokens=20), options=HFOptions(exact_entropy=True)
-    )
+        policy.model.lm_head.weight[IMAGE] *= 100
     states = [chat("a?", picture()), "b"]
     groups = policy.generate_actions(states, 4)
     assert all(IMAGE not in action.token_ids for group in groups for action in group)
     scores = policy.score_groups(states, groups)
     assert bool(scores.entropy.isfinite().all())
-    slopes = gradients(model, scores.log_probs.sum() + scores.entropy.sum())
+    slopes = gradients(policy.model, scores.log_probs.sum() + scores.entropy.sum())
     assert all(bool(slope.isfinite().all()) for slope in slopes.values())
     assert not slopes["lm_head.weight"][IMAGE].any()
 
@@ -332,9 +324,7 @@ def test_text_alone_is_scored_as_without_a_processor_but_for_the_excluded_tokens
 
 
 def test_a_reference_reads_pictures_too() -> None:
-    model, processor = tiny_vision("qwen2_5_vl")
-    reference, _ = tiny_vision("qwen2_5_vl")
-    policy = HFPolicy(model, processor, reference_model=reference, sampling=SamplingConfig(max_new_tokens=4))
+    policy = tiny_policy(max_new_tokens=4, reference_model=tiny_vision("qwen2_5_vl")[0])
     state = chat("how many?", picture())
     [[action]] = policy.generate_actions([state], 1)
     found = policy.reference_log_probabilities([state], [action])
@@ -367,8 +357,8 @@ def test_parts_are_trained_and_frozen_by_name(family: str) -> None:
 
 
 def test_a_frozen_part_does_not_change_and_the_others_have_their_gradients() -> None:
-    model, processor = tiny_vision("qwen3_vl")
-    policy = HFPolicy(model, processor, sampling=SamplingConfig(max_new_tokens=4))
+    policy = tiny_policy("qwen3_vl", max_new_tokens=4)
+    model = policy.model
     state = chat("how many?", picture())
     [actions] = policy.generate_actions([state], 2)
     whole = gradients(model, policy.score_groups([state], [actions]).log_probs.sum())
@@ -390,9 +380,7 @@ def test_lora_adapts_the_language_part() -> None:
     assert any("q_proj" in name for name in names)
     assert any("down_proj" in name for name in names)
     policy = HFPolicy(adapted, processor, sampling=SamplingConfig(max_new_tokens=4))
-    config = GRPOConfig(group_size=4, learning_rate=1e-2, objective=ObjectiveConfig(kl_coef=0.1))
-    rewards = CompletionRewards(lambda completion_ids: [float(sum(tokens)) for tokens in completion_ids])
-    trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards)
+    trainer = trainer_of(policy, learning_rate=1e-2, objective=ObjectiveConfig(kl_coef=0.1))
     trainer.step([chat("how many?", picture())])
 
 
@@ -428,7 +416,7 @@ def test_rewards_get_the_rows_with_their_pictures() -> None:
         return [float(np.asarray(own[0]).mean()) for own in images]
 
     row = {"prompt": [{"role": "user", "content": "how many?"}], "images": [picture()]}
-    GRPOTrainer(config=GRPOConfig(group_size=2), policy=policy, reward_model=CompletionRewards(bright)).collect([row])
+    trainer_of(policy, CompletionRewards(bright), group_size=2).collect([row])
     assert seen == [[row["prompt"]] * 2, [row["images"]] * 2]
 
 
@@ -444,13 +432,10 @@ def test_a_checkpoint_holds_the_picture_of_a_group_once(
     def bright(completions: Any, image: Any, **columns: Any) -> list[float]:
         return [len(text) * np.mean(Picture.of(own).image) / 255 for text, own in zip(completions, image, strict=True)]
 
-    def trainer() -> GRPOTrainer:
-        config = GRPOConfig(group_size=4, learning_rate=1e-3, replay_iterations=1)
-        return GRPOTrainer(config=config, policy=tiny_policy(), reward_model=CompletionRewards(bright))
-
     text = [{"role": "user", "content": "how many?"}]
     rows = [{"prompt": text, "image": form(picture(seed=seed))} for seed in (0, 1, 0)]
-    first, second = trainer(), trainer()
+    settings: dict[str, Any] = {"learning_rate": 1e-3, "replay_iterations": 1}
+    first, second = (trainer_of(tiny_policy(), CompletionRewards(bright), **settings) for _ in range(2))
     first.step(rows)
     first.save_checkpoint(tmp_path / "run")
     held = "".join(file.read_text(encoding="utf-8") for file in (tmp_path / "run").rglob("*.json"))
@@ -467,9 +452,7 @@ def test_a_checkpoint_holds_the_picture_of_a_group_once(
 
 @pytest.mark.parametrize("value", [OPAQUE, as_png(OPAQUE)], ids=["a PIL image", "the content of a file"])
 def test_a_run_refuses_what_its_checkpoints_cannot_hold(policy: HFPolicy, value: Any, tmp_path: Path) -> None:
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=2), policy=policy, reward_model=CompletionRewards(lambda completions: [0.0])
-    )
+    trainer = trainer_of(policy, CompletionRewards(lambda completions: [0.0]))
     message = (
         r"states\[0\]\['image'\] is a .* cannot hold\. If it is a picture, pass adapters\.llm\.Picture\.of\(picture\)"
     )
@@ -503,21 +486,15 @@ UNUSED = {
 """Parameters that the answers of a family do not depend on, by the beginnings of their names. They have no gradient."""
 
 
-def policy_of_family(family: str, **options: Any) -> HFPolicy:
-    model, processor = tiny_vision(family)
-    return HFPolicy(model, processor, sampling=SamplingConfig(max_new_tokens=7), **options)
-
-
-def assert_as_alone(policy: HFPolicy, unused: tuple[str, ...], states: Any = MIXED_STATES) -> None:
+def assert_as_alone(policy: HFPolicy, unused: tuple[str, ...]) -> None:
     """Sampled and scored log-probs and the gradients of all parameters are those of plain forward passes, row by row. All
     parameters have one but the unused."""
     torch.manual_seed(0)
-    groups = policy.generate_actions(states, 2)
-    rows = [(state, action) for state, group in zip(states, groups, strict=True) for action in group]
+    groups = policy.generate_actions(MIXED_STATES, 2)
+    rows = [(state, action) for state, group in zip(MIXED_STATES, groups, strict=True) for action in group]
     alone = [plain_log_probs(policy, state, action.token_ids) for state, action in rows]
     assert torch.cat(alone).std() > 0.5  # the distributions are not flat
-    policy.train()
-    scores = policy.score_groups(states, groups).log_probs
+    scores = policy.train().score_groups(MIXED_STATES, groups).log_probs
     policy.eval()
     for scored, (_, action), expected in zip(scores, rows, alone, strict=True):
         torch.testing.assert_close(scored[: len(action)], expected, atol=2e-5, rtol=0)
@@ -543,11 +520,11 @@ def _of(slopes: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
     "family", [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in FAMILIES]
 )
 def test_a_family_is_sampled_and_scored_as_in_plain_forward_passes(family: str) -> None:
-    assert_as_alone(policy_of_family(family), UNUSED.get(family, ()))
+    assert_as_alone(tiny_policy(family, max_new_tokens=7), UNUSED.get(family, ()))
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_rows_are_computed_as_wholes_with_gradient_checkpointing(family: str) -> None:
-    policy = policy_of_family(family)
+    policy = tiny_policy(family, max_new_tokens=7)
     policy.model.activation_checkpointing_enable()
     assert_as_alone(policy, UNUSED.get(family, ()))

@@ -1,6 +1,8 @@
-"""`HFPolicy`: sampling, and what ends completions; and wrong arguments, states and actions, refused in words."""
+"""`HFPolicy`: sampling, and what ends completions; wrong arguments, states and actions, refused in words; and `lora_start`."""
 
 import copy
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,10 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from adapters.llm import HFOptions, HFPolicy, SampledTokens, SamplingConfig
+from adapters.llm import CompletionRewards, HFOptions, HFPolicy, SampledTokens, SamplingConfig, add_lora, lora_start
 from adapters.llm.completions import Completion
 from adapters.llm.sampling.vllm_server import VLLMServerSampler
-from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer
+from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig, presets
 from grpo.errors import ConfigError, ContractError, GRPOError, GRPOWarning
 from tests.support.llm_models import (
     CHARACTERS,
@@ -27,12 +29,13 @@ from tests.support.llm_models import (
     forward_shapes,
     policy_of,
     row_logits,
+    sum_of_tokens,
     tiny_model,
+    trainer_of,
 )
 from tests.support.objective_inputs import as_users_run_it
 
 TOKENIZER = character_tokenizer()
-# Sampling
 
 
 def test_sampled_actions_have_texts_finish_reasons_log_probs_and_metrics() -> None:
@@ -230,8 +233,7 @@ def test_a_supervised_run_teaches_given_texts() -> None:
     given = policy.demonstrations(["ab", "b"], ["a1", "11ba"])
     assert [action.token_ids for action in given.actions] == [(*encoded("a1"), END), (*encoded("11ba"), END)]
     assert given.mask.tolist() == [[True] * 3 + [False] * 2, [True] * 5]
-    config = GRPOConfig(learning_rate=2e-2, seed=0, micro_batch_size=1)
-    trainer = GRPOTrainer(config=config, policy=policy, reward_model=lambda states, actions: [0.0] * len(states))
+    trainer = trainer_of(policy, learning_rate=2e-2, micro_batch_size=1)
     history = trainer.train(None, demonstrations=given, num_iterations=40, progress=False)
     assert history[-1]["train/demonstration_loss"] < 0.1
     found = policy.generate_actions(["ab", "b"], 1, temperature=0)
@@ -261,16 +263,6 @@ def test_texts_are_no_completions() -> None:
 # --- wrong models, tokenizers, settings, states and actions
 
 
-# Models
-
-
-def trainer_of(policy: Any, **settings: Any) -> GRPOTrainer:
-    config = GRPOConfig(group_size=2, seed=0, **settings)
-    return GRPOTrainer(
-        config=config, policy=policy, reward_model=lambda states, actions: [float(sum(a.token_ids)) for a in actions]
-    )
-
-
 def test_an_adapter_that_was_loaded_for_inference_is_refused_by_the_trainer(tmp_path: Path) -> None:
     """`PeftModel.from_pretrained` freezes the adapter unless is_trainable=True."""
     get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(str(tmp_path))
@@ -285,12 +277,8 @@ def test_an_adapter_that_was_loaded_for_inference_is_refused_by_the_trainer(tmp_
 
 def test_a_frozen_model_may_be_the_reference() -> None:
     reference = policy_of(tiny_model().requires_grad_(False))
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=2, reference_sync_every=1),
-        policy=policy_of(),
-        reference_policy=reference,
-        reward_model=lambda states, actions: [float(len(action)) for action in actions],
-    )
+    config = GRPOConfig(group_size=2, reference_sync_every=1)
+    trainer = GRPOTrainer(config=config, policy=policy_of(), reference_policy=reference, reward_model=sum_of_tokens)
     trainer.step(["1+1="])
     assert torch.equal(*(next(iter(p.get_parameters().values())) for p in (trainer.policy, reference)))
 
@@ -443,3 +431,38 @@ def test_hooks_on_the_output_head_apply_to_sampling_and_scoring(subtests: pytest
 def test_the_warning_of_the_first_ratio_names_the_dropout_of_an_adapter() -> None:
     with pytest.warns(GRPOWarning, match=r"first ratio is not 1\. Dropout is on in train\(\).*lora_dropout.*p=0\.5"):
         trainer_of(policy_of(adapted_model(lora_dropout=0.5))).step(["1+1=", "2+2="])
+
+
+# --- the settings to start with: what their reasons claim, and that a run with them trains an adapter
+
+
+def changed(values: Any, defaults: Any) -> set[str]:
+    return {field.name for field in fields(values) if getattr(values, field.name) != getattr(defaults, field.name)}
+
+
+def test_every_setting_that_differs_from_the_defaults_has_a_reason() -> None:
+    config, text = lora_start(), lora_start.__doc__ or ""
+    names = set(re.findall(r"(?:objective\.|advantage\.)?(\w+)=", text)) | {"surrogate", "advantage", "objective"}
+    assert changed(config, GRPOConfig()) <= names
+    assert changed(config.objective, ObjectiveConfig()) <= names
+    assert changed(config.advantage, AdvantageConfig()) <= names
+
+
+def test_an_adapter_learns_with_ten_times_the_learning_rate_of_all_weights() -> None:
+    assert lora_start().learning_rate == pytest.approx(10 * presets.dapo().learning_rate)
+
+
+@pytest.mark.filterwarnings("ignore:step.. does not honour")  # of the lone collect() at its end
+def test_a_run_starts_on_policy_without_a_reference_and_trains_the_adapter() -> None:
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    policy = policy_of(add_lora(tiny_model(), lora), max_new_tokens=4)
+    before = {name: value.detach().clone() for name, value in policy.get_parameters().items()}
+    rewards = CompletionRewards(lambda completion: float("1" in completion))
+    config = replace(lora_start(), num_states_per_iteration=4)
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards)
+    (metrics,) = trainer.train(["1+1=", "2+1=", "3+1=", "4+1="], num_iterations=1, progress=False)
+    assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
+    assert metrics["train/clip_fraction"] == 0.0
+    assert "train/kl_mean" not in metrics or metrics["train/kl_penalty"] == 0.0
+    assert trainer.collect(["1+1="]).ref_log_probs is None
+    assert any(not value.equal(before[name]) for name, value in policy.get_parameters().items())

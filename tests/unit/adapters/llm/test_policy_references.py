@@ -8,7 +8,7 @@ import torch
 from peft import AdaptionPromptConfig, FourierFTConfig, IA3Config, LoraConfig, TrainableTokensConfig, get_peft_model
 
 from adapters.llm import HFPolicy
-from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo import ObjectiveConfig
 from grpo.errors import ConfigError, GRPOWarning
 from grpo.policy_base import ScoresReference
 from tests.support.llm_models import (
@@ -23,9 +23,8 @@ from tests.support.llm_models import (
     policy_of,
     relative_difference,
     tiny_model,
+    trainer_of,
 )
-
-# References
 
 
 def test_without_adapter_and_reference_model_there_is_no_reference() -> None:
@@ -112,10 +111,9 @@ def test_a_reference_that_is_not_the_start_is_told_at_the_first_update() -> None
     """A reference that was asked for is never judged: another model, or the base model."""
 
     def first_kl(policy: HFPolicy, change: bool = False) -> float:
-        config = GRPOConfig(group_size=4, seed=0, learning_rate=1e-3, objective=ObjectiveConfig(kl_coef=0.1))
         if change:
             move(policy)
-        trainer = GRPOTrainer(config=config, policy=policy, reward_model=lambda s, a: [float(len(x)) for x in a])
+        trainer = trainer_of(policy, learning_rate=1e-3, objective=ObjectiveConfig(kl_coef=0.1))
         return trainer.step(STATES)["train/kl_mean"]
 
     for name in ("a LoRA that was trained before", "PiSSA"):
@@ -184,17 +182,15 @@ def test_train_eval_and_to_apply_to_the_models() -> None:
 
 def test_the_reference_has_no_dropout_and_frozen_parts_stay_frozen() -> None:
     """In training mode too. PEFT makes all parts of an adapter trainable when it is switched on again."""
-    model = get_peft_model(
-        tiny_model(), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
-    )
+    config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
+    model = get_peft_model(tiny_model(), config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_B" in name)
     policy = policy_of(model)
     names = policy.get_parameters().keys()
     expected = policy.eval().reference_log_probabilities(STATES, ROWS)
-    torch.testing.assert_close(
-        policy.train().reference_log_probabilities(STATES, ROWS), expected, rtol=0, atol=FLOAT32_LOG_PROB
-    )
+    found = policy.train().reference_log_probabilities(STATES, ROWS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=FLOAT32_LOG_PROB)
     assert model.training
     assert policy.get_parameters().keys() == names
 

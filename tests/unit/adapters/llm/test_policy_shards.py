@@ -1,5 +1,6 @@
 """A language model whose weights ranks divide calls its layers equally often in each pass, and gives the same scores."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -31,9 +32,8 @@ def test_ranks_compare_how_a_language_model_samples_and_its_reference_model() ->
     ("family", "kind"), [("qwen3", "Qwen3DecoderLayer"), ("gpt2", "GPT2Block"), ("mamba", "MambaBlock")]
 )
 def test_the_units_are_the_layers_and_the_modules_around_them(family: str, kind: str) -> None:
-    policy = policy_of(
-        family, value_head=ValueHead(16 if family == "mamba" else 32), reference_model=tiny_model(family)
-    )
+    head = ValueHead(16 if family == "mamba" else 32)
+    policy = policy_of(family, value_head=head, reference_model=tiny_model(family))
     first, second, *rest = policy.shard_units()
     assert [type(module).__name__ for module in (first, second, *rest[:2])] == [kind] * 4
     assert rest[2:] == [policy.model, policy.value_head, policy.reference_model]
@@ -74,8 +74,7 @@ def test_a_pass_without_tokens_calls_each_layer_twice_and_has_a_gradient() -> No
 
 def test_rows_that_fork_are_scored_without_sharing_what_follows_the_prompt() -> None:
     policy = policy_of(max_tokens_per_forward=8)
-    forked = [completion(5, 6, 7), completion(5, 6, 8)]
-    forked = [type(row)(token_ids=row.token_ids, text="", finish_reason="end", forks=(2,)) for row in forked]
+    forked = [replace(row, forks=(2,)) for row in (completion(5, 6, 7), completion(5, 6, 8))]
     expected = policy.score_actions(["1", "1"], forked)
     assert [list(rows) for rows in policy.plan_micro_batches(["1", "1"], forked)] == [[0, 1]]
     layer = policy.shard_units()[0]

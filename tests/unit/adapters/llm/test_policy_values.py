@@ -9,24 +9,24 @@ from torch import Tensor
 
 from adapters.llm import HFPolicy, ValueHead, merged_weights
 from adapters.llm.model.causal_lm import CausalLM
-from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, ObjectiveInputs, grpo_objective
+from grpo import AdvantageConfig, GRPOTrainer, ObjectiveConfig, ObjectiveInputs, grpo_objective
 from grpo.checks import check_policy
 from grpo.errors import ConfigError, GRPOWarning
 from tests.support.llm_models import (
     FAMILIES,
     STATES,
     adapted_model,
-    character_tokenizer,
     completion,
     encoded,
     forward_shapes,
     policy_of,
     relative_difference,
+    saved_model,
     tiny_model,
+    trainer_of,
 )
 
 ROWS = [completion(5, 6, 7, finish_reason="length"), completion(9), completion(4, 12, 30, 2)]
-GAE = AdvantageConfig(credit="gae")
 
 
 def random_head(model: Any, dropout: float = 0.0) -> ValueHead:
@@ -138,9 +138,8 @@ def ones(states: Any, actions: Any) -> list[float]:
     return [1.0] * len(actions)
 
 
-def trainer_of(policy: HFPolicy, **settings: Any) -> GRPOTrainer:
-    given = {"group_size": 4, "seed": 0, "learning_rate": 1e-2, "advantage": GAE} | settings
-    return GRPOTrainer(config=GRPOConfig(**given), policy=policy, reward_model=ones)
+def with_gae(policy: HFPolicy, **settings: Any) -> GRPOTrainer:
+    return trainer_of(policy, ones, **{"learning_rate": 1e-2, "advantage": AdvantageConfig(credit="gae")} | settings)
 
 
 def test_values_start_at_0_and_become_the_returns() -> None:
@@ -148,7 +147,7 @@ def test_values_start_at_0_and_become_the_returns() -> None:
     head = ValueHead(32, bootstrap_truncated=False)
     policy = policy_of(value_head=head, max_new_tokens=2, end_token_ids=[])
     assert not policy.score_actions(STATES, ROWS).values.any()
-    trainer = trainer_of(policy, advantage=AdvantageConfig(credit="gae", gamma=1.0), num_epochs_per_update=8)
+    trainer = with_gae(policy, advantage=AdvantageConfig(credit="gae", gamma=1.0), num_epochs_per_update=8)
     trainer.step(STATES)
     trainer.step(STATES)
     scores = policy.eval().score_actions(STATES, [completion(5, 6, finish_reason="length")] * 3)
@@ -168,7 +167,7 @@ def test_the_head_is_trained_beside_an_adapter_and_in_float32(name: Any, make: A
     assert {v.dtype for v in heads.values()} == {torch.float64 if name == "float64" else torch.float32}
     assert all("lora_" in key for key in policy.get_parameters().keys() - heads) or "adapt" not in name
     before = {key: value.detach().clone() for key, value in policy.get_parameters().items()}
-    trainer_of(policy, autocast_dtype=autocast, num_epochs_per_update=3).step(STATES)
+    with_gae(policy, autocast_dtype=autocast, num_epochs_per_update=3).step(STATES)
     assert all(not torch.equal(value, before[key]) for key, value in heads.items())
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
         scores = policy.score_actions(STATES, ROWS)
@@ -179,7 +178,7 @@ def test_the_head_is_trained_beside_an_adapter_and_in_float32(name: Any, make: A
 def test_a_frozen_model_is_refused_although_its_head_is_not_frozen() -> None:
     policy = policy_of(tiny_model().requires_grad_(False), value_head=True)
     with pytest.raises(ConfigError, match="are frozen, so training would change nothing"):
-        trainer_of(policy)
+        with_gae(policy)
 
 
 def test_dropout_is_on_in_training_only_and_does_not_disturb_the_first_ratio() -> None:
@@ -190,10 +189,10 @@ def test_dropout_is_on_in_training_only_and_does_not_disturb_the_first_ratio() -
     noisy = policy.train().score_actions(STATES, ROWS)
     assert not torch.equal(noisy.values, expected.values)
     assert torch.equal(noisy.log_probs, expected.log_probs)
-    trainer_of(policy, num_epochs_per_update=2).step(STATES)  # a warning would be an error
+    with_gae(policy, num_epochs_per_update=2).step(STATES)  # a warning would be an error
     model = tiny_model("gpt2", resid_pdrop=0.5)
     with pytest.warns(GRPOWarning, match=r"differ by .*resid_dropout") as said:
-        trainer_of(policy_with_values(model, dropout=0.5), num_epochs_per_update=2).step(STATES)
+        with_gae(policy_with_values(model, dropout=0.5), num_epochs_per_update=2).step(STATES)
     assert "value_head" not in str(said[0].message)  # only what changes log-probs is named
 
 
@@ -226,8 +225,7 @@ def test_the_head_follows_the_model() -> None:
 
 def test_the_head_is_saved_with_the_model(tmp_path: Path, subtests: pytest.Subtests) -> None:
     base = tiny_model()
-    base.save_pretrained(tmp_path / "base")
-    character_tokenizer().save_pretrained(tmp_path / "base")
+    saved_model(tmp_path / "base", base)
     for lora, merge in ((None, False), (True, False), (True, True)):
         with subtests.test(lora=lora, merge=merge):
             head = random_head(base, dropout=0.25)
@@ -247,17 +245,14 @@ def test_the_head_is_saved_with_the_model(tmp_path: Path, subtests: pytest.Subte
     assert not fresh.score_actions(STATES, ROWS).values.any()
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: policy_of(value_head="yes"), "value_head must be True, False or a ValueHead; got str 'yes'"),
-        (lambda: policy_of(value_head=ValueHead(31)), r"hidden states of 32 numbers; got hidden_size=31. Pass ValueHead\(32\)"),
-        (lambda: ValueHead(0), "at least 1, .* got 0, 0 and 0.1"),
-        (lambda: ValueHead(8, width=0), "at least 1, .* got 8, 0 and 0.1"),
-        (lambda: ValueHead(8, dropout=1.0), r"below 1; got 8, 8 and 1\.0"),
-        (lambda: ValueHead(8, dropout=-0.1), r"below 1; got 8, 8 and -0\.1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: policy_of(value_head="yes"), "value_head must be True, False or a ValueHead; got str 'yes'"),
+    (lambda: policy_of(value_head=ValueHead(31)), r"hidden states of 32 numbers; got hidden_size=31. Pass ValueHead\(32\)"),
+    (lambda: ValueHead(0), "at least 1, .* got 0, 0 and 0.1"),
+    (lambda: ValueHead(8, width=0), "at least 1, .* got 8, 0 and 0.1"),
+    (lambda: ValueHead(8, dropout=1.0), r"below 1; got 8, 8 and 1\.0"),
+    (lambda: ValueHead(8, dropout=-0.1), r"below 1; got 8, 8 and -0\.1"),
+])  # fmt: skip
 def test_wrong_heads_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()

@@ -29,8 +29,7 @@ def ids(text: str) -> list[int]:
 
 
 def encoder(tokenizer: Any = None, **options: Any) -> PromptEncoder:
-    size = options.pop("vocabulary_size", VOCABULARY_SIZE)
-    return PromptEncoder(tokenizer or character_tokenizer(), size, options.pop("column", "prompt"), options)
+    return PromptEncoder(tokenizer or character_tokenizer(), VOCABULARY_SIZE, "prompt", options)
 
 
 def test_text_messages_and_rows_are_prompts() -> None:
@@ -81,10 +80,8 @@ def test_a_row_of_a_dataset_has_no_arguments_of_other_rows() -> None:
     user: Any = {"role": "user", "content": "sum it"}
     calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "find", "arguments": {"of": {"b": "x"}, "c": [2]}}]
     chats = [[user, {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}, user] for call in calls]
-    rows = [
-        {"prompt": chats[0], "tools": [{"name": "add"}]},
-        {"prompt": chats[1], "tools": [{"name": "find", "strict": True}]},
-    ]
+    tools = [{"name": "add"}], [{"name": "find", "strict": True}]
+    rows = [{"prompt": chat, "tools": own} for chat, own in zip(chats, tools, strict=True)]
     tokenizer = chat_tokenizer()
     meant = PromptEncoder(tokenizer, len(tokenizer), "prompt", {})(rows)
     with pytest.warns(GRPOWarning, match="arguments of calls that are None were left out") as said:
@@ -212,10 +209,8 @@ def test_a_message_has_no_control_tokens(subtests: pytest.Subtests) -> None:
         described = {**TOOL, "function": {**TOOL["function"], "description": INJECTED}}
         token_ids = encode(tokenizer, {"prompt": [USER], "tools": [described]})
         assert count(token_ids, tokenizer, "<|im_start|>") == 3
-        own = encode(
-            tokenizer, "<|im_start|>user\nsum it<|im_end|>\n<|im_start|>assistant\n"
-        )  # a text is the user's own
-        assert count(own, tokenizer, "<|im_start|>") == 2
+        text = "<|im_start|>user\nsum it<|im_end|>\n<|im_start|>assistant\n"  # a text is the user's own
+        assert count(encode(tokenizer, text), tokenizer, "<|im_start|>") == 2
 
 
 def test_who_speaks_decides_which_marks_are_spelled_out(subtests: pytest.Subtests) -> None:
@@ -282,15 +277,9 @@ def test_a_template_that_puts_its_marks_together_is_protected() -> None:
     assert count(token_ids, tokenizer, "<|im_start|>") == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "readable"),
-    [
-        ("I \ud83d", "I \ufffd"),
-        ("\ude00 it", "\ufffd it"),
-        ("\ude00\ud83d", "\ufffd\ufffd"),
-        ("\ud83d\ude00", "\U0001f600"),
-        ("\u00df \U0001f600", "\u00df \U0001f600"),
-    ],
-)
+@pytest.mark.parametrize(("text", "readable"), [
+    ("I \ud83d", "I \ufffd"), ("\ude00 it", "\ufffd it"), ("\ude00\ud83d", "\ufffd\ufffd"),
+    ("\ud83d\ude00", "\U0001f600"), ("\u00df \U0001f600", "\u00df \U0001f600"),
+])  # fmt: skip
 def test_half_characters_are_replaced_and_two_halves_joined(text: str, readable: str) -> None:
     assert whole_characters(text) == readable

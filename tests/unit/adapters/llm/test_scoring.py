@@ -1,22 +1,11 @@
 """A policy refuses a model that samples from another distribution than it scores."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    FalconH1Config,
-    FalconH1ForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    RecurrentGemmaConfig,
-    RecurrentGemmaForCausalLM,
-    RwkvConfig,
-    RwkvForCausalLM,
-)
 
 from adapters.llm import HFPolicy, SampledTokens, SamplingConfig
 from adapters.llm.model.causal_lm import CausalLM
@@ -24,12 +13,8 @@ from adapters.llm.sampling.decoding import DecodingSampler
 from adapters.llm.scoring import check_scores
 from grpo.errors import ConfigError
 from tests.support.llm_models import (
-    ENDS,
     FAMILIES,
     FLOAT32_LOG_PROB,
-    LAYERS,
-    LLAMA,
-    VOCABULARY_SIZE,
     character_tokenizer,
     completion,
     forward_shapes,
@@ -38,56 +23,27 @@ from tests.support.llm_models import (
 from tests.support.tiny_architectures import tiny_of
 
 TOKENIZER = character_tokenizer()
-SIZES = {"vocab_size": VOCABULARY_SIZE, **LAYERS, **ENDS}
-
-
-def rwkv() -> Any:
-    return RwkvForCausalLM(RwkvConfig(**SIZES, attention_hidden_size=32, context_length=64))
-
-
-def recurrent_gemma() -> Any:
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "lru_width": 32}
-    return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**SIZES | heads | {"num_hidden_layers": 3}))
-
-
-def qwen3_next() -> Any:
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
-    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
-    heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 8}
-    layers = {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 8}
-    return Qwen3NextForCausalLM(Qwen3NextConfig(**LLAMA | experts | heads | layers))
-
-
-def falcon_h1() -> Any:
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "mamba_n_heads": 4, "mamba_d_head": 8}
-    return FalconH1ForCausalLM(FalconH1Config(**SIZES | heads, mamba_d_ssm=32, mamba_d_state=8, mamba_chunk_size=8))
-
-
-def of_seed_0(make: Callable[[], Any]) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return make().eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_whose_decoding_loses_the_state_is_refused(dtype: Any) -> None:
     """`generate` gives RWKV every new token without the state of the tokens before."""
     with pytest.raises(ConfigError, match=r"with RwkvForCausalLM, .* differs by [\d.]+ between .* Use another"):
-        HFPolicy(of_seed_0(rwkv).to(dtype), TOKENIZER)
+        HFPolicy(tiny_of("rwkv").to(dtype), TOKENIZER)
 
 
 def test_a_model_that_keeps_its_state_between_calls_is_refused() -> None:
     """RecurrentGemma keeps its state in its modules and reads a prompt of one token as the next token of the last batch."""
     with pytest.raises(ConfigError, match="same distribution; with RecurrentGemmaForCausalLM, the log-prob"):
-        HFPolicy(of_seed_0(recurrent_gemma), TOKENIZER)
+        HFPolicy(tiny_of("recurrent_gemma"), TOKENIZER)
 
 
-@pytest.mark.parametrize(("make", "loop"), [
-    *((family, "decoding") for family in FAMILIES), (qwen3_next, "decoding"), ("qwen3", "generate"),
-    ("mamba", "generate"), (falcon_h1, "generate"),
+@pytest.mark.parametrize(("make", "of", "loop"), [
+    *((tiny_model, family, "decoding") for family in FAMILIES), (tiny_of, "qwen3_next", "decoding"),
+    (tiny_model, "qwen3", "generate"), (tiny_model, "mamba", "generate"), (tiny_of, "falcon_h1", "generate"),
 ])  # fmt: skip
-def test_models_that_score_what_they_sample_are_accepted(make: Any, loop: Any) -> None:
-    model = tiny_model(make) if isinstance(make, str) else of_seed_0(make)
+def test_models_that_score_what_they_sample_are_accepted(make: Any, of: str, loop: Any) -> None:
+    model = make(of)
     assert HFPolicy(model, TOKENIZER, sampler=loop).model is model
 
 
@@ -125,7 +81,7 @@ class Elsewhere:
 
 
 def test_another_sampler_is_not_checked() -> None:
-    policy = HFPolicy(of_seed_0(rwkv), TOKENIZER, sampler=Elsewhere())
+    policy = HFPolicy(tiny_of("rwkv"), TOKENIZER, sampler=Elsewhere())
     assert policy.score_actions(["ab"], [completion(3, 4)]).log_probs.shape == (1, 2)
 
 
@@ -151,8 +107,7 @@ PROMPTS = ["1+1=", "12+30=?"]
 
 
 def experts(model_type: str, dtype: torch.dtype, **sampling: Any) -> HFPolicy:
-    sampling_config = SamplingConfig(max_new_tokens=4, **sampling)
-    return HFPolicy(tiny_of(model_type).to(dtype), character_tokenizer(), sampling=sampling_config)
+    return HFPolicy(tiny_of(model_type).to(dtype), TOKENIZER, sampling=SamplingConfig(max_new_tokens=4, **sampling))
 
 
 def reports(policy: HFPolicy, caplog: pytest.LogCaptureFixture, *, times: int = 1) -> list[str]:
@@ -202,7 +157,6 @@ def test_one_token_whose_experts_are_others_is_no_reason_to_refuse_a_model(monke
     monkeypatch.setattr(CausalLM, "log_probs_alone", with_others)
     monkeypatch.setattr("adapters.llm.scoring.CHECKED_LENGTHS", [((10, 3), 8)])
     experts("mixtral", torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"must use the same distribution"):
-        experts("llama", torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"must use the same distribution"):
-        experts("mixtral", torch.float32)
+    for model_type, dtype in (("llama", torch.bfloat16), ("mixtral", torch.float32)):
+        with pytest.raises(ConfigError, match=r"must use the same distribution"):
+            experts(model_type, dtype)

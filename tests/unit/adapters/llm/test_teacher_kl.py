@@ -1,14 +1,15 @@
 """The exact KL of a language model to a teacher: against both models' whole distributions, one row at a time."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from adapters.llm import Completion, HFPolicy
+from adapters.llm import HFPolicy
 from adapters.llm.model.teacher_kl import kl_to_teacher
-from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo import ObjectiveConfig
 from grpo.distillation import exact_kl, no_reward
 from grpo.errors import ConfigError
 from tests.support.llm_models import (
@@ -24,6 +25,7 @@ from tests.support.llm_models import (
     relative_difference,
     row_logits,
     tiny_model,
+    trainer_of,
 )
 
 
@@ -61,11 +63,8 @@ def test_a_fork_is_computed_once_and_has_the_same_kl() -> None:
     """Two rows that are equal up to their second token, scored as rows that fork and as whole rows."""
     model, teacher = tiny_model(), tiny_model("gpt2")
     policy = policy_of(model, reference_model=teacher, exact_kl_top=5)
-    forked = [
-        Completion(token_ids=tokens, text="", finish_reason="end", forks=(2,)) for tokens in ((4, 5, 6), (4, 5, 7, 8))
-    ]
-    whole = [completion(*row.token_ids) for row in forked]
-    found = policy.score_actions(["abc"] * 2, forked)
+    whole = [completion(4, 5, 6), completion(4, 5, 7, 8)]
+    found = policy.score_actions(["abc"] * 2, [replace(row, forks=(2,)) for row in whole])
     expected = policy.score_actions(["abc"] * 2, whole)
     torch.testing.assert_close(found.kl, expected.kl, atol=4 * FLOAT32_LOG_PROB, rtol=0)
 
@@ -106,13 +105,8 @@ def test_only_scores_with_a_gradient_have_the_kl() -> None:
 def test_a_student_comes_closer_to_its_teacher_by_the_exact_kl() -> None:
     student, teacher = tiny_model(), tiny_model("gpt2")
     policy = policy_of(student, reference_model=teacher, exact_kl_top=20, max_new_tokens=4)
-    config = GRPOConfig(
-        group_size=4,
-        learning_rate=0.01,
-        seed=0,
-        objective=ObjectiveConfig(kl_coef=1.0, kl_estimator="exact", aggregation="step_mean"),
-    )
-    trainer = GRPOTrainer(config=config, policy=policy, reward_model=no_reward)
+    objective = ObjectiveConfig(kl_coef=1.0, kl_estimator="exact", aggregation="step_mean")
+    trainer = trainer_of(policy, no_reward, learning_rate=0.01, objective=objective)
     history = [trainer.step(STATES)["train/kl_mean"] for _ in range(15)]
     assert history[-1] < 0.5 * history[0]
 

@@ -63,10 +63,8 @@ def test_a_run_and_its_resume_are_one_run_with_every_iteration_once(tmp_path: Pa
     assert list(values(store, run, "eval/avg_reward")) == [2, 4, 5, 6, 8], "the first call of train ended with 5"
     assert [row["iteration"] for row in table(store, run, "train_samples.json")] == sorted([*range(1, 9)] * 4)
     assert [row["iteration"] for row in table(store, run, "eval_samples.json")] == sorted([2, 4, 5, 6, 8] * 4)
-    assert {one["path"] for one in json.loads(run.data.tags["mlflow.loggedArtifacts"])} == {
-        "train_samples.json",
-        "eval_samples.json",
-    }
+    logged = {one["path"] for one in json.loads(run.data.tags["mlflow.loggedArtifacts"])}
+    assert logged == {"train_samples.json", "eval_samples.json"}
 
 
 def test_tables_are_mlflows_own(tmp_path: Path, store: str) -> None:
@@ -137,10 +135,7 @@ def test_every_metric_name_is_accepted(tmp_path: Path, store: str) -> None:
 
 def test_a_store_that_fails_is_reported_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    uri = f"sqlite:///{tmp_path}/file/mlflow.db"
-    with (
-        pytest.warns(GRPOWarning, match="MLflowSink.start raised"),
-        MLflowSink(tmp_path / "run", tracking_uri=uri) as sink,
-    ):
+    sink = MLflowSink(tmp_path / "run", tracking_uri=f"sqlite:///{tmp_path}/file/mlflow.db")
+    with pytest.warns(GRPOWarning, match="MLflowSink.start raised"), sink:
         trained = train([sink], 2)
     assert len(trained.history) == 2

@@ -73,19 +73,17 @@ def test_a_resumed_run_repeats_no_line(tmp_path: Path) -> None:
 def test_the_half_line_of_a_killed_process_is_dropped(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "samples.jsonl"):
         (tmp_path / name).write_text('{"iteration": 1}\n{"iteration": 2, "rewa', encoding="utf-8")
-    sink = RunFolder(tmp_path)
-    sink.start({}, 3)
-    sink.log({}, 3)
-    sink.log_samples(samples(), 3)
-    sink.close()
+    with RunFolder(tmp_path) as sink:
+        sink.start({}, 3)
+        sink.log({}, 3)
+        sink.log_samples(samples(), 3)
     assert iterations(tmp_path / "metrics.jsonl") == iterations(tmp_path / "samples.jsonl") == [1, 3]
 
 
 def test_settings_of_every_start_are_kept(tmp_path: Path) -> None:
     def start(iteration: int, seed: int) -> None:
-        sink = RunFolder(tmp_path)
-        sink.start({"seed": seed}, iteration)
-        sink.close()
+        with RunFolder(tmp_path) as sink:
+            sink.start({"seed": seed}, iteration)
 
     for iteration, seed in [(1, 0), (11, 1), (31, 2), (21, 3)]:  # from 31 on nothing is kept after the last start
         start(iteration, seed)
@@ -124,15 +122,12 @@ def test_a_new_run_moves_an_earlier_run_aside(tmp_path: Path) -> None:
 
 
 def test_a_stopped_run_continues_its_folder_through_the_trainer(tmp_path: Path) -> None:
-    def train(num_iterations: int) -> None:
+    saved = {"checkpoint_dir": tmp_path / "checkpoints", "checkpoint_every": 2, "resume": "auto"}
+    for num_iterations in (2, 5):
         with RunFolder(tmp_path / "run") as sink:
-            saved = {"checkpoint_dir": tmp_path / "checkpoints", "checkpoint_every": 2, "resume": "auto"}
             trainer().train(STATES, num_iterations=num_iterations, sinks=[sink], progress=False, **saved)
-
-    train(2)
-    train(5)
-    assert iterations(tmp_path / "run/metrics.jsonl") == [1, 2, 3, 4, 5]
-    assert iterations(tmp_path / "run/samples.jsonl") == [1, 2, 3, 4, 5]
+    for file in ("metrics.jsonl", "samples.jsonl"):
+        assert iterations(tmp_path / "run" / file) == [1, 2, 3, 4, 5]
     starts = json.loads((tmp_path / "run/settings.json").read_text())["starts"]
     assert [(one["iteration"], one["settings"]["num_iterations"]) for one in starts] == [(1, 2), (3, 5)]
 
@@ -205,8 +200,10 @@ HISTORY = [
 ]
 
 
-def panels_of(figure: plt.Figure) -> dict[str, dict[str, tuple[list[float], list[float]]]]:
+def panels_of(history: Any) -> dict[str, dict[str, tuple[list[float], list[float]]]]:
     """Title -> label at the line's end -> (iterations, values)."""
+    figure = plot_history(history)
+    plt.close(figure)
     return {
         axis.get_title(loc="left"): {
             text.get_text(): (line.get_xdata().tolist(), line.get_ydata().tolist())
@@ -219,10 +216,7 @@ def panels_of(figure: plt.Figure) -> dict[str, dict[str, tuple[list[float], list
 
 
 def test_each_panel_shows_the_metrics_that_were_measured() -> None:
-    figure = plot_history(HISTORY)
-    panels = panels_of(figure)
-    plt.close(figure)
-    assert panels == {
+    assert panels_of(HISTORY) == {
         "Reward": {"evaluation 0.25": ([2, 3], [0.75, 0.25]), "training 0.5": ([1, 2, 3], [0.0, 0.5, 0.5])},
         "Entropy": {"0.5": ([1, 3], [1.0, 0.5])},  # not measured in the second iteration; the KL never changes
     }
@@ -232,10 +226,10 @@ def test_lines_of_a_file_are_drawn_at_their_iterations() -> None:
     lines = [
         {"iteration": 10 * n, "rewards/mean": float(n), "train/entropy": None if n == 2 else 1.0 / n} for n in (1, 2, 3)
     ]
-    figure = plot_history(lines)
-    panels = panels_of(figure)
-    plt.close(figure)
-    assert panels == {"Reward": {"3": ([10, 20, 30], [1, 2, 3])}, "Entropy": {"0.333": ([10, 30], [1.0, 1 / 3])}}
+    assert panels_of(lines) == {
+        "Reward": {"3": ([10, 20, 30], [1, 2, 3])},
+        "Entropy": {"0.333": ([10, 30], [1.0, 1 / 3])},
+    }
 
 
 def test_one_iteration_and_rewards_that_are_never_finite_are_plotted(tmp_path: Path) -> None:

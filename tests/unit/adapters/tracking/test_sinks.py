@@ -138,15 +138,10 @@ def test_iteration_1_is_a_new_run_and_a_later_one_continues(tmp_path: Path) -> N
     sink.log_samples(samples(), 3)
     sink.start({}, 1)
     assert sink.told == [
-        ("open", 0),
-        ("settings", {"a": 1}, 1),
-        *[("metrics", 1), ("metrics", 2)],
-        ("settings", {"a": 2}, 2),
-        *[("metrics", 3), ("samples", 3)],
-        ("close", False, False),
-        ("open", 8),
-        ("settings", {}, 1),
-    ]
+        ("open", 0), ("settings", {"a": 1}, 1), ("metrics", 1), ("metrics", 2),
+        ("settings", {"a": 2}, 2), ("metrics", 3), ("samples", 3), ("close", False, False),
+        ("open", 8), ("settings", {}, 1),
+    ]  # fmt: skip
     other = Recorder(tmp_path)
     other.log({}, 2)
     assert other.told == [("open", 8), ("metrics", 2)]
@@ -183,39 +178,28 @@ def test_a_sink_that_raised_opens_its_run_again_when_the_next_training_starts(tm
 
 
 def test_an_error_in_the_block_is_passed_on_as_a_failed_run(tmp_path: Path) -> None:
-    def fails() -> None:
-        raise ZeroDivisionError
-
     sink = Recorder(tmp_path)
     sink.log({}, 1)
     with pytest.raises(ZeroDivisionError), sink:
-        fails()
+        raise ZeroDivisionError
     assert sink.told[-1] == ("close", True, False)
 
 
 def test_settings_get_their_full_names() -> None:
     settings = {"config": {"lr": 0.1, "reward": {"timeout": None}, "on": True}, "parts": [1, "a"], "n": 3}
     assert flat(settings) == {
-        "config.lr": 0.1,
-        "config.reward.timeout": "None",
-        "config.on": True,
-        "parts": '[1, "a"]',
-        "n": 3,
-    }
+        "config.lr": 0.1, "config.reward.timeout": "None", "config.on": True, "parts": '[1, "a"]', "n": 3,
+    }  # fmt: skip
 
 
 def test_a_histogram_counts_the_finite_values_in_bins_of_equal_width() -> None:
     histogram = histogram_of(torch.tensor([0.0, 0.0, 32.0, float("inf"), float("nan")], dtype=torch.bfloat16))
-    assert histogram is not None
     assert histogram.counts.tolist() == [2, *[0] * 30, 1]
     assert histogram.edges.tolist() == list(range(33))
     assert histogram_of(torch.tensor([float("nan")])) is None
 
 
 # --- Optuna's own study records pruned trials, and a pruned run leaves the trainer as it was
-
-
-CONFIG = GRPOConfig(group_size=8, seed=0)
 
 
 class Threshold(optuna.pruners.BasePruner):
@@ -229,11 +213,10 @@ def test_a_study_over_the_learning_rate_prunes_the_trials_that_do_not_learn() ->
     def objective(trial: Any) -> float:
         rate = trial.suggest_categorical("learning_rate", [1e-6, 0.3])
         torch.manual_seed(0)
-        config = with_settings(CONFIG, {"learning_rate": rate})
+        config = with_settings(GRPOConfig(group_size=8, seed=0), {"learning_rate": rate})
         trained = GRPOTrainer(config=config, policy=SoftmaxPolicy(3, num_states=2), reward_model=rewards)
-        trained.train(
-            STATES, num_iterations=20, eval_states=np.tile(STATES, 20), eval_every=10, callbacks=[OptunaPruning(trial)]
-        )
+        evaluated = {"eval_states": np.tile(STATES, 20), "eval_every": 10}
+        trained.train(STATES, num_iterations=20, callbacks=[OptunaPruning(trial)], **evaluated)
         return trained.evaluate(STATES)["eval/avg_reward"]
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -344,13 +327,10 @@ def test_trackio_warns_if_it_cannot_write_and_the_run_goes_on(tmp_path: Path, tr
 
 
 def test_runs_with_the_same_name_stay_apart_when_one_is_resumed(tmp_path: Path) -> None:
-    for folder in ("a", "b"):
+    for folder, iteration in (("a", 1), ("b", 1), ("a", 2)):
         with TrackioSink(tmp_path / folder / "run", project="names", **QUIET) as sink:
-            sink.start({}, 1)
-            sink.log({"x": 1.0}, 1)
-    with TrackioSink(tmp_path / "a" / "run", project="names", **QUIET) as sink:
-        sink.start({}, 2)
-        sink.log({"x": 2.0}, 2)
+            sink.start({}, iteration)
+            sink.log({"x": float(iteration)}, iteration)
     found = {run.name: values(rows("names", run), "x") for run in runs("names")}
     assert found == {"run": {1: 1.0, 2: 2.0}, "run-2": {1: 1.0}}
 
@@ -385,10 +365,8 @@ def test_wandb_has_a_run_and_its_resume_as_one_run_with_every_iteration_once(tmp
     assert [row["_step"] for row in second] == [6, 7, 8], "iterations 4 and 5 were there already"
     metrics = {**dict(enumerate(started.history, 1)), **dict(enumerate(resumed.history, 4))}
     for row in [*first, *second]:
-        expected = metrics[row["_step"]]
-        assert {name: row[name] for name in expected if not name.startswith("time/")} == pytest.approx(
-            {name: value for name, value in expected.items() if not name.startswith("time/")}
-        )
+        expected = {name: value for name, value in metrics[row["_step"]].items() if not name.startswith("time/")}
+        assert {name: row[name] for name in expected} == pytest.approx(expected)
         assert row["train/rewards/_type"] == row["train/advantages/_type"] == "histogram"
         assert sum(row["train/rewards/values"]) == 8
     assert set(wandb_tables(folder, "train/samples")) == {1, 6}, "the next tables would come after 30 seconds"
@@ -544,13 +522,9 @@ def test_values_that_are_not_finite_or_do_not_fit_float32_are_no_error(tmp_path:
 
 
 def test_a_disk_that_is_full_is_reported_once_and_the_run_goes_on(tmp_path: Path) -> None:
-    with (
-        pytest.warns(
-            GRPOWarning, match=r"TensorBoardSink\.log\w* raised OSError in iteration \d+: .* switched off"
-        ) as warned,
-        TensorBoardSink(tmp_path / "run") as sink,
-        files_at_most(20_000),
-    ):
+    message = r"TensorBoardSink\.log\w* raised OSError in iteration \d+: .* switched off"
+    sink = TensorBoardSink(tmp_path / "run")
+    with pytest.warns(GRPOWarning, match=message) as warned, sink, files_at_most(20_000):
         trained = train([sink], 30)
     assert len(trained.history) == 30
     assert len(warned) == 1

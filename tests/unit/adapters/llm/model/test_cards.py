@@ -18,8 +18,8 @@ from markdown_it import MarkdownIt
 from peft import LoraConfig
 
 from adapters.llm import CompletionRewards, HFPolicy, SamplingConfig, add_lora
-from grpo import ConfigError, GRPOConfig, GRPOTrainer
-from tests.support.llm_models import character_tokenizer, tiny_model
+from grpo import ConfigError, GRPOConfig
+from tests.support.llm_models import character_tokenizer, saved_model, tiny_model, trainer_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -42,13 +42,13 @@ def settings_in(text: str) -> Any:
 
 
 def test_the_card_has_the_run_and_its_settings_can_be_loaded(tmp_path: Path) -> None:
-    config = GRPOConfig(group_size=2, learning_rate=3e-4, seed=0)
     trained = policy()
     rewards = CompletionRewards({"short": short}, weights={"short": 0.5})
-    trainer = GRPOTrainer(config=config, policy=trained, reward_model=rewards)
+    trainer = trainer_of(trained, rewards, learning_rate=3e-4)
     trainer.train(["1+1="], num_iterations=2, progress=False)
     trained.save_pretrained(tmp_path, trainer=trainer)
     card = (tmp_path / "README.md").read_text()
+    config = GRPOConfig(group_size=4, learning_rate=3e-4, seed=0)
     assert GRPOConfig.from_dict(settings_in(section(card, "Training"))) == config
     assert settings_in(section(card, "Sampling in training"))["temperature"] == 0.7
     assert "| iterations | 2 |" in card
@@ -67,17 +67,10 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # PEFT reads it
     cached = tmp_path / "cache" / "models--some_one--a_base_"
-    saved(cached / "snapshots" / COMMIT)
+    saved_model(cached / "snapshots" / COMMIT)
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text(COMMIT)
     return "some_one/a_base_"
-
-
-def saved(folder: Path) -> Path:
-    """A folder with a model and its tokenizer."""
-    tiny_model().save_pretrained(folder)
-    character_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def card_of(trained: HFPolicy, folder: Path, **options: Any) -> ModelCard:
@@ -114,7 +107,7 @@ def test_a_local_folder_is_never_the_base_model(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     name = name.format(tmp_path=tmp_path)
-    saved(Path(name))
+    saved_model(Path(name))
     trained = HFPolicy.from_pretrained(name, device="cpu")
     if is_gone:
         shutil.rmtree(name)
@@ -135,8 +128,7 @@ def test_a_new_model_has_no_base_model(tmp_path: Path) -> None:
 )
 def test_names_of_rewards_are_shown_as_they_are(tmp_path: Path, name: str) -> None:
     trained = policy()
-    rewards = CompletionRewards({name: short}, weights={name: 0.5})
-    trainer = GRPOTrainer(config=GRPOConfig(group_size=2, seed=0), policy=trained, reward_model=rewards)
+    trainer = trainer_of(trained, CompletionRewards({name: short}, weights={name: 0.5}))
     trainer.train(["1+1="], num_iterations=1, progress=False)
     card = card_of(trained, tmp_path, trainer=trainer)
     cell = f"<code>{html.escape(name)}</code>"
@@ -248,13 +240,8 @@ def test_a_refusal_is_passed_on_and_says_that_the_files_are_saved(hub: list[tupl
 
 def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     trained = policy()
-    for name, got in {
-        True: "bool",
-        "": "str ''",
-        "a/b/c": "str 'a/b/c'",
-        "a/b c": "str 'a/b c'",
-        "a/`b`": "str",
-    }.items():
+    refused = {True: "bool", "": "str ''", "a/b/c": "str 'a/b/c'", "a/b c": "str 'a/b c'", "a/`b`": "str"}
+    for name, got in refused.items():
         message = rf"push_to_hub must be the name of a repository, 'user/name', or None; got {got}"
         with pytest.raises(ConfigError, match=message):
             trained.save_pretrained(tmp_path / "x", push_to_hub=name)  # type: ignore[arg-type]

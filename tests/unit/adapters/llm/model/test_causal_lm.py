@@ -6,18 +6,12 @@ import pytest
 import torch
 from peft import LilyConfig, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import (
-    FalconH1Config,
-    FalconH1ForCausalLM,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import Qwen3ForCausalLM, Qwen3Model, T5Config, T5ForConditionalGeneration
 
 from adapters.llm.model.causal_lm import CausalLM, LogitsPostprocessing
 from grpo.errors import ContractError
-from tests.support.llm_models import ENDS, FAMILIES, VOCABULARY_SIZE, tiny_model
+from tests.support.llm_models import FAMILIES, tiny_model
+from tests.support.tiny_architectures import tiny_of
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 
@@ -80,14 +74,9 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused() -> None:
 
 
 def test_the_logit_multiplier_of_falcon_h1_is_refused() -> None:
-    sizes = {"vocab_size": VOCABULARY_SIZE, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "mamba_n_heads": 4, "mamba_d_head": 8}
-    rest = {"mamba_d_ssm": 32, "mamba_d_state": 8, "mamba_chunk_size": 8, **ENDS}
-    torch.manual_seed(0)
-    CausalLM(FalconH1ForCausalLM(FalconH1Config(**sizes | heads | rest))).check_logits()
-    multiplied = FalconH1ForCausalLM(FalconH1Config(**sizes | heads | rest, lm_head_multiplier=0.5))
+    CausalLM(tiny_of("falcon_h1")).check_logits()
     with pytest.raises(ContractError, match="with FalconH1ForCausalLM they differ"):
-        CausalLM(multiplied).check_logits()
+        CausalLM(tiny_of("falcon_h1", lm_head_multiplier=0.5)).check_logits()
 
 
 def test_models_that_are_not_decoders_with_a_head_are_refused() -> None:

@@ -1,6 +1,5 @@
 """Models in local folders: precision, quantisation, adapters and saving."""
 
-import builtins
 import importlib.util
 import json
 import subprocess
@@ -20,7 +19,6 @@ from transformers import Qwen3ForCausalLM
 from adapters.llm import HFOptions, HFPolicy, SamplingConfig
 from adapters.llm.model.loading import add_lora, load_model, save_model
 from adapters.llm.model.merged_weights import merged_weights
-from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError, ContractError
 from tests.support import saved_adapters
 from tests.support.llm_models import (
@@ -30,7 +28,9 @@ from tests.support.llm_models import (
     completion,
     gradients,
     relative_difference,
+    saved_model,
     tiny_model,
+    trainer_of,
 )
 from tests.support.tiny_architectures import tiny_of
 
@@ -49,10 +49,7 @@ def base_model() -> Any:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a model and its tokenizer, as on the hub."""
-    base_model().save_pretrained(tmp_path / "base")
-    character_tokenizer().save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+    return saved_model(tmp_path / "base", base_model())
 
 
 @torch.no_grad()
@@ -66,9 +63,6 @@ def disturb(model: Any) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.add_(0.05 * torch.randn_like(parameter))
-
-
-# Loading
 
 
 def test_a_model_and_its_tokenizer_are_loaded_from_a_folder(folder: Path) -> None:
@@ -87,24 +81,19 @@ def test_precision_attention_and_device_can_be_chosen(folder: Path) -> None:
     assert model.dtype == torch.bfloat16
     assert model.config._attn_implementation == "eager"
     assert next(model.parameters()).device.type == "cpu"
-    half = folder.parent / "half"
-    model.save_pretrained(half)
-    character_tokenizer().save_pretrained(half)
+    half = saved_model(folder.parent / "half", model)
     assert load_model(half)[0].dtype == torch.bfloat16
     assert load_model(half, dtype=torch.float32)[0].dtype == torch.float32
 
 
 def test_under_torchrun_a_rank_loads_to_its_own_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Loaded(Exception):
-        """Carries the arguments of `from_pretrained`, because there is no GPU to load to."""
-
     def refuse(*args: Any, **arguments: Any) -> None:
-        raise Loaded(arguments["device_map"])
+        raise LookupError(arguments["device_map"])  # there is no GPU to load to
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(Loaded) as loaded:
+    with pytest.raises(LookupError) as loaded:
         load_model(folder)
     assert loaded.value.args == ({"": torch.device("cuda:1")},)
 
@@ -184,10 +173,8 @@ def test_an_adapter_is_saved_by_itself_or_merged_as_a_plain_model(folder: Path, 
 
 
 def test_tied_weights_stay_tied_when_merged(tmp_path: Path) -> None:
-    base = tiny_model(tie_word_embeddings=True)
-    base.save_pretrained(tmp_path / "base")
-    character_tokenizer().save_pretrained(tmp_path / "base")
-    policy = HFPolicy.from_pretrained(tmp_path / "base", lora=True)
+    base = saved_model(tmp_path / "base", tiny_model(tie_word_embeddings=True))
+    policy = HFPolicy.from_pretrained(base, lora=True)
     disturb(policy.model)
     policy.save_pretrained(tmp_path / "merged", merge=True)
     again, _ = load_model(tmp_path / "merged")
@@ -210,11 +197,7 @@ def test_four_bits_train_an_adapter(folder: Path, tmp_path: Path) -> None:
     with policy.model.disable_adapter():
         base = logits(policy.model)
     before = {name: value.detach().clone() for name, value in policy.get_parameters().items()}
-    config = GRPOConfig(group_size=4, learning_rate=1e-2, seed=0)
-    trainer = GRPOTrainer(
-        config=config, policy=policy, reward_model=lambda s, rows: [float(sum(a.token_ids)) for a in rows]
-    )
-    trainer.step(["1+1=", "ab"])
+    trainer_of(policy, learning_rate=1e-2).step(["1+1=", "ab"])
     policy.eval()
     assert any(not torch.equal(value, before[name]) for name, value in policy.get_parameters().items())
     assert all("lora_" in name for name in before)
@@ -236,11 +219,6 @@ def test_four_bit_weights_have_gradients_after_an_evaluation(folder: Path) -> No
     policy = HFPolicy.from_pretrained(folder, lora=True, load_in_4bit=True, dtype=torch.float32)
     disturb(policy.model)
     logits(policy.model.eval())
-    assert_gradients_are_those_of_plain_weights(policy)
-
-
-def assert_gradients_are_those_of_plain_weights(policy: HFPolicy) -> None:
-    """Compare with a plain model that has the dequantised weights and the same adapter."""
 
     def slopes(each: HFPolicy) -> dict[str, Tensor]:
         rows = ["abc", "1+1=", "1+1="], [completion(3, 4, 5), completion(6, 7), completion(8)]
@@ -333,15 +311,7 @@ def test_without_bitsandbytes_the_extra_is_named(folder: Path, monkeypatch: pyte
 
 
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "peft", raising=False)
-    genuine = builtins.__import__
-
-    def without_peft(name: str, *rest: Any) -> Any:
-        if name == "peft":
-            raise ModuleNotFoundError("No module named 'peft'", name="peft")
-        return genuine(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without_peft)
+    monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match=r'LoRA needs PEFT: pip install "\.\[llm\]" in the checkout'):
         add_lora(tiny_model())
 
@@ -406,13 +376,13 @@ if None). BEFT's biases have no place in layers without a bias."""
 @pytest.mark.parametrize("bits", OUTCOMES)
 def test_every_type_of_adapter_gives_the_same_log_probs_in_a_fresh_process(bits: str | None, tmp_path: Path) -> None:
     quantised = {} if bits is None else {bits: True}
-    tiny_model("llama", hidden_size=64, intermediate_size=64, num_hidden_layers=1).save_pretrained(tmp_path / "base")
-    character_tokenizer().save_pretrained(tmp_path / "base")
+    small = tiny_model("llama", hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+    base = saved_model(tmp_path / "base", small)
     written: list[dict[str, Any]] = []
     expected: list[list[float]] = []
     not_built, refused, saved, not_merged = set(), set(), set(), set()
     for name, config in saved_adapters.configs().items():
-        model = load_model(tmp_path / "base", lora=None if bits is None else True, dtype=torch.float32, **quantised)[0]
+        model = load_model(base, lora=None if bits is None else True, dtype=torch.float32, **quantised)[0]
         try:
             model = peft.get_peft_model(model.unload() if quantised else model, config)
         except (RuntimeError, TypeError, ValueError):
@@ -436,9 +406,8 @@ def test_every_type_of_adapter_gives_the_same_log_probs_in_a_fresh_process(bits:
                 continue
             written.append({"name_or_folder": to} | ({} if merge else quantised))
             if merge and bits == "load_in_8bit":
-                plain = HFPolicy(
-                    saved_adapters.with_float_layers(model), character_tokenizer(), sampling=saved_adapters.SAMPLING
-                )
+                floats = saved_adapters.with_float_layers(model)
+                plain = HFPolicy(floats, character_tokenizer(), sampling=saved_adapters.SAMPLING)
                 assert saved_adapters.log_probs_of(plain) == pytest.approx(wanted, rel=0, abs=0.1)
                 wanted = saved_adapters.log_probs_of(plain)
             expected.append(wanted)
@@ -453,10 +422,8 @@ def test_every_type_of_adapter_gives_the_same_log_probs_in_a_fresh_process(bits:
 @pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn of what is tested here
 def test_tied_weights_that_are_trained_apart_are_saved_untied(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """Checkpoints of mixtures of experts have other names than their weights in memory."""
-    tiny_model(tie_word_embeddings=True).save_pretrained(tmp_path / "base")
-    tiny_of("mixtral", tie_word_embeddings=True).save_pretrained(tmp_path / "experts")
-    for name in ("base", "experts"):
-        character_tokenizer().save_pretrained(tmp_path / name)
+    saved_model(tmp_path / "base", tiny_model(tie_word_embeddings=True))
+    saved_model(tmp_path / "experts", tiny_of("mixtral", tie_word_embeddings=True))
     linear = {"r": 4, "task_type": "CAUSAL_LM"}
     for base, targets, whole in (
         ("base", ["q_proj"], ["lm_head"]), ("base", ["q_proj"], ["lm_head", "embed_tokens"]),

@@ -14,9 +14,7 @@ from adapters.llm.model.merged_weights import merged_weights
 from grpo.errors import ConfigError
 from tests.support.llm_models import tiny_model
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*ensure_weight_tying:UserWarning"  # PEFT warns of what the test refuses
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*ensure_weight_tying:UserWarning")  # PEFT warns of what is refused
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 

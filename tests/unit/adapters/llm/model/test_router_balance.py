@@ -7,9 +7,15 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from adapters.llm import Completion, HFPolicy, SamplingConfig
-from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError
-from tests.support.llm_models import character_tokenizer, completion, gradients, hf_policy, relative_difference
+from tests.support.llm_models import (
+    character_tokenizer,
+    completion,
+    gradients,
+    hf_policy,
+    relative_difference,
+    trainer_of,
+)
 from tests.support.tiny_architectures import tiny_of
 
 TOKENIZER = character_tokenizer()
@@ -96,11 +102,7 @@ def test_an_update_has_the_same_loss_and_gradient_in_any_micro_batches() -> None
     found = []
     for limit in [16_384, 12]:
         policy = policy_of("mixtral", max_tokens_per_forward=limit)
-        config = GRPOConfig(group_size=4, seed=0, learning_rate=1e-3, max_grad_norm=None)
-        trainer = GRPOTrainer(
-            config=config, policy=policy, reward_model=lambda s, rows: torch.arange(len(rows)).float()
-        )
-        found.append(trainer.step(STATES))
+        found.append(trainer_of(policy, learning_rate=1e-3, max_grad_norm=None).step(STATES))
     assert found[0]["train/auxiliary_loss"] == pytest.approx(found[1]["train/auxiliary_loss"], rel=1e-5)
     assert found[0]["train/grad_norm"] == pytest.approx(found[1]["train/grad_norm"], rel=1e-4)
     total = found[0]["train/policy_loss"] + found[0]["train/auxiliary_loss"]

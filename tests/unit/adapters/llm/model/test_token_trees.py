@@ -32,16 +32,10 @@ ROWS = [
 
 def rows_that_fork(sampled: bool = True) -> list[Completion]:
     """Completions in which the second token is context, if there are three or more."""
-    return [
-        Completion(
-            token_ids=tokens,
-            text="",
-            finish_reason="end",
-            sampled=tuple(i != 1 or len(tokens) < 3 for i in range(len(tokens))) if sampled else None,
-            forks=forks,
-        )
-        for tokens, forks in ROWS
-    ]
+    rows = [Completion(token_ids=tokens, text="", finish_reason="end", forks=forks) for tokens, forks in ROWS]
+    if not sampled:
+        return rows
+    return [replace(row, sampled=tuple(i != 1 or len(row) < 3 for i in range(len(row)))) for row in rows]
 
 
 @pytest.mark.parametrize("family", [*SHARING, "gemma2"])

@@ -1,7 +1,6 @@
 """Plain functions as rewards: their arguments, their return values, and training with them."""
 
 import asyncio
-import doctest
 import functools
 import inspect
 import math
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from adapters.llm.completions import Completion
-from adapters.llm.rewards import completion_rewards as module
 from adapters.llm.rewards.completion_rewards import CompletionRewards
 from adapters.llm.rewards.verifiers import ExactMatch, PerToken
 from grpo import RewardConfig
@@ -38,16 +36,17 @@ def rewards_of(functions: Any, states: Sequence[Any] = ROWS, actions: Sequence[C
     return CompletionRewards(functions, **options).compute_rewards(list(states), list(actions))
 
 
+def retried(rewards: CompletionRewards, **settings: Any) -> Any:
+    """The rewards of the three rows, asked for under these settings."""
+    return RetriedCalls(rewards, RewardConfig(**settings))(ROWS, [A, B, C])
+
+
 def right(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
     return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 
 
 def length(completion: str) -> int:
     return len(completion)
-
-
-def test_the_examples_in_the_docstring_hold() -> None:
-    assert doctest.testmod(module) == (0, 5)
 
 
 def test_rewards_are_weighted_by_name_or_in_order() -> None:
@@ -203,8 +202,8 @@ def test_none_is_excluded_from_the_sum_of_a_row() -> None:
 def test_a_row_to_which_no_function_applies_has_reward_nan() -> None:
     rewards = CompletionRewards(only_short)
     with pytest.raises(RewardError, match=r"got \[nan, nan\] at rows \[1, 2\] of 3"):
-        RetriedCalls(rewards, RewardConfig())(["p"] * 3, [A, B, C])
-    kept = RetriedCalls(rewards, RewardConfig(non_finite="drop"))(["p"] * 3, [A, B, C])
+        retried(rewards)
+    kept = retried(rewards, non_finite="drop")
     assert kept.values.tolist() == kept.components["only_short"].tolist() == [10.0]
     assert kept.kept.tolist() == [True, False, False]
 
@@ -213,8 +212,8 @@ def test_nan_is_an_error_even_if_another_function_applies() -> None:
     rewards = CompletionRewards({"long": long_or_fault, "length": length}, {"long": 0.0, "length": 1.0})
     assert rewards.compute_rewards(["p"] * 2, [A, B]).tolist() == [1.0, 2.0]
     with pytest.raises(RewardError, match=r"must return finite numbers; got .* at rows \[2\] of 3"):
-        RetriedCalls(rewards, RewardConfig())(["p"] * 3, [A, B, C])
-    assert RetriedCalls(rewards, RewardConfig(non_finite="drop"))(["p"] * 3, [A, B, C]).values.tolist() == [1.0, 2.0]
+        retried(rewards)
+    assert retried(rewards, non_finite="drop").values.tolist() == [1.0, 2.0]
 
 
 # --- errors
@@ -269,15 +268,16 @@ def test_a_reward_that_is_not_a_function_is_refused() -> None:
         CompletionRewards({"name": "accuracy"})
 
 
-def test_an_exception_names_the_function_and_can_drop_the_row() -> None:
-    def picky(completion: str) -> float:
-        return {"a": 1.0, "ccc": 3.0}[completion]
+def picky(completion: str) -> float:
+    return {"a": 1.0, "ccc": 3.0}[completion]
 
+
+def test_an_exception_names_the_function_and_can_drop_the_row() -> None:
     message = r"raised RuntimeError: picky raised KeyError: 'bb' at row 1 for rows 0 to 2"
     with pytest.raises(RewardError, match=message) as caught:
-        RetriedCalls(CompletionRewards(picky), RewardConfig())(ROWS, [A, B, C])
+        retried(CompletionRewards(picky))
     assert isinstance(caught.value.__cause__.__cause__, KeyError)  # type: ignore[union-attr]
-    kept = RetriedCalls(CompletionRewards(picky), RewardConfig(on_failure="drop"))(ROWS, [A, B, C])
+    kept = retried(CompletionRewards(picky), on_failure="drop")
     assert kept.values.tolist() == [1.0, 3.0]
     assert kept.metrics["rows/dropped"] == 1.0
 
@@ -317,11 +317,6 @@ def test_async_calls_run_together_up_to_the_limit(limit: Any, most: Any) -> None
     assert len(judge.loops) == 1  # one loop for all calls, so open clients stay usable
 
 
-def within(functions: Any, timeout: float | None = 60.0, **settings: Any) -> RetriedCalls:
-    config = RewardConfig(timeout=timeout, **settings)
-    return RetriedCalls(CompletionRewards(functions), config)
-
-
 def test_a_slow_awaited_call_times_out_and_names_its_row() -> None:
     async def slow(completion: str) -> float:
         await asyncio.sleep(60.0 if completion == "bb" else 0.0)
@@ -329,8 +324,8 @@ def test_a_slow_awaited_call_times_out_and_names_its_row() -> None:
 
     message = r"exceeded reward\.timeout=0\.05: slow at row 1 did not answer within 0\.05 s for rows 0 to 2, in 1 call"
     with pytest.raises(RewardTimeoutError, match=message):
-        within(slow, 0.05)(ROWS, [A, B, C])
-    dropped = within(slow, 0.05, on_failure="drop")(ROWS, [A, B, C])
+        retried(CompletionRewards(slow), timeout=0.05)
+    dropped = retried(CompletionRewards(slow), timeout=0.05, on_failure="drop")
     assert dropped.values.tolist() == [1.0, 1.0]
 
 
@@ -341,7 +336,7 @@ def test_each_row_of_a_plain_function_has_the_whole_time_limit() -> None:
         time.sleep(0.6)
         return float(len(completion))
 
-    assert within(steady, 1.5)(ROWS, [A, B, C]).values.tolist() == [1.0, 2.0, 3.0]
+    assert retried(CompletionRewards(steady), timeout=1.5).values.tolist() == [1.0, 2.0, 3.0]
 
 
 def test_a_slow_plain_call_times_out_and_names_its_row() -> None:
@@ -350,7 +345,7 @@ def test_a_slow_plain_call_times_out_and_names_its_row() -> None:
         return 1.0
 
     with pytest.raises(RewardTimeoutError, match=r"slow at row 1 did not answer within 0\.5 s for rows 0 to 2"):
-        within({"slow": slow, "right": right}, 0.5)(ROWS, [A, B, C])
+        retried(CompletionRewards({"slow": slow, "right": right}), timeout=0.5)
     assert children() == set()
 
 
@@ -364,27 +359,23 @@ def test_parts_of_every_kind_run_within_a_time_limit() -> None:
 
     parent = os.getpid()
     parts = {"right": right, "length": length, "later": later, "model": Model()}
-    found = within(parts)(ROWS, [A, B, C])
+    found = retried(CompletionRewards(parts), timeout=60.0)
     assert found.values.tolist() == [2.25, 2.75, 4.75]
     assert list(found.components) == [*parts]
     assert children() == set()
 
 
 def test_an_exception_in_another_process_names_the_function_its_row_and_its_cause() -> None:
-    def picky(completion: str) -> float:
-        return {"a": 1.0, "ccc": 3.0}[completion]
-
     message = "raised RuntimeError: picky raised KeyError: 'bb' at row 1 for rows"
     with pytest.raises(RewardError, match=message) as caught:
-        within(picky)(ROWS, [A, B, C])
+        retried(CompletionRewards(picky), timeout=60.0)
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert isinstance(caught.value.__cause__.__cause__, KeyError)
     assert "in picky" in caught.value.__cause__.__notes__[0]
 
 
 def test_the_conformance_kit_passes() -> None:
-    judge = Judge()
-    rewards = CompletionRewards({"right": right, "judge": judge})
+    rewards = CompletionRewards({"right": right, "judge": Judge()})
     check_reward_model(rewards, ROWS, [A, B, C], strict=True).raise_for_failures()
 
 

@@ -1,9 +1,9 @@
 """Verifiers on texts and lengths with known rewards."""
 
-import builtins
 import doctest
 import random
 import socket
+import sys
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 from adapters.llm import MathMatch, correctness_first, hybrid_reward
 from adapters.llm.completions import Completion
-from adapters.llm.rewards import json_schema, verifiers
+from adapters.llm.rewards import completion_rewards, gsm8k, gsm8k_rewards, json_schema, verifiers
 from adapters.llm.rewards.columns import accepted_answers
 from adapters.llm.rewards.completion_rewards import CompletionRewards
 from adapters.llm.rewards.json_schema import JSONSchemaMatch
@@ -26,9 +26,11 @@ def of_length(length: int) -> Completion:
     return Completion(token_ids=(5,) * length, text="x" * length, finish_reason="length")
 
 
-def test_the_examples_in_the_docstrings_hold() -> None:
-    assert doctest.testmod(verifiers) == (0, 7)
-    assert doctest.testmod(json_schema) == (0, 1)
+def test_the_examples_in_the_docstrings_of_all_rewards_hold(subtests: pytest.Subtests) -> None:
+    examples = {completion_rewards: 5, gsm8k: 4, gsm8k_rewards: 3, json_schema: 1, verifiers: 7}
+    for module, count in examples.items():
+        with subtests.test(module=module.__name__):
+            assert doctest.testmod(module) == (0, count)
 
 
 EXACT_MATCHES = [
@@ -132,18 +134,16 @@ def test_a_missing_column_is_named() -> None:
         RegexMatch(pattern="(a)", column="answer")("text", "p")
 
 
-LENGTHS = [(0, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (19, -0.75), (20, -1.0), (21, -1.0), (90, -1.0)]
-
-
-@pytest.mark.parametrize(("length", "expected"), LENGTHS)
-def test_overlong_punishment_falls_from_0_to_minus_1_within_the_cache(length: Any, expected: Any) -> None:
+LENGTHS = [
     # L_max 20, cache 4: nothing up to 16, then 1/4 per token
-    assert OverlongPunishment(max_tokens=20, cache_tokens=4)(of_length(length)) == expected
+    (4, 0, 0.0), (4, 16, 0.0), (4, 17, -0.25), (4, 18, -0.5), (4, 19, -0.75), (4, 20, -1.0), (4, 21, -1.0), (4, 90, -1.0),
+    (0, 19, 0.0), (0, 20, 0.0), (0, 21, -1.0),  # without a cache, it is a step
+]  # fmt: skip
 
 
-def test_overlong_punishment_without_a_cache_is_a_step() -> None:
-    punishment = OverlongPunishment(max_tokens=20, cache_tokens=0)
-    assert [punishment(of_length(length)) for length in (19, 20, 21)] == [0.0, 0.0, -1.0]
+@pytest.mark.parametrize(("cache", "length", "expected"), LENGTHS)
+def test_overlong_punishment_falls_from_0_to_minus_1_within_the_cache(cache: Any, length: Any, expected: Any) -> None:
+    assert OverlongPunishment(max_tokens=20, cache_tokens=cache)(of_length(length)) == expected
 
 
 def test_per_token_counts_tokens_up_to_the_maximum() -> None:
@@ -193,27 +193,18 @@ def test_a_reference_in_a_schema_is_not_fetched(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_without_jsonschema_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    true_import = builtins.__import__
-
-    def without(name: str, *args: Any) -> Any:
-        if name == "jsonschema":
-            raise ImportError(name)
-        return true_import(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
     with pytest.raises(ImportError, match=r'pip install "\.\[llm\]" in the checkout'):
         JSONSchemaMatch({})
 
 
 def test_verifiers_are_weighted_and_summed() -> None:
-    rewards = CompletionRewards(
-        {
-            "format": RegexMatch(pattern=tags_pattern("answer"), how="full"),
-            "right": ExactMatch(extract=Between(start="<answer>", end="</answer>")),
-            "length": OverlongPunishment(max_tokens=32, cache_tokens=16),
-        },
-        weights={"format": 0.25, "right": 1.0, "length": 0.5},
-    )
+    verifiers_of_text = {
+        "format": RegexMatch(pattern=tags_pattern("answer"), how="full"),
+        "right": ExactMatch(extract=Between(start="<answer>", end="</answer>")),
+        "length": OverlongPunishment(max_tokens=32, cache_tokens=16),
+    }
+    rewards = CompletionRewards(verifiers_of_text, weights={"format": 0.25, "right": 1.0, "length": 0.5})
     texts = ["<answer>4</answer>", "so <answer>4</answer>", "4"]  # 18, 21 and 1 tokens
     actions = [Completion(token_ids=tuple(map(ord, text)), text=text, finish_reason="end") for text in texts]
     total = rewards.compute_rewards([{"prompt": "2 + 2", "answer": 4}] * 3, actions)

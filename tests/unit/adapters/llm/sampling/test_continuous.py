@@ -9,9 +9,8 @@ from adapters.llm import SampledTokens, SamplingConfig
 from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.sampling.continuous import ContinuousSampler
 from adapters.llm.sampling.samplers import SamplerError
-from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError
-from tests.support.llm_models import END, FLOAT32_LOG_PROB, encoded, policy_of, row_logits, tiny_model
+from tests.support.llm_models import END, FLOAT32_LOG_PROB, encoded, policy_of, row_logits, tiny_model, trainer_of
 
 PROMPTS = [encoded(state) for state in ("1+1=", "12+30=?", "abc")]
 
@@ -86,11 +85,7 @@ def test_a_row_that_is_left_out_is_an_error() -> None:
 def test_training_samples_with_the_new_weights() -> None:
     policy = policy_of(sampler="continuous", max_new_tokens=4)
     assert policy.samples_itself
-    config = GRPOConfig(group_size=4, learning_rate=1e-2, seed=0)
-    trainer = GRPOTrainer(
-        config=config, policy=policy, reward_model=lambda states, actions: [float(len(a)) for a in actions]
-    )
-    trainer.step(["1+1=", "abc"])
+    trainer_of(policy, learning_rate=1e-2).step(["1+1=", "abc"])
     sampled = policy.sample_actions(["1+1=", "abc"], 4)
     assert sampled.scores is None
     scored = policy.score_groups(["1+1=", "abc"], sampled.actions)

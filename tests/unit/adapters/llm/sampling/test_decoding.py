@@ -21,7 +21,6 @@ from tests.support.llm_models import (
     END,
     FAMILIES,
     FLOAT32_LOG_PROB,
-    PAD,
     SHARING,
     character_tokenizer,
     encoded,
@@ -87,9 +86,8 @@ def test_reported_log_probs_are_those_of_the_sampling_distribution_and_of_the_po
             assert sampled.behaviour_log_probs[row][step] == pytest.approx(expected, abs=FLOAT32_LOG_PROB)
             policy = (logits[step].double() / config.scoring_temperature).log_softmax(0)
             assert sampled.policy_log_probs[row][step] == pytest.approx(policy[token].item(), abs=FLOAT32_LOG_PROB)
-            assert sampled.entropies[row][step] == pytest.approx(
-                -(policy.exp() * policy).sum().item(), abs=FLOAT32_LOG_PROB
-            )
+            entropy = -(policy.exp() * policy).sum().item()
+            assert sampled.entropies[row][step] == pytest.approx(entropy, abs=FLOAT32_LOG_PROB)
 
 
 @pytest.mark.parametrize(
@@ -149,21 +147,19 @@ def test_a_row_is_sampled_alone_as_it_is_in_a_batch(setting: Any, loop: Any) -> 
 @pytest.mark.parametrize(("family", "most_ended"), [("qwen3", 0.0), ("gpt2", 2.0)])
 def test_removing_finished_rows_changes_no_row(family: Any, most_ended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.0 removes each row as soon as it is finished, 2.0 removes none."""
-    with monkeypatch.context() as patch:
-        config = SamplingConfig(max_new_tokens=20, stop=("1", "2", "a", "b"))
-        expected = sample(tiny_model(family), config, size=6)
-        assert len(set(map(len, expected.token_ids))) > 3
-        patch.setattr(decoding, "MOST_ENDED", most_ended)
-        assert_same(sample(tiny_model(family), config, size=6), expected)
+    config = SamplingConfig(max_new_tokens=20, stop=("1", "2", "a", "b"))
+    expected = sample(tiny_model(family), config, size=6)
+    assert len(set(map(len, expected.token_ids))) > 3
+    monkeypatch.setattr(decoding, "MOST_ENDED", most_ended)
+    assert_same(sample(tiny_model(family), config, size=6), expected)
 
 
 @pytest.mark.parametrize("growth", [1, 3])
 def test_growing_the_cache_by_small_steps_changes_no_row(growth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        config = SamplingConfig(max_new_tokens=12)
-        expected = sample(tiny_model(), config)
-        patch.setattr(decoding_batch, "GROWTH", growth)
-        assert_same(sample(tiny_model(), config), expected)
+    config = SamplingConfig(max_new_tokens=12)
+    expected = sample(tiny_model(), config)
+    monkeypatch.setattr(decoding_batch, "GROWTH", growth)
+    assert_same(sample(tiny_model(), config), expected)
 
 
 @pytest.mark.parametrize(("setting", "max_rows"), [("plain", 1), ("top-p", 3), ("plain", 5), ("plain", 100)])
@@ -307,22 +303,28 @@ def test_stop_strings_are_ignored_before_the_minimum(loop: Any) -> None:
     assert min(map(len, late.token_ids)) == 5
 
 
-def test_a_stop_string_can_span_several_tokens() -> None:
-    tokens = torch.tensor([TOKENIZER("ab+1z")["input_ids"], TOKENIZER("1+abz")["input_ids"]])
-    assert StopStrings(TOKENIZER, ["+1z"]).found(tokens) == [True, False]
-    assert StopStrings(TOKENIZER, ["b+1z", "bz"]).found(tokens) == [True, True]
-    assert StopStrings(TOKENIZER, []).found(tokens) == [False, False]
+STOPS: list[tuple[list[str], list[str], list[bool]]] = [
+    # texts of rows, stop strings, and whether a row has one of them
+    (["ab+1z", "1+abz"], ["+1z"], [True, False]), (["ab+1z", "1+abz"], ["b+1z", "bz"], [True, True]),  # of several tokens
+    (["ab+1z", "1+abz"], [], [False, False]),
+    (["ab<eos>", "<eos>ab", "abc"], ["<eos>"], [True, True, False]),
+    (["ab<eos>", "<eos>ab", "abc"], ["b<eos>"], [True, False, False]),
+    (["ab<eos>", "<eos>ab", "abc"], ["<pad>"], [False, False, False]),
+    (["ab<eos>", "<eos>ab", "abc"], ["ab"], [True, True, True]),
+    (["ab<eos>", "<eos>ab", "abc"], ["<eos>", "c"], [True, True, True]),
+    (["b<pad>c"], ["a"], [False]), (["b<pad>c"], ["bc"], [True]),  # the text that is searched leaves special tokens out
+    (["z" + "a" * 20, "a" * 20 + "z"], ["z"], [False, True]),  # in the last tokens only: an earlier one has ended its row
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("texts", "stop", "found"), STOPS)
+def test_stop_strings_are_found_in_the_text_and_among_the_special_tokens(texts: Any, stop: Any, found: Any) -> None:
+    tokens = torch.tensor([TOKENIZER(text)["input_ids"] for text in texts])
+    assert StopStrings(TOKENIZER, stop).found(tokens) == found
 
 
 def test_a_stop_string_may_be_a_special_token(subtests: pytest.Subtests) -> None:
     """The text of a completion leaves the token out. It is named by the tokenizer, or only marked as special."""
-    rows = torch.tensor([TOKENIZER(text)["input_ids"] for text in ("ab<eos>", "<eos>ab", "abc")])
-    for stop, found in [
-        ("<eos>", [True, True, False]), ("b<eos>", [True, False, False]), ("<pad>", [False, False, False]),
-        ("ab", [True, True, True]),
-    ]:  # fmt: skip
-        assert StopStrings(TOKENIZER, [stop]).found(rows) == found
-    assert StopStrings(TOKENIZER, ["<eos>", "c"]).found(rows) == [True, True, True]
     marked = character_tokenizer()
     marked.add_tokens([AddedToken("<|eot|>", special=True)])
     model, eot = tiny_model(vocab_size=len(marked)), len(marked) - 1
@@ -339,19 +341,6 @@ def test_a_stop_string_may_be_a_special_token(subtests: pytest.Subtests) -> None
                 assert any(drew)
                 assert [reason == "stop" for reason in sampled.finish_reasons] == drew
                 assert not any(token in row[:-1] for row in sampled.token_ids)
-
-
-def test_special_tokens_are_not_part_of_the_text_that_is_searched_for_stop_strings() -> None:
-    """The name of <pad> has an "a", but the decoded text leaves <pad> out."""
-    tokens = torch.tensor([[CHARACTERS.index("b") + 2, PAD, CHARACTERS.index("c") + 2]])
-    assert StopStrings(TOKENIZER, ["a"]).found(tokens) == [False]
-    assert StopStrings(TOKENIZER, ["bc"]).found(tokens) == [True]
-
-
-def test_a_stop_string_is_searched_for_in_the_last_tokens_only() -> None:
-    """An earlier stop string would have ended the row, so tokens further back are not decoded again."""
-    tokens = torch.tensor([TOKENIZER("z" + "a" * 20)["input_ids"], TOKENIZER("a" * 20 + "z")["input_ids"]])
-    assert StopStrings(TOKENIZER, ["z"]).found(tokens) == [False, True]
 
 
 @pytest.mark.parametrize("loop", ["own", "generate"])
@@ -411,15 +400,6 @@ def test_only_new_tokens_are_computed_and_the_oldest_rows_are_dropped() -> None:
     with torch.no_grad():
         policy.sample_tokens([again[1]], seeds=[0], max_new_tokens=1)
     assert shapes[-1] == (1, 7)  # outside the context, nothing is kept
-
-
-def test_models_with_windows_compute_the_whole_prompt() -> None:
-    policy = policy_of(tiny_model("mistral"), max_new_tokens=3)
-    with policy.keeping_prefixes(max_rows=4):
-        first = policy.sample_tokens([encoded("abc")], seeds=[1])
-        longer = [[*encoded("abc"), *first.token_ids[0], *NEW]]
-        found = policy.sample_tokens(longer, seeds=[2])
-    assert found.token_ids == policy.sample_tokens(longer, seeds=[2]).token_ids
 
 
 def test_equal_prompts_are_computed_once() -> None:

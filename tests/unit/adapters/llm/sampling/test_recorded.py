@@ -16,7 +16,6 @@ from adapters.llm.sampling.recorded import sampler as recorded
 from adapters.llm.sampling.recorded.model import FusedNorms
 from adapters.llm.sampling.recorded.room import HostReads, NotRecordable
 from adapters.llm.sampling.recorded.sampler import RecordedSampler
-from grpo import GRPOConfig, GRPOTrainer
 from tests.support.llm_models import (
     adapted_model,
     character_tokenizer,
@@ -24,6 +23,7 @@ from tests.support.llm_models import (
     gaps_after_updates,
     policy_of,
     tiny_model,
+    trainer_of,
 )
 from tests.support.tiny_architectures import model_types, tiny_of
 
@@ -178,18 +178,13 @@ def test_a_model_without_experts_is_left_as_it_is(monkeypatch: pytest.MonkeyPatc
     assert_as_today(lm, RecordedSampler(lm, TOKENIZER, with_entropy=True))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "fused"),
-    {
-        "qwen3": {"Qwen3RMSNorm"},
-        "llama": {"LlamaRMSNorm"},
-        "olmo2": {"Olmo2RMSNorm"},
-        "gemma2": set(),
-        "cohere": set(),
-        "qwen3_next": set(),
-        "bamba": {"BambaRMSNorm"},
-    }.items(),
-)
+FUSED: dict[str, set[str]] = {
+    "qwen3": {"Qwen3RMSNorm"}, "llama": {"LlamaRMSNorm"}, "olmo2": {"Olmo2RMSNorm"}, "bamba": {"BambaRMSNorm"},
+    "gemma2": set(), "cohere": set(), "qwen3_next": set(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "fused"), FUSED.items())
 def test_only_norms_that_equal_the_fused_one_are_fused(model_type: Any, fused: Any) -> None:
     """Gemma's weight is an offset from 1, Cohere subtracts the mean, and Qwen 3-Next's gated norm has a second input."""
     lm = CausalLM(tiny_of(model_type))
@@ -234,11 +229,7 @@ def test_norms_are_fused_whatever_the_default_device_is_and_not_with_a_hook() ->
 
 def test_an_update_without_memory_releases_the_room() -> None:
     policy = policy_of(sampler="recorded", max_new_tokens=4)
-
-    def reward(states: Any, actions: Any) -> list[float]:
-        return [float(row) for row in range(len(actions))]
-
-    trainer = GRPOTrainer(config=GRPOConfig(group_size=4, seed=0), policy=policy, reward_model=reward)
+    trainer = trainer_of(policy)
     batch = trainer.collect(["1+1=", "abc"])
     sampler: Any = policy._sampler
     assert sampler.sizes

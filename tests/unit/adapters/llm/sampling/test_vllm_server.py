@@ -30,15 +30,10 @@ def stand() -> Iterator[Stand]:
         yield stand
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries begin after a hundredth of a second."""
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short waits, and the parameters of any module in place of `merged_weights`, which has its own tests."""
     monkeypatch.setattr("adapters.llm.sampling.vllm_worker.FIRST_WAIT", 0.01)
-
-
-@pytest.fixture
-def plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces `merged_weights`, which has its own tests, by the parameters of any module."""
     monkeypatch.setattr(vllm_server, "merged_weights", lambda model: model.named_parameters(remove_duplicate=False))
 
 
@@ -66,7 +61,6 @@ def test_every_row_is_a_request_with_its_own_seed(stand: Stand, tmp_path: Path) 
     assert stand.heard[-1][1]["sampling_params"]["detokenize"] is True
 
 
-@pytest.mark.usefixtures("plain_weights")
 def test_weights_are_sent_in_a_folder_while_no_request_runs(stand: Stand, tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     model.tied = model.weight
@@ -93,7 +87,6 @@ def test_weights_are_sent_in_a_folder_while_no_request_runs(stand: Stand, tmp_pa
     assert stand.version == version.removesuffix("1") + "2"
 
 
-@pytest.mark.usefixtures("plain_weights")
 def test_weights_of_another_client_are_an_error(stand: Stand, tmp_path: Path) -> None:
     sampler = VLLMServerSampler(stand.url, weights_folder=tmp_path)
     sampler.sync(nn.Linear(1, 1))
@@ -102,7 +95,6 @@ def test_weights_of_another_client_are_an_error(stand: Stand, tmp_path: Path) ->
         sample(sampler, 20)
 
 
-@pytest.mark.usefixtures("plain_weights")
 def test_a_server_that_cannot_clear_its_cache_is_refused(stand: Stand, tmp_path: Path) -> None:
     stand.can_forget = False
     with pytest.raises(SamplerError, match="requests of other clients are running on it"):
@@ -132,7 +124,6 @@ def test_what_a_server_cannot_sample_is_refused_with_what_helps(
         sampler.sample([[7], prompt], 1, CONFIG, end_token_ids=[1], seeds=[1, 2])
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_lost_connection_is_retried_with_a_warning(stand: Stand) -> None:
     stand.to_drop = 2
     with pytest.warns(GRPOWarning, match=r"failed .*; retrying") as said:
@@ -140,7 +131,6 @@ def test_a_lost_connection_is_retried_with_a_warning(stand: Stand) -> None:
     assert len(said) == 2
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.filterwarnings("ignore:VLLMServerSampler. the connection to the vLLM server")
 def test_a_missing_server_is_awaited_and_the_error_says_how_to_start_it() -> None:
     """The waits are 1, 2, 4 and 8 hundredths of a second."""
@@ -223,10 +213,8 @@ def test_prompt_and_completion_must_fit() -> None:
     limits = [RowLimit(max_new_tokens=number, stop=stop) for number, stop in ((6, ()), (5, ("a",)))]
     shorter = row_settings(config, [], limits, 2)
     require_room([[1] * 4, [1] * 5], shorter, 10)  # each row with its own limit
-    assert [(own["max_tokens"], own["stop"], own["detokenize"]) for own in shorter] == [
-        (6, [], False),
-        (5, ["a"], True),
-    ]
+    found = [(own["max_tokens"], own["stop"], own["detokenize"]) for own in shorter]
+    assert found == [(6, [], False), (5, ["a"], True)]
 
 
 def answer(**changes: Any) -> Answer:
@@ -235,9 +223,8 @@ def answer(**changes: Any) -> Answer:
 
 
 def test_answers_are_converted_to_samples() -> None:
-    sampled = sampled_tokens(
-        [answer(), answer(stop_reason=1), answer(stop_reason="###"), answer(finish_reason="length")], SamplingConfig()
-    )
+    answers = [answer(), answer(stop_reason=1), answer(stop_reason="###"), answer(finish_reason="length")]
+    sampled = sampled_tokens(answers, SamplingConfig())
     assert sampled.finish_reasons == ["end", "end", "stop", "length"]
     assert sampled.token_ids == [[4, 1]] * 4
     assert sampled.behaviour_log_probs == [[-0.5, -0.25]] * 4

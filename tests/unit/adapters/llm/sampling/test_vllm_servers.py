@@ -31,6 +31,7 @@ PROMPTS = [[7], [8], [9], [10], [11], [12]]
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits, and the parameters of any module in place of `merged_weights`, which has its own tests."""
     monkeypatch.setattr(vllm_server, "SECONDS_BETWEEN_POLLS", 0.01)
+    monkeypatch.setattr("adapters.llm.sampling.vllm_worker.FIRST_WAIT", 0.0)
     monkeypatch.setattr(vllm_server, "merged_weights", lambda model: model.named_parameters())
 
 
@@ -126,10 +127,7 @@ def test_a_dead_server_joins_again_at_the_next_sync(stands: list[Stand], tmp_pat
     assert all(len(seeds_of(stand)) == 4 for stand in stands)
 
 
-def test_a_server_that_dies_in_a_sync_is_named(
-    stands: list[Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("adapters.llm.sampling.vllm_worker.FIRST_WAIT", 0.0)
+def test_a_server_that_dies_in_a_sync_is_named(stands: list[Stand], tmp_path: Path) -> None:
     sampler = sampler_of(stands, tmp_path)
     stands[2].die()
     with pytest.warns(GRPOWarning) as said:
@@ -140,10 +138,7 @@ def test_a_server_that_dies_in_a_sync_is_named(
 
 
 @pytest.mark.filterwarnings("ignore:VLLMServerSampler. the connection")
-def test_a_server_lost_while_paused_resumes(
-    stands: list[Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("adapters.llm.sampling.vllm_worker.FIRST_WAIT", 0.0)
+def test_a_server_lost_while_paused_resumes(stands: list[Stand], tmp_path: Path) -> None:
     sampler, answer = sampler_of(stands[:2], tmp_path), stands[1].answer
     stands[1].answer = lambda path, body: None if path == "/resume" else answer(path, body)  # type: ignore[method-assign]
     with pytest.warns(GRPOWarning, match="It is left out until it answers again"):
@@ -417,7 +412,6 @@ def test_ranks_share_what_they_know_of_servers(
     stands: list[Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 sends the weights to the second server, which is dead. Rank 0 does not ask it."""
-    monkeypatch.setattr("adapters.llm.sampling.vllm_worker.FIRST_WAIT", 0.0)
     for module in ("vllm_worker", "vllm_server"):  # filters of warnings are not safe in threads
         monkeypatch.setattr(f"adapters.llm.sampling.{module}.warn_user", lambda message: None)
     stands[1].die()
@@ -445,11 +439,7 @@ def test_a_server_that_another_rank_loads_is_waited_for(stands: list[Stand], tmp
     sampler.sync(weights(1.0))
     version = stands[0].version
     stands[0].version = f"{version} is loaded by rank 1"
-
-    def finish() -> None:
-        stands[0].version = version
-
-    threading.Timer(0.1, finish).start()
+    threading.Timer(0.1, setattr, (stands[0], "version", version)).start()
     assert_sampled(sampler, 1.0)
     assert loads_of(stands[0]) == 1
     stands[0].version = f"{version} is loaded by rank 0"  # this rank began, and did not finish

@@ -154,17 +154,11 @@ def test_attributes_are_escaped_and_named_after_python_names() -> None:
     assert element("meta", charset="utf-8") == '<meta charset="utf-8">'
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("a\n\tb", "a\n\tb"),
-        ("\x00\x1b[31m", "\\x00\\x1b[31m"),
-        ("\ud800", "\\ud800"),
-        ("\u202eabc", "\\u202eabc"),  # turns the direction of the text around
-        ("\r\x0b", "\\r\\x0b"),
-        ("né 漢字 √ \xa0", "né 漢字 √ \xa0"),
-    ],
-)
+@pytest.mark.parametrize(("text", "shown"), [
+    ("a\n\tb", "a\n\tb"), ("\x00\x1b[31m", "\\x00\\x1b[31m"), ("\ud800", "\\ud800"), ("\r\x0b", "\\r\\x0b"),
+    ("\u202eabc", "\\u202eabc"),  # turns the direction of the text around
+    ("né 漢字 √ \xa0", "né 漢字 √ \xa0"),
+])  # fmt: skip
 def test_characters_that_a_page_must_not_have_become_codes(text: str, shown: str) -> None:
     assert escaped(text) == shown
     escaped(text).encode("utf-8")
@@ -202,30 +196,23 @@ def test_the_change_is_the_difference_of_the_means_of_both_tenths() -> None:
     gaps[::2] = np.arange(1.0, 101.0)
     for values in (np.arange(1.0, 101.0), gaps):
         change = change_of(values)
-        assert change is not None
         assert (change.first, change.last, change.window, change.difference) == (5.5, 95.5, 10, 90.0)
         assert change.is_clear
 
 
 def test_noise_or_a_constant_is_no_change_and_a_trend_is(subtests: pytest.Subtests) -> None:
-    constant_one = change_of(np.full(50, 0.1))
-    assert constant_one is not None
-    assert not constant_one.is_clear
+    assert not change_of(np.full(50, 0.1)).is_clear
     generator = np.random.default_rng(0)
-    clear = [change_of(generator.normal(size=100)) for _ in range(200)]
-    assert sum(change is not None and change.is_clear for change in clear) <= 10  # three standard errors
+    assert sum(change_of(generator.normal(size=100)).is_clear for _ in range(200)) <= 10  # three standard errors
     for slope, is_clear in [(0.05, True), (-0.05, True), (0.001, False)]:
         with subtests.test(slope=slope):
-            change = change_of(generator.normal(size=100) * 0.5 + slope * np.arange(100))
-            assert change is not None
-            assert change.is_clear == is_clear
+            assert change_of(generator.normal(size=100) * 0.5 + slope * np.arange(100)).is_clear == is_clear
 
 
 def test_few_iterations_are_compared_by_halves_of_at_most_five(subtests: pytest.Subtests) -> None:
     for num_iterations, window in [(2, 1), (3, 1), (8, 4), (12, 5), (60, 6)]:
         with subtests.test(num_iterations=num_iterations):
             change = change_of(np.arange(float(num_iterations)))
-            assert change is not None
             assert change.window == window
             assert change.is_clear == (window > 1)  # one number has no noise to compare with
     assert change_of(np.array([1.0, math.nan])) is None
@@ -267,23 +254,19 @@ def titles(figures: list[str]) -> list[str]:
 def test_a_metric_that_was_not_measured_has_no_chart(subtests: pytest.Subtests) -> None:
     bounds = {"": 0.1, "_low": 0.1, "_high": 0.0}
     cases: list[tuple[dict[str, object], list[str]]] = [
-        ({"rewards/mean": 0.5}, ["Reward in training"]),
-        ({"eval/avg_reward": 0.5}, ["Reward in evaluations"]),
+        ({"rewards/mean": 0.5}, ["Reward in training"]), ({"eval/avg_reward": 0.5}, ["Reward in evaluations"]),
         ({"rewards/right/mean": 0.5, "rewards/short/mean": 0.1}, ["Parts of the reward"]),
         ({"rewards/right/mean": 0.5}, []),  # the only part is the reward itself
-        ({"train/kl_mean": 0.1}, ["KL divergence"]),
-        ({"train/entropy": 0.1}, ["Entropy"]),
+        ({"train/kl_mean": 0.1}, ["KL divergence"]), ({"train/entropy": 0.1}, ["Entropy"]),
         ({"train/clip_fraction": 0.1}, ["Clip fraction"]),
         ({f"train/clip_fraction{end}": value for end, value in bounds.items()}, ["Clip fraction"]),
         ({"train/demonstration_loss": 0.1}, ["Loss of demonstrations"]),
-        ({"train/observation_loss": 0.1}, ["Loss of observations"]),
+        ({"train/observation_loss": 0.1}, ["Loss of observations"]), ({"train/grad_norm": 0.1}, ["Gradient norm"]),
         ({"group_stats/zero_variance_fraction": 0.1}, ["Dead groups"]),
-        ({"train/grad_norm": 0.1}, ["Gradient norm"]),
-        ({"train/sampler_divergence": 0.1}, ["Sampler and policy"]),
-        ({"steps/mean": ramp(1, 9)}, ["Length"]),
+        ({"train/sampler_divergence": 0.1}, ["Sampler and policy"]), ({"steps/mean": ramp(1, 9)}, ["Length"]),
         ({"steps/mean": 1.0}, []),  # always the same
         ({"anything": 1.0, "train/entropy": math.nan}, []),
-    ]
+    ]  # fmt: skip
     for metrics, expected in cases:
         with subtests.test(metrics=list(metrics)):
             run = run_of(metrics)
@@ -331,11 +314,9 @@ def test_the_interval_is_196_standard_errors_on_each_side_where_the_number_of_ro
     """At iteration 10, 64 rows: 0.5 -+ 1.96 x 0.4 / 8 = 0.402 ... 0.598. At iteration 20 the rows were not recorded."""
     values, spread = constant(math.nan), constant(math.nan)
     values[[9, 19]], spread[[9, 19]] = 0.5, 0.4
-    known, unknown = (
-        run_of({"eval/avg_reward": values, "eval/avg_reward_std": spread}, eval_rows=rows) for rows in ({10: 64}, {})
-    )
+    metrics = {"eval/avg_reward": values, "eval/avg_reward_std": spread}
+    known, unknown = (run_of(metrics, eval_rows=rows) for rows in ({10: 64}, {}))
     interval = evaluation_interval(known)
-    assert interval is not None
     assert [values[9] for values in interval] == pytest.approx([0.402, 0.598])
     assert all(math.isnan(values[19]) for values in interval)
     (figure,) = reward_charts(known)
@@ -361,7 +342,6 @@ def test_a_chart_that_is_alone_has_the_width_of_the_page() -> None:
 
 def test_the_time_table_shows_each_phase_and_what_is_left() -> None:
     figure = time_table(healthy(time__iteration=1.25))
-    assert figure is not None
     for words in ("400 ms", "32 %", "100 ms", "8 %", "other", "250 ms", "20 %"):
         assert f">{words}<" in figure
     assert "The largest part is sampling" in figure
@@ -375,9 +355,7 @@ def test_the_diagnosis_and_the_table_give_a_phase_the_same_share() -> None:
     run = run_of({f"time/{name}": seconds for name, seconds in times.items()})
     (finding,) = [found for found in diagnose(run) if "sampling" in found.title]
     (share,) = re.findall(r"It takes (\d+ %)", finding.text)
-    table = time_table(run)
-    assert table is not None
-    assert f">{share}<" in table.partition("sampling")[2].partition("</tr>")[0]
+    assert f">{share}<" in time_table(run).partition("sampling")[2].partition("</tr>")[0]
 
 
 def test_neighbours_start_at_0_together() -> None:

@@ -1,6 +1,5 @@
 """The whole page: its head line and sections, what it must not contain, and its size."""
 
-import dataclasses
 import json
 import math
 import os
@@ -113,12 +112,9 @@ def test_tiles_show_the_ends_of_both_rewards_the_best_evaluation_and_the_size_of
     run = healthy(eval__avg_reward=evaluation, **rows)
     page = report_of(tmp_path, [{k: v for k, v in line.items() if v == v} for line in lines_of(run)])
     assert re.findall('<div class="tile"><b>(.*?)</b><span>(.*?)</span></div>', page) == [
-        ("0.227 → 0.773", "mean reward in training"),
-        ("0.25 → 0.75", "reward in the evaluation"),
-        ("0.9", "best evaluation"),
-        ("1.0 s", "per iteration"),
-        ("32", "rows per iteration"),
-    ]
+        ("0.227 → 0.773", "mean reward in training"), ("0.25 → 0.75", "reward in the evaluation"),
+        ("0.9", "best evaluation"), ("1.0 s", "per iteration"), ("32", "rows per iteration"),
+    ]  # fmt: skip
 
 
 class Elements(HTMLParser):
@@ -253,16 +249,12 @@ def test_without_matplotlib_a_page_has_its_tables_and_says_how_to_get_pictures(
 
 def cells(page: str, tag: str = "td") -> list[str]:
     """The texts of the cells, in order."""
-    return [
-        re.sub("<[^>]*>", "", cell)
-        for cell in re.findall(f"<{tag}[ >].*?</{tag}>", page.replace("<td>", "<td >"), re.S)
-    ]
+    found = re.findall(f"<{tag}[ >].*?</{tag}>", page.replace("<td>", "<td >"), re.S)
+    return [re.sub("<[^>]*>", "", cell) for cell in found]
 
 
 def tables(*found: SampleTable) -> str:
-    page = sample_tables(run_of({"a": 1.0}, tables=found))
-    assert page is not None
-    return page
+    return sample_tables(run_of({"a": 1.0}, tables=found))
 
 
 def test_a_sample_table_has_the_columns_that_were_measured() -> None:
@@ -280,13 +272,10 @@ def test_both_ends_of_the_run_are_open_and_other_tables_are_folded() -> None:
     found = [SampleTable(iteration=k, kind=kind, rows=[sample()]) for kind in ("eval", "train") for k in (1, 5, 9)]
     page = tables(*found)
     assert re.findall("<details( open)?><summary>(.*?)</summary>", page) == [
-        (" open", "Evaluation after iteration 1"),
-        ("", "Evaluation after iteration 5"),
+        (" open", "Evaluation after iteration 1"), ("", "Evaluation after iteration 5"),
         (" open", "Evaluation after iteration 9"),
-        ("", "Training, iteration 1"),
-        ("", "Training, iteration 5"),
-        ("", "Training, iteration 9"),
-    ]
+        ("", "Training, iteration 1"), ("", "Training, iteration 5"), ("", "Training, iteration 9"),
+    ]  # fmt: skip
     assert sample_tables(run_of({"a": 1.0})) is None
 
 
@@ -319,10 +308,8 @@ def test_what_a_resume_changed_or_that_settings_are_missing_is_said() -> None:
 
 
 def test_the_words_have_means_difference_percentage_interval_and_counts() -> None:
-    report = dataclasses.replace(
-        compared([[1, 1], [1, 0]], [[2, 2], [1, 0]], paying(0.5, 1.0, 2.0)), confidence_interval=(0.0, 1.0)
-    )
-    means, counts = comparison_words(report)
+    report = compared([[1, 1], [1, 0]], [[2, 2], [1, 0]], paying(0.5, 1.0, 2.0))
+    means, counts = comparison_words(replace(report, confidence_interval=(0.0, 1.0)))
     assert means == (
         "The mean reward went from 0.875 to 1.38: +0.5 (+57.1 %). With 95 % confidence, the difference is between 0 and +1, "
         "if other states are like these. From fewer than 20 states, the interval is too narrow. "
@@ -337,18 +324,15 @@ def test_few_states_are_said_to_give_a_narrow_interval() -> None:
 
 def test_there_is_no_percentage_if_the_mean_before_is_not_positive() -> None:
     for before in (0.0, -2.0):
-        words = comparison_words(compared([[0]], [[1]], paying(before, 1.0)))[0]
-        assert words.startswith(
-            f"The mean reward went from {before:g} to 1: +{1 - before:g}. One state gives no interval."
-        )
+        words = f"The mean reward went from {before:g} to 1: +{1 - before:g}. One state gives no interval."
+        assert comparison_words(compared([[0]], [[1]], paying(before, 1.0)))[0].startswith(words)
 
 
 def test_both_answers_of_a_state_stand_side_by_side_with_their_rewards() -> None:
     report = compared([[0]], [[1]], paying(0.25, 1.0))
-    attacked = dataclasses.replace(
-        report.states[0], answer_after=Answer(text="<script>alert(1)</script>", reward=1.0), label="<b>up</b>"
-    )
-    page = comparison_section(dataclasses.replace(report, states=(attacked,)))
+    attack = Answer(text="<script>alert(1)</script>", reward=1.0)
+    attacked = replace(report.states[0], answer_after=attack, label="<b>up</b>")
+    page = comparison_section(replace(report, states=(attacked,)))
     row = re.findall("<tbody>(.*?)</tbody>", page, re.S)[-1]
     assert re.findall('<td class="[^"]*">(.*?)</td>', row, re.S) == [
         '<div class="answer">&lt;b&gt;up&lt;/b&gt;</div>',
@@ -401,8 +385,8 @@ def test_states_that_are_left_out_are_described_by_what_happened() -> None:
     """The states' differences are 0 to 31, minus `lost`."""
     for lost, words in ((16, "gained most and the 15 that lost most"), (40, "lost least and the 15 that lost most")):
         report = of_many(32)
-        states = tuple(dataclasses.replace(state, difference=state.difference - lost) for state in report.states)
-        assert f"The 15 states that {words}; 2 states" in comparison_section(dataclasses.replace(report, states=states))
+        states = tuple(replace(state, difference=state.difference - lost) for state in report.states)
+        assert f"The 15 states that {words}; 2 states" in comparison_section(replace(report, states=states))
 
 
 # --- reading the folder of a run
