@@ -355,11 +355,15 @@ def test_training_mode_with_gradient_checkpointing_samples_as_evaluation_mode_do
 
 
 def test_sampling_builds_no_graph_and_sync_changes_nothing() -> None:
-    model = tiny_model()
+    model, has_graph = tiny_model(), []
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    model.model.register_forward_hook(lambda *call: has_graph.append(call[-1].last_hidden_state.requires_grad))
     sampled = sample(model, SamplingConfig(max_new_tokens=2))
+    assert has_graph
+    assert not any(has_graph)
     assert isinstance(sampled.behaviour_log_probs[0][0], float)
     DecodingSampler(CausalLM(model), TOKENIZER).sync(model)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(value.requires_grad and torch.equal(value, before[name]) for name, value in model.named_parameters())
 
 
 # --- prompts that continue earlier rows compute only their new tokens, and draw the same tokens
