@@ -50,7 +50,7 @@ def iteration_of(case: str) -> Callable[[], float]:
         return _timed(our_iteration(sizes, model, make_tokenizer(num_tokens), make_prompts(sizes, num_tokens)), 1)
     from benchmarks.overhead import GROUP_SIZE, NUM_FEATURES, build
 
-    rows, count = (1024, 20) if case.startswith("small") else (65_536, 1)
+    rows, count = (1024, 40) if case.startswith("small") else (65_536, 1)
     trainer, states = build(case.endswith("groups"))[0], torch.randn(rows // GROUP_SIZE, NUM_FEATURES)
     return _timed(lambda: trainer.step(states), count)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -117,22 +118,31 @@ def _moments_of(measured: Sequence[Measured]) -> list[Moments]:
     dtype = widest_float(first.mask.device)
     names = [name for name, value in first.per_step.items() if isinstance(value, Tensor)]
     constants = {name: value for name, value in first.per_step.items() if not isinstance(value, Tensor)}
-    mask = torch.cat([each.mask for each in measured])
-    columns = [mask, *(torch.cat([each.per_step[name] for each in measured]) for name in names)]  # type: ignore[misc]
+    mask = _joined([each.mask for each in measured])
+    columns = [mask, *(_joined([each.per_step[name] for each in measured]) for name in names)]
     table = torch.stack([values.to(dtype).expand(mask.shape) for values in columns])
     table = zero_outside(table, mask).flatten(1)
     sizes = [each.mask.numel() for each in measured]
+    powers = torch.stack([table, table.square()])
     # one sum per micro-batch, so that the last digit does not depend on what is measured together
-    sums, squares = (
-        torch.stack([part.sum(1) for part in values.split(sizes, 1)], dim=1) for values in (table, table.square())
-    )
-    count = sums[0]
-    moments = torch.stack([count.expand(sums.shape), sums, squares], dim=2)[1:]
+    sums = torch.stack([part.sum(2) for part in powers.split(sizes, 2)], dim=2)
+    count = sums[0, 0]
+    moments = torch.stack([count.expand_as(sums[0]), *sums], dim=2)[1:]
     if first.terms:
         terms = torch.stack([term for each in measured for term in each.terms.values()]).to(dtype).view(size, -1).T
-        moments = torch.cat([torch.nn.functional.pad(terms.unsqueeze(2), (1, 1)), moments])
+        zeros = torch.zeros_like(terms)
+        moments = torch.cat([torch.stack([zeros, terms, zeros], dim=2), moments])
     if constants:
-        by_constant = {c: torch.stack([count, c * count, c * c * count], dim=1) for c in set(constants.values())}
-        moments = torch.cat([moments, torch.stack([by_constant[c] for c in constants.values()])])
+        moments = torch.cat([moments, count.unsqueeze(1) * _powers(tuple(constants.values()), dtype, count.device)])
     names = [*first.terms, *names, *constants]
     return [dict(zip(names, each.unbind(), strict=True)) for each in moments.unbind(1)]
+
+
+def _joined(values: Sequence[Any]) -> Tensor:
+    return values[0] if len(values) == 1 else torch.cat(values)
+
+
+@lru_cache(maxsize=64)
+def _powers(constants: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Float[Tensor, "C 1 3"]:
+    """1, c and c^2 of each constant. They are kept, because a copy to a device waits for it."""
+    return torch.tensor([[[1.0, c, c * c]] for c in constants], dtype=dtype, device=device)

@@ -19,6 +19,10 @@ from grpo.policy_base import CAPABILITIES, POLICY_METHODS, ScoresReference, Spli
 from grpo.surrogates import traits_of
 from grpo.types import ExperienceBatch
 
+FIELDS = tuple(field.name for field in fields(ExperienceBatch))
+ON_HOST = ("rewards", "group_ids", "is_demonstration")
+"""Fields of a batch that must be on the CPU."""
+
 
 def require_consistent(
     config: GRPOConfig,
@@ -134,8 +138,8 @@ def _require_batch(batch: Any) -> None:
     if batch.num_rows == 0:
         raise ContractError("update needs at least one row; the batch has none.")
     require_lengths("update: the batch", batch.num_rows, states=batch.states, actions=batch.actions)
-    for name, values in ((field.name, getattr(batch, field.name)) for field in fields(batch)):
-        on_host = name in ("rewards", "group_ids", "is_demonstration")
+    for name in FIELDS:
+        values, on_host = getattr(batch, name), name in ON_HOST
         if isinstance(values, Tensor) and (values.is_meta or (on_host and values.device.type != "cpu")):
             wanted = "on the CPU" if on_host else "on a device with values"
             raise ContractError(f"update: the batch's {name} must be {wanted}; got {values.device}. Pass {name}.cpu().")
