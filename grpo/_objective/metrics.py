@@ -138,11 +138,12 @@ def _moments_of(measured: Sequence[Measured]) -> list[Moments]:
     return [dict(zip(names, each.unbind(), strict=True)) for each in moments.unbind(1)]
 
 
-def _joined(values: Sequence[Any]) -> Tensor:
+def _joined(values: list[Any]) -> Tensor:
     return values[0] if len(values) == 1 else torch.cat(values)
 
 
 @lru_cache(maxsize=64)
 def _powers(constants: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Float[Tensor, "C 1 3"]:
-    """1, c and c^2 of each constant. They are kept, because a copy to a device waits for it."""
-    return torch.tensor([[[1.0, c, c * c]] for c in constants], dtype=dtype, device=device)
+    """1, c and c^2 of each constant, made without a copy from the host, which would wait for the device."""
+    powers = [torch.full((), power, dtype=dtype, device=device) for c in constants for power in (1.0, c, c * c)]
+    return torch.stack(powers).view(-1, 1, 3)
