@@ -6,7 +6,8 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -80,8 +81,8 @@ class PlaysConversations(Protocol):
         """Hold one conversation about `state`.
 
         Return its reward, or one reward for each message of the policy: a list in the order of the replies, or a dict by
-        `Reply.id` or seat, in which a missing message has the reward 0. A seat's reward belongs to its last message. After
-        requests that waited at the same time, a list is refused.
+        `Reply.id` or seat, in which a missing message has the reward 0. A seat's reward belongs to its last message. A list is
+        refused if several tasks, or clients over HTTP, asked for messages of which one does not continue the one before.
         """
         ...
 
@@ -103,38 +104,27 @@ class _Context:
     """A segment that grows."""
 
     token_ids: list[int]
-    seat: str | None
-    name: str = ""
-    """The id of its first turn."""
-    num_begun: int = field(init=False)
-    """Number of tokens before the first turn."""
-    sampled: list[bool] = field(init=False)
-    log_probs: list[float] = field(default_factory=list)
-    forks: list[int] = field(default_factory=list)
-    turns: list["_Turn"] = field(default_factory=list)
+    last: int | None = None
+    """The place of its last turn. None: nothing has been said in it yet."""
     is_asked: bool = False
     """Whether a request waits for its next turn."""
-    is_full: bool = False
-    """Whether there is no room for another turn, or the last turn was truncated."""
-
-    def __post_init__(self) -> None:
-        self.num_begun = len(self.token_ids)
-        self.sampled = [False] * self.num_begun
-
-    def add(self, token_ids: Sequence[int], *, sampled: bool) -> None:
-        self.token_ids += token_ids
-        self.sampled += [sampled] * len(token_ids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Turn:
     """A turn of the policy, with all that the policy had read."""
 
     id: str
+    place: int
+    """Its place among the turns of the conversation, as they came."""
+    parent: int | None
+    """The place of the turn whose tokens it continues. None: its tokens begin anew."""
     context: _Context
-    end: int
-    """Number of tokens of the context up to the end of this turn."""
+    begin: int
+    """Number of tokens of the context before this turn."""
     token_ids: list[int]
+    log_probs: list[float]
+    seat: str | None
     messages: list[Message]
     """What was said up to this turn, with its message."""
     tools: list[dict[str, Any]] | None
@@ -143,11 +133,34 @@ class _Turn:
     state_key: Any
     ends_by_length: bool
     """Whether the policy's own maximum truncated the message, which ends the context."""
+    is_full: bool
+    """Whether that is so, or there was no room for another turn."""
+    is_fork: bool = False
+    """Whether the conversation forked after this turn."""
+
+    @property
+    def end(self) -> int:
+        """Number of tokens of the context up to the end of this turn."""
+        return self.begin + len(self.token_ids)
+
+    @property
+    def read(self) -> list[int]:
+        """The tokens up to the end of this turn."""
+        return self.context.token_ids[: self.end]
 
     @property
     def is_free(self) -> bool:
         """Whether a request can go on in the same context."""
-        return self is self.context.turns[-1] and not self.context.is_asked
+        return self.is_last and not self.context.is_asked
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the last turn of its context."""
+        return self.place == self.context.last
+
+    def is_read_in(self, messages: Sequence[Message]) -> bool:
+        """Whether messages begin with all that was said up to this turn, so that it came before them, whatever the time."""
+        return len(self.messages) < len(messages) and say_the_same(messages[: len(self.messages)], self.messages)
 
 
 class Chat:
@@ -219,13 +232,12 @@ class Chat:
         self._sample = sample
         self._seats, self._frozen = seats or {}, frozen or {}
         self._limits = limits
-        self._contexts: list[_Context] = []
         self._turns: list[_Turn] = []
         self._num_equal: Counter[bytes] = Counter()
         self._tasks: list[asyncio.Task | None] = []
-        self._is_parallel = False
-        self._num_waiting = self._num_sampled = self._num_calling = 0
-        """Numbers of requests that wait, of those of them that the trained policy answers, and of messages whose calls run."""
+        self._num_waiting = self._num_sampled = self._num_functions = self._num_calling = 0
+        """Numbers of requests that wait for a model, of those of them that the trained policy answers, of those that functions
+        answer, and of messages whose calls run."""
         self.now: Callable[[], float] = time.monotonic
         """The seconds by which the time without a request is measured."""
         self._active_since = self.now()
@@ -268,19 +280,18 @@ class Chat:
             The first row of each branch, and its chat.
         """
         assert self.branch is not None
-        for context in self._contexts:
-            context.forks.append(len(context.token_ids))
+        for turn in self._turns:
+            turn.is_fork |= turn.is_last
         self.branch, *others = self.branch.forked(self.num_turns, saved)
         chats = []
         for branch in others:
             chat = copy.copy(self)
-            # together, because they refer to one another
-            chat.messages, chat._contexts, chat._turns = copy.deepcopy((self.messages, self._contexts, self._turns))
+            chat.messages, chat._turns = copy.deepcopy((self.messages, self._turns))
             chat.info, chat.ignored, chat.counts = dict(self.info), {}, dict.fromkeys(self.counts, 0)
             chat.branch, chat.fork, chat.program, chat.threads = branch, None, None, []
             chat._sample, chat._sampling_seed = sampler(branch.leaf), (*self._sampling_seed, branch.leaf)
             chat._num_equal, chat._tasks = self._num_equal.copy(), []
-            chat._num_waiting = chat._num_sampled = chat._num_calling = 0
+            chat._num_waiting = chat._num_sampled = chat._num_functions = chat._num_calling = 0
             chats.append((branch.leaf, chat))
         return chats
 
@@ -349,15 +360,15 @@ class Chat:
             raise ContractError(
                 f"Chat: seat must be one of {sorted(self._seats)}; got {seat!r}. Pass AgentPolicy(seats=[Seat(name=...)])."
             )
+        if self._num_waiting + self._num_functions >= MOST_WAITING:
+            raise ContractError(
+                f"Chat: at most {MOST_WAITING} requests may wait at the same time. Await some of them first."
+            )
         if seat is not None and not self._seats[seat].is_trained:
             self._require_going_on(list(messages))
             self.counts[f"turns_of/{seat}"] = self.counts.get(f"turns_of/{seat}", 0) + 1
             if seat not in self._frozen:
                 return await self._reply_of_function(self._seats[seat], as_messages(messages))
-        if self._num_waiting >= MOST_WAITING:
-            raise ContractError(
-                f"Chat: at most {MOST_WAITING} requests may wait at the same time. Await some of them first."
-            )
         self._note_task()
         self._num_waiting += 1
         try:
@@ -418,10 +429,8 @@ class Chat:
             await asyncio.to_thread(self.executed.remove, self._folder)
 
     def _note_task(self) -> None:
-        """Note who asks, and whether another one asks at the same time."""
+        """Note who asks."""
         task = asyncio.current_task()
-        others = [other for other in self._tasks if other is not task and other is not self.program]
-        self._is_parallel |= self._num_waiting > 0 or any(not other.done() for other in others if other is not None)
         if task not in self._tasks:
             self._tasks.append(task)
 
@@ -436,9 +445,9 @@ class Chat:
         """What a frozen model says. Nothing of it is recorded but the count."""
         speaker = self._frozen[seat.name]
         read = speaker.template.render(messages, tools)
-        name, seed = self._named(read, seat.name, messages)
         own_limit = speaker.policy.sampling.max_new_tokens
         limit = min(max_new_tokens or own_limit, own_limit)
+        name, seed = self._named(read, seat.name, messages, *_end_of(limit, own_limit, stop))
         turn = await self._sampled(speaker.prompt(read, messages), seed, limit, stop, speaker)
         message, *_ = speaker.message(messages, read, turn.token_ids, turn.finish_reason, tools, stop)
         return Reply(
@@ -454,8 +463,12 @@ class Chat:
         """What a function says. Its time is the program's."""
         thread = OwnThread()
         self.threads.append(thread)
-        message = await said_by(seat.policy, messages, thread)  # type: ignore[arg-type]
-        name, _ = self._named([*message["content"].encode(errors="surrogatepass")], seat.name, ())
+        self._num_functions += 1
+        try:
+            message = await said_by(seat.policy, messages, thread)  # type: ignore[arg-type]
+        finally:
+            self._num_functions -= 1
+        name, _ = self._named([*message["content"].encode(errors="surrogatepass")], seat.name)
         numbers = {"num_context_tokens": 0, "num_tokens": 0}
         return Reply(id=name, message=message, is_truncated=False, ends_context=False, **numbers)
 
@@ -468,9 +481,12 @@ class Chat:
         finally:  # not after a refusal: a program that asks again and again is late at some time
             self.restart_clock()
 
-    def _named(self, read: Sequence[int], seat: str | None, messages: Sequence[Message]) -> tuple[str, int]:
-        """The id and the seed of the reply to these tokens, and the pictures of these messages. Equal requests are numbered."""
-        words = "".join([seat or "", *(picture.digest for picture in pictures_of(messages))])
+    def _named(
+        self, read: Sequence[int], seat: str | None, messages: Sequence[Message] = (), *end: str
+    ) -> tuple[str, int]:
+        """The id and the seed of the reply to these tokens, the pictures of these messages, and what ends it. Equal requests
+        are numbered."""
+        words = "".join([seat or "", *(picture.digest for picture in pictures_of(messages)), *end])
         given = np.asarray(read, dtype=np.int64).tobytes() + words.encode()
         digest = hashlib.blake2b(given, digest_size=8).digest()
         number = self._num_equal[digest]
@@ -497,60 +513,59 @@ class Chat:
             self.ended_by = "max_turns"
             raise self._end("max_turns", messages)
         state_key = self.state_key
-        last, appended = self._continued(messages, tools, seat)
-        new = appended or []
-        held = [] if last is None else last.context.token_ids[: last.end]
-        read = [*held, *new]
-        goes_on = last is not None and last.is_free
-        context = last.context if last is not None and goes_on else _Context([*read], seat)
+        parent, appended = self._continued(messages, tools, seat)
+        read = [*([] if parent is None else parent.read), *(appended or [])]
+        goes_on = parent is not None and parent.is_free
         limit = self._limits.max_tokens
-        context.is_full |= appended is None or (limit is not None and len(read) + max_new_tokens > limit)
-        if context.is_full:
+        has_no_room = appended is None or (limit is not None and len(read) + max_new_tokens > limit)
+        if has_no_room or (parent is not None and goes_on and parent.is_full):
+            for turn in self._turns:
+                turn.is_full |= turn.is_read_in(messages)
             raise self._end("length", messages)
-        name, seed = self._named(read, seat, messages)
-        context.name = context.name or name
+        context = parent.context if parent is not None and goes_on else _Context([*read])
+        name, seed = self._named(read, seat, messages, *_end_of(max_new_tokens, self._limits.max_new_tokens, stop))
         context.is_asked = True
         self._num_sampled += 1
         try:
-            turn = await self._sampled(self._speaker.prompt(read, messages), seed, max_new_tokens, stop, None)
+            given = await self._sampled(self._speaker.prompt(read, messages), seed, max_new_tokens, stop, None)
         finally:
             self._num_sampled -= 1
             context.is_asked = False
         message, was_cut, is_malformed = self._speaker.message(
-            messages, read, turn.token_ids, turn.finish_reason, tools, stop
+            messages, read, given.token_ids, given.finish_reason, tools, stop
         )
-        if goes_on:
-            context.add(new, sampled=False)
-        else:
-            self._contexts.append(context)
-        context.add(turn.token_ids, sampled=True)
-        context.log_probs += turn.log_probs
+        context.token_ids += [*read[len(context.token_ids) :], *given.token_ids]
         self.counts["malformed_calls"] += is_malformed
         self.messages = [*messages, message]
-        is_truncated = turn.finish_reason == "length"
-        context.is_full = is_truncated and max_new_tokens == self._limits.max_new_tokens
-        self.limited_by = "length" if context.is_full else None
+        is_truncated = given.finish_reason == "length"
+        ends_by_length = is_truncated and max_new_tokens == self._limits.max_new_tokens
+        self.limited_by = "length" if ends_by_length else None
         self.reached = self.reached or self.limited_by
+        context.last = len(self._turns)
         said = _Turn(
             id=name,
+            place=len(self._turns),
+            parent=None if parent is None else parent.place,
             context=context,
-            end=len(context.token_ids),
-            token_ids=list(turn.token_ids),
+            begin=len(read),
+            token_ids=list(given.token_ids),
+            log_probs=list(given.log_probs),
+            seat=seat,
             messages=self.messages,
             tools=tools,
             was_cut=was_cut,
             state_key=state_key,
-            ends_by_length=context.is_full,
+            ends_by_length=ends_by_length,
+            is_full=ends_by_length,
         )
-        context.turns.append(said)
         self._turns.append(said)
         return Reply(
-            id=said.id,
+            id=name,
             message=copy.deepcopy(message),  # a program may edit it, and the record stays what was said
             num_context_tokens=len(read),
-            num_tokens=len(turn.token_ids),
+            num_tokens=len(given.token_ids),
             is_truncated=is_truncated,
-            ends_context=context.is_full,
+            ends_context=ends_by_length,
         )
 
     def conversation(self, rewards: float | Sequence[float] | Mapping[str, float]) -> Conversation:
@@ -558,35 +573,24 @@ class Chat:
 
         Raises:
             ContractError: The reward is no number, there are several rewards and not one for each turn, or a list of rewards
-                after requests that waited at the same time.
+                whose order depends on time.
         """
-        contexts = self._contexts
-        if len(self._tasks) > 1:  # requests come in any order
-            contexts = sorted(contexts, key=lambda context: (context.token_ids[: context.num_begun], context.name))
-        turns = [turn for context in contexts for turn in context.turns]
-        given = self._rewards(rewards, turns)
+        is_ordered = self._is_ordered()
+        paths = self._paths(self._turns if is_ordered else sorted(self._turns, key=_content_of))
+        turns = [turn for path in paths for turn in path]
+        given = self._rewards(rewards, turns, is_ordered=is_ordered)
         is_repeated = self.branch is not None and self.branch.num_leaves > 1
-        messages = self.messages if contexts is self._contexts or not contexts else contexts[-1].turns[-1].messages
-        self.ended_by = self.ended_by or self._reached(contexts) or "environment"  # a late request is refused
+        messages = self.messages if is_ordered else turns[-1].messages
+        reached = self.limited_by if is_ordered else self._reached_by_all()
+        self.ended_by = self.ended_by or reached or "environment"  # a late request is refused
         return Conversation(
-            segments=tuple(
-                Segment(
-                    token_ids=tuple(context.token_ids),
-                    sampled=tuple(context.sampled),
-                    log_probs=tuple(context.log_probs),
-                    forks=tuple(sorted({*context.forks, *([len(context.token_ids)] if is_repeated else [])})),
-                    messages=tuple(plain_values(message) for message in context.turns[-1].messages),
-                    pictures=tuple(pictures_of(context.turns[-1].messages)),
-                    num_first_pictures=len(pictures_of(context.turns[0].messages)),
-                )
-                for context in contexts
-            ),
+            segments=tuple(_segment(path, ends_in_fork=is_repeated) for path in paths),
             turns=tuple(
                 Turn(
                     num_tokens=len(turn.token_ids),
                     reward=given[turn.id],
                     message=plain_values(turn.messages[-1]),
-                    seat=turn.context.seat,
+                    seat=turn.seat,
                     state_key=None if turn.state_key is None else repr(turn.state_key),
                     continues=self.branch is not None and i > 0 and turn.state_key == turns[i - 1].state_key,
                     is_truncated=turn.ends_by_length,
@@ -598,13 +602,31 @@ class Chat:
             info=plain_values(self.info | ({"ignored": self.ignored} if self.ignored else {})),
         )
 
-    def _reached(self, contexts: Sequence[_Context]) -> EndedBy | None:
-        """The limit that ended the conversation: of contexts that go on beside one another, all must have reached it."""
-        if contexts is self._contexts or not contexts:
-            return self.limited_by
-        return "length" if all(context.is_full for context in contexts) else None
+    def _is_ordered(self) -> bool:
+        """Whether the order of the turns does not depend on time: one task asked for all, or each one read the one before."""
+        return len(self._tasks) <= 1 or all(turn.is_read_in(after.messages) for turn, after in pairwise(self._turns))
 
-    def _rewards(self, rewards: Any, turns: Sequence[_Turn]) -> dict[str, float]:
+    def _paths(self, turns: Sequence[_Turn]) -> list[list[_Turn]]:
+        """The turns of each context. Of the turns that continue one, the first in `turns` stays in its context."""
+        next_of: dict[int, _Turn] = {}
+        for turn in turns:
+            if turn.parent is not None:
+                next_of.setdefault(turn.parent, turn)
+        paths = []
+        for turn in turns:
+            if turn.parent is None or next_of[turn.parent] is not turn:
+                path = [turn]
+                while path[-1].place in next_of:
+                    path.append(next_of[path[-1].place])
+                paths.append(path)
+        return paths
+
+    def _reached_by_all(self) -> EndedBy | None:
+        """The limit that all contexts have reached which go on beside one another."""
+        lasts = [turn for turn in self._turns if not any(turn.is_read_in(other.messages) for other in self._turns)]
+        return "length" if all(turn.is_full for turn in lasts) else None
+
+    def _rewards(self, rewards: Any, turns: Sequence[_Turn], *, is_ordered: bool) -> dict[str, float]:
         """The reward of each turn, by its id."""
         required = f"An agent program must return one reward, or one for each of the policy's messages = {len(turns)}"
         listed = list(rewards.values()) if isinstance(rewards, Mapping) else rewards
@@ -614,7 +636,7 @@ class Chat:
             given = np.zeros((0, 0))
         ids = [turn.id for turn in turns]
         if isinstance(rewards, Mapping) and given.shape == (len(rewards),):
-            last = {turn.context.seat: turn.id for turn in turns}
+            last = {turn.seat: turn.id for turn in turns}
             rewards = {
                 last.get(name, name): reward
                 for name, reward in rewards.items()
@@ -632,11 +654,11 @@ class Chat:
             raise ContractError(
                 f"{required}; got {describe(rewards)}. Return their sum, one number for each message, or a dict by Reply.id."
             )
-        if self._is_parallel and len(turns) > 1:
+        if not is_ordered:
             raise ContractError(
-                "An agent program whose messages are asked for at the same time must return rewards by message, because these "
-                f"may come in any order; got {describe(rewards)}. Return {{reply.id: reward}}, with reply = await "
-                "chat.reply(...), or with the id of the response over HTTP."
+                "An agent program whose tasks or clients ask for messages of which one does not continue the one before must "
+                f"return rewards by message, because these may come in any order; got {describe(rewards)}. Return "
+                "{reply.id: reward}, with reply = await chat.reply(...), or with the id of the response over HTTP."
             )
         return {turn.id: reward for turn, reward in zip(self._turns, given.tolist(), strict=True)}
 
@@ -659,8 +681,8 @@ class Chat:
         for turn in reversed(self._turns):
             count = len(turn.messages)
             is_better = found is None or (count, turn.is_free) > (len(found.messages), found.is_free)
-            is_better = is_better and count < len(messages) and turn.tools == tools and turn.context.seat == seat
-            if is_better and say_the_same(messages[:count], turn.messages):
+            is_better = is_better and turn.tools == tools and turn.seat == seat
+            if is_better and turn.is_read_in(messages):
                 found = turn
         if found is not None and not found.was_cut:
             said, new_messages = found.messages[-1], messages[len(found.messages) :]
@@ -676,3 +698,30 @@ class Chat:
         conversations, only to find that they have no room."""
         limit = self._limits.max_tokens
         return limit is not None and sum(map(len, map(text_of, messages))) > limit * self._speaker.longest_token
+
+
+def _content_of(turn: _Turn) -> tuple[list[int], str]:
+    return turn.context.token_ids[: turn.begin], turn.id
+
+
+def _end_of(limit: int, own_limit: int, stop: tuple[str, ...]) -> tuple[str, ...]:
+    """What ends a turn before the policy's own limit does, as texts."""
+    return (*([] if limit == own_limit else [str(limit)]), *stop)
+
+
+def _segment(turns: Sequence[_Turn], *, ends_in_fork: bool) -> Segment:
+    """One context, from its turns."""
+    first, last = turns[0], turns[-1]
+    sampled = [False] * first.begin
+    for turn in turns:
+        sampled += [False] * (turn.begin - len(sampled)) + [True] * len(turn.token_ids)
+    forks = [turn.end for turn in turns if turn.is_fork or (ends_in_fork and turn is last)]
+    return Segment(
+        token_ids=tuple(last.read),
+        sampled=tuple(sampled),
+        log_probs=tuple(log_prob for turn in turns for log_prob in turn.log_probs),
+        forks=tuple(forks),
+        messages=tuple(plain_values(message) for message in last.messages),
+        pictures=tuple(pictures_of(last.messages)),
+        num_first_pictures=len(pictures_of(first.messages)),
+    )

@@ -81,11 +81,16 @@ class Conversation:
     """The environment's last `info` as plain values. After an error, `info["error"]` describes it."""
 
     def __str__(self) -> str:
-        """A short transcript: who said what, from the policy's first message on, and why the conversation ended."""
-        first = next(
-            (place for place, one in enumerate(self.messages) if one["role"] == "assistant"), len(self.messages)
-        )
-        return "\n".join([*map(_line, self.messages[first:]), f"({self.ended_by})"])
+        """A short transcript: who said what, from the policy's first message on, and why the conversation ended. Of several
+        contexts, each has a title."""
+        lines, contexts = [], self.contexts
+        for place, (said, _) in enumerate(contexts, 1):
+            first = next((i for i, message in enumerate(said) if message["role"] == "assistant"), len(said))
+            lines += [
+                *([f"Context {place} of {len(contexts)}"] if len(contexts) > 1 else []),
+                *map(_line, said[first:]),
+            ]
+        return "\n".join([*lines, f"({self.ended_by})"])
 
     def __len__(self) -> int:
         """Number of steps: all tokens that the policy sampled."""

@@ -68,7 +68,8 @@ class AgentPolicy:
             user, a judge or an older self, and functions. Empty: the trained policy alone.
 
     Raises:
-        ConfigError: A limit is invalid, the tokenizer has no usable chat template, or an agent program should branch.
+        ConfigError: A limit is invalid, the tokenizer has no usable chat template, or an option does not fit an agent program
+            or an environment.
 
     Example:
         Train a model on an environment::
@@ -125,6 +126,11 @@ class AgentPolicy:
         known = [limit for limit in (max_tokens, policy.max_positions) if limit is not None]
         self._max_tokens = min(known, default=None)
         is_program = is_async(make)
+        if is_program and one_at_a_time:
+            raise ConfigError(
+                "AgentPolicy: one_at_a_time is for environments, whose methods AgentPolicy calls; got an agent program. Leave "
+                "it out, and hold a lock around the program's own calls, or set concurrency=1."
+            )
         play = make if is_program else EnvironmentLoop(make, one_at_a_time=one_at_a_time)
         self._rollouts = Rollouts(
             play,

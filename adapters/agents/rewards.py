@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo import Rewards
 from grpo.arguments import describe
-from grpo.errors import ContractError, warn_user
+from grpo.errors import ContractError
 
 from .conversations import Conversation
 
@@ -18,7 +17,9 @@ from .conversations import Conversation
 class EnvironmentReward:
     """Returns the rewards of the environments. Use it alone, or as a part of `WeightedRewards`.
 
-    The reward of a conversation whose environment failed is NaN. `RewardConfig.non_finite` says what happens to its row.
+    The reward of a conversation whose environment failed, or in which the model said nothing, is infinite.
+    `RewardConfig.non_finite` says what happens to its row. NaN would say to `WeightedRewards` that this part does not apply,
+    and the row would have the reward of the other parts.
 
     Args:
         per_turn: Whether each reward belongs to the last token of its turn, as credit per step needs it
@@ -35,14 +36,11 @@ class EnvironmentReward:
 
     def __init__(self, *, per_turn: bool = False) -> None:
         self._per_turn = per_turn
-        self._has_warned = False
 
     def compute_rewards(
         self, states: Sequence[Any], actions: Sequence[Conversation]
-    ) -> Float[Tensor, " N"] | Float[Tensor, "N T"] | Rewards:
+    ) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
         """One reward per conversation, [N], or one per step, [N, T], which is 0 except at the last token of each turn.
-
-        Among rewards per step, a conversation without a turn has no place for one, so its row is lost: `agents/no_message`.
 
         Raises:
             ContractError: The actions are no conversations.
@@ -55,23 +53,16 @@ class EnvironmentReward:
                 )
         width = max((len(action) for action in actions), default=0)
         if not self._per_turn or width < 2:  # if every row has one step, rewards per step are rewards per row
-            return torch.tensor([action.reward for action in actions], dtype=torch.float64)
+            rewards = torch.tensor([action.reward for action in actions], dtype=torch.float64)
+            return rewards.masked_fill(rewards.isnan(), math.inf)
         rewards = torch.zeros(len(actions), width, dtype=torch.float64)
         for row, action in zip(rewards, actions, strict=True):
+            if not action.turns:  # a fault of the whole row
+                row[:] = math.inf
+                continue
             ends = torch.tensor([turn.num_tokens for turn in action.turns], dtype=torch.int64).cumsum(0) - 1
             row[ends] = torch.tensor(action.rewards, dtype=torch.float64)
-        silent = torch.tensor([not action.turns for action in actions])
-        if not bool(silent.any()):
-            return rewards
-        if not self._has_warned:
-            self._has_warned = True
-            first = int(silent.nonzero()[0])
-            warn_user(
-                "EnvironmentReward: a conversation without a message has no place for a reward per turn, so its row is left "
-                f"out. {' '.join(self.explain_missing(states[first : first + 1], actions[first : first + 1]))} (This appears "
-                "once; agents/no_message counts.)"
-            )
-        return Rewards(values=rewards, lost={"agents/no_message": silent})
+        return rewards.masked_fill(rewards.isnan(), math.inf)
 
     def explain_missing(self, states: Sequence[Any], actions: Sequence[Conversation]) -> list[str]:
         """Why conversations have no reward, each cause once: the state, what happened, and what to do."""

@@ -24,16 +24,17 @@ Says: TypeAlias = Callable[[list[Message]], str | Message]
 """Returns what comes after some messages. May be `async def`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Seat:
     """A place in a conversation: `await chat.reply(messages, seat="user")`, or the `model` of a request over HTTP.
 
-    All trained seats share the policy that is trained. What the others say is context: it is read, and has no loss.
+    A seat without a policy is trained, and all trained seats share the policy that is trained. What the others say is context:
+    it is read, and has no loss.
 
     Example:
         A support agent is trained, with a user that a frozen model plays::
 
-            policy = AgentPolicy(model, play, seats=[Seat(name="agent"), Seat(name="user", policy=frozen)])
+            policy = AgentPolicy(model, play, seats=[Seat("agent"), Seat("user", policy=frozen)])
 
     Raises:
         ConfigError: The name is no text, or the policy is neither a language model nor a function.

@@ -84,7 +84,8 @@ class RewardCalls:
         group_ids: Int[Tensor, " N"] | None = None,
         keep_counts: bool = False,
     ) -> KeptRewards:
-        """The rewards of N rows. Rewards per step are set to 0 outside `mask`, if the valid steps are known.
+        """The rewards of N rows. Rewards per step are set to 0 outside `mask`, if the valid steps are known. Only infinite ones
+        stay in a row without a valid step: the row has no reward, and there is no step to say so.
 
         Args:
             states: N states.
@@ -114,7 +115,9 @@ class RewardCalls:
             )
         self.counts["rows/dropped"] += len(kept) - num_kept
         if rewards.values.dim() == 2 and mask is not None:
-            rewards = replace(rewards, values=zero_outside(rewards.values, mask.cpu()[kept]))
+            own = mask.cpu()[kept]
+            is_fault = rewards.values.isinf() & ~own.any(1, keepdim=True)
+            rewards = replace(rewards, values=zero_outside(rewards.values, own | is_fault))
         if not bool(rewards.values.isfinite().all()):
             try:
                 rewards, kept = without_missing(self._name, (rewards, kept), self.config, self.counts)

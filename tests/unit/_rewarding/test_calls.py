@@ -150,6 +150,15 @@ def test_rewards_per_step_count_only_on_the_policys_steps() -> None:
         asked(lambda states, actions: torch.zeros(2, 9), 2, mask)
 
 
+def test_an_infinite_reward_in_a_row_without_a_step_is_a_missing_reward_and_nan_is_padding() -> None:
+    mask = torch.tensor([[True, False], [False, False]])
+    fault, padding = (torch.tensor([[1.0, value], [value, 0.0]]) for value in (math.inf, NAN))
+    assert asked(lambda states, actions: padding, 2, mask).values.tolist() == [[1, 0], [0, 0]]
+    with pytest.raises(RewardError, match=r"must return finite numbers; got \[\[inf, 0\.0\]\] at rows \[1\] of 2"):
+        asked(lambda states, actions: fault, 2, mask)
+    assert asked(lambda states, actions: fault, 2, mask, non_finite="drop").values.tolist() == [[1, 0]]
+
+
 def raising_for(row: int, reward: Any) -> Any:
     def raising(states: Any, actions: Any) -> Any:
         if row in actions:

@@ -150,15 +150,16 @@ def test_several_histories_go_on_each_with_its_own_tokens() -> None:
     begins = [text.split("<|im_start|>user\n")[1].split("<|im_end|>")[0] for text, _ in texts]
     assert begins == ["they", "they", "you", "you"]  # several tasks asked, so the order is that of the tokens
     end = "<|im_end|>"
-    expected = [f"{call}{end}|B{end}|C{end}", "E" + end, f"{call}{end}|A{end}", "D" + end]
+    # after B, "again" comes before "go on", though it was asked later
+    expected = [f"{call}{end}|B{end}|E{end}", "C" + end, f"{call}{end}|A{end}", "D" + end]
     assert [sampled for _, sampled in texts] == expected
-    assert texts[1][0] == texts[0][0].replace("go on", "again").replace("C<", "E<")
+    assert texts[1][0] == texts[0][0].replace("again", "go on").replace("E<", "C<")
     assert all(call + end in text for text, _ in texts)
     assert found.segments[2].token_ids[:-2] == found.segments[3].token_ids[:-2]
-    assert found.rewards == (2.0, 4.0, 5.0, 7.0, 1.0, 3.0, 6.0)
+    assert found.rewards == (2.0, 4.0, 7.0, 5.0, 1.0, 3.0, 6.0)
     assert [turn.num_tokens for turn in found.turns] == [len(call) + 1, 2, 2, 2, len(call) + 1, 2, 2]
-    assert [turn.message["content"] for turn in found.turns] == ["", "B", "C", "E", "", "A", "D"]
-    for segment, last in zip(found.segments, "CEAD", strict=True):
+    assert [turn.message["content"] for turn in found.turns] == ["", "B", "E", "C", "", "A", "D"]
+    for segment, last in zip(found.segments, "ECAD", strict=True):
         assert segment.messages[-1]["content"] == last
     assert found.messages == found.segments[-1].messages
 

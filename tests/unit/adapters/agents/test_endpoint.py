@@ -174,8 +174,8 @@ def test_limits_and_stop_strings_of_a_request() -> None:
     policy = says("abcdef", "abcdef", "abcbdf", "abcdef", "abcdef", "abcdefghi", max_new_tokens=8)
     (found,) = converse(policy, with_client(use), max_turns=9)
     assert (found.ended_by, found.reward) == ("environment", 0.5)
-    texts = [sampled for _, sampled in text_and_sampled(found)]
-    assert texts == ["abc", "ab", "abcbdf", "abcdef", "abcdef<|im_end|>", "abcdefgh"]
+    texts = sorted(sampled for _, sampled in text_and_sampled(found))
+    assert texts == ["ab", "abc", "abcbdf", "abcdef", "abcdef<|im_end|>", "abcdefgh"]
     assert not any("Tools:" in text for text, _ in text_and_sampled(found))  # tool_choice="none" shows no tools
 
 
@@ -651,7 +651,6 @@ async def pydantic_program(base_url: str, state: Any) -> float:
     return float(len(topics))
 
 
-@pytest.mark.slow
 def test_an_agent_of_pydantic_ai_is_one_context() -> None:
     """It sends back what was said as it was said, with two calls in a turn."""
     two = "Hm. " + says_call() + says_call(arguments='{"topic": "sun"}')

@@ -18,7 +18,7 @@ from grpo.errors import ConfigError, ContractError
 from tests.support import hostile_tools, tool_functions
 from tests.support.agent_parts import changed, user
 from tests.support.agents import Echo, Scripted, converse, language_model, lookup, says_call
-from tests.support.tool_executors import LINUX, LONG, OWN_USERS, soon
+from tests.support.tool_executors import LINUX, LONG, OWN_USERS, number_here, soon
 from tests.unit.adapters.tools.execution.test_hostile_calls import CATALOGUE as HOSTILE
 from tests.unit.adapters.tools.execution.test_hostile_calls import DAILY, KINDS, LIMITS, Case
 
@@ -234,6 +234,14 @@ def as_text(case: Case) -> str | None:
     return says_call(json.dumps(case.tool)[1:-1], text) if is_said else None
 
 
+def as_value(text: str) -> Any:
+    """The output that the message of a tool has as text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 @pytest.mark.parametrize("kind", RUNS)
 def test_each_hostile_call_of_a_model_ends_as_required(kind: str, subtests: pytest.Subtests) -> None:
     """The corpus of `test_hostile_calls`: its tools, its limits and its ends. What a model cannot say is left out."""
@@ -268,6 +276,11 @@ def test_each_hostile_call_of_a_model_ends_as_required(kind: str, subtests: pyte
                     assert result.startswith(begin), result
                 else:
                     assert not result.startswith("Error: "), result
+                    output = as_value(result)
+                    if case.ends is None:
+                        assert soon(lambda pid=output: number_here(executor, pid) is None), result
+                    else:
+                        assert case.ends(output) or case.ends(result), result
         assert list(executor.root.iterdir()) == []
     for outside in ("/owned", "/etc/owned", "/tmp/owned", "owned"):
         assert not Path(outside).exists()

@@ -65,21 +65,21 @@ def test_a_conversation_with_tools_over_the_responses_api_is_one_context(streams
 
 
 def test_a_response_goes_on_from_the_previous_one_by_its_id() -> None:
-    def use(client: OpenAI) -> list[float]:
+    def use(client: OpenAI) -> dict[str, float]:
         first = client.responses.create(model="m", instructions="One.", input="you")
         second = client.responses.create(model="m", previous_response_id=first.id, input="more")
         other = client.responses.create(model="m", previous_response_id=first.id, input="more", instructions="Two.")
         assert [each.output_text for each in (first, second, other)] == ["a", "b", "c"]
         with pytest.raises(openai.NotFoundError, match="No reply of this conversation has the id 'resp_1'"):
             client.responses.create(model="m", previous_response_id="resp_1", input="more")
-        return [1.0, 2.0, 3.0]
+        return {first.id: 1.0, second.id: 2.0, other.id: 3.0}
 
     row = converse(says("a", "b", "c"), use)
     texts = [text for text, _ in text_and_sampled(row)]
     assert len(texts) == 2  # other instructions begin another context
     assert sum("system\nOne.<" in text and "user\nmore<" in text for text in texts) == 1
     assert sum("system\nTwo.<" in text and "user\nmore<" in text for text in texts) == 1
-    assert sorted(row.rewards) == [1.0, 2.0, 3.0]
+    assert sorted((turn.message["content"], turn.reward) for turn in row.turns) == [("a", 1.0), ("b", 2.0), ("c", 3.0)]
 
 
 def test_a_truncated_response_is_incomplete() -> None:
@@ -167,7 +167,9 @@ def test_an_endpoint_may_listen_for_containers() -> None:
 
     def program(base_url: str, state: Any) -> float:
         urls.append(base_url)
-        return float(raw(base_url.replace("0.0.0.0", "127.0.0.2"))[0] == 200)
+        url = base_url.replace("0.0.0.0", "127.0.0.2")
+        assert raw(url.replace("/v1", "x/v1"))[0] == 404, "without the token"
+        return float(raw(url)[0] == 200)
 
     policy = says("a", sampling=SamplingConfig(max_new_tokens=8))
     with ChatEndpoint(policy, host="0.0.0.0") as served:

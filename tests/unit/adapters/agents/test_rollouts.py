@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -17,8 +18,8 @@ import torch
 
 from adapters.agents import AgentPolicy, Chat, ConversationEnded, EnvironmentReward, rollouts
 from adapters.agents.templates import ChatTemplate
-from grpo import GRPOConfig, GRPOTrainer, WeightedRewards
-from grpo.errors import ConfigError, ContractError, DeadlineError, GRPOWarning, RewardError
+from grpo import GRPOConfig, GRPOTrainer, RewardConfig, WeightedRewards
+from grpo.errors import ConfigError, ContractError, DeadlineError, RewardError
 from tests.support.agent_parts import before_each_batch, changed, fails, rows_of, user
 from tests.support.agents import (
     Echo,
@@ -99,34 +100,56 @@ def test_a_row_without_a_reward_is_explained_by_state_cause_and_remedy(subtests:
 
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (one_with("step", fails), {}, r"the environment or the program raised KeyError: 'lost'\. Fix .*num_retries"),
+        (one_with("reset", fails), {}, r"the environment or the program raised KeyError: 'lost'\. Fix .*num_retries"),
         (one_with("step", lambda: time.sleep(1.0)), {"timeout": 0.3}, r"no answer within 0\.3 s\. .*timeout="),
         (Echo, {"max_tokens": 9}, r"its first prompt has no room for a message\. Shorten .* or raise .*max_tokens"),
         (says_nothing, {}, r"the program returned without a message of the model\. Await"),
         (gives_nan, {}, r"the environment gave NaN as a reward\. Return a number"),
     ]
+    price = {"price": lambda states, actions: [-0.5] * len(actions)}
+    rewards: dict[str, Callable[[], Any]] = {
+        "whole": EnvironmentReward,
+        "per turn": lambda: EnvironmentReward(per_turn=True),
+        "a part": lambda: WeightedRewards({"environment": EnvironmentReward(), **price}),
+    }
     for make, options, cause in cases:
-        for reward in (EnvironmentReward(), WeightedRewards({"environment": EnvironmentReward()})):
-            with subtests.test(cause, reward=type(reward).__name__):
+        for name, reward in rewards.items():
+            with subtests.test(cause, reward=name):
                 agent = AgentPolicy(says(*"abcdef"), make, **options)
-                trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=agent, reward_model=reward)
+                trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=agent, reward_model=reward())
                 with pytest.raises(RewardError, match=rf"set reward\.non_finite .* State 'task 7': {cause}") as caught:
                     trainer.step(["task 7"])
                 assert str(caught.value).count("State 'task 7'") == 1
 
 
-def test_a_row_without_a_message_among_rewards_per_turn_is_explained_and_left_out() -> None:
-    async def play(chat: Chat, state: Any) -> float:
-        return 1.0 if state == "silent" else float(len((await chat([user(state)]))["content"]))
+@pytest.mark.parametrize("rule", ["drop", "zero"])
+@pytest.mark.parametrize("reward", ["whole", "per turn", "a part"])
+def test_rows_without_a_reward_follow_the_setting_and_the_run_goes_on(rule: Any, reward: str) -> None:
+    """Each state has its own cause. The part beside the environment has a reward for every row, which does not count."""
 
-    reward = EnvironmentReward(per_turn=True)
-    config, policy = GRPOConfig(group_size=2, seed=0), AgentPolicy(language_model(), play)
-    trainer = GRPOTrainer(config=config, policy=policy, reward_model=reward)
-    with pytest.warns(GRPOWarning, match="State 'silent': the program returned without a message of the model. Await"):
-        metrics = trainer.step(["silent", "you"])
-    assert (metrics["rows/dropped"], metrics["agents/no_message"]) == (2, 2)
-    assert trainer.step(["silent", "you"])["agents/no_message"] == 2
-    with pytest.raises(RewardError, match="State 'silent': the program returned without a message"):
-        trainer.step(["silent"])
+    async def play(chat: Chat, state: str) -> float:
+        if state == "fails":
+            raise KeyError(state)
+        if state == "hangs":
+            await asyncio.sleep(60)
+        if state == "fine" or state.startswith("long"):
+            return float(len((await chat([user(state)]))["content"]))
+        return 1.0
+
+    states = ["fine", "fails", "hangs", "silent", "long " * 40]
+    part = {"price": lambda states, actions: [-0.5] * len(actions)}
+    models: dict[str, Any] = {
+        "whole": EnvironmentReward(),
+        "per turn": EnvironmentReward(per_turn=True),
+        "a part": WeightedRewards({"environment": EnvironmentReward(), **part}),
+    }
+    config = GRPOConfig(group_size=2, seed=0, reward=RewardConfig(non_finite=rule))
+    agent = AgentPolicy(language_model(), play, timeout=0.3, max_tokens=90)
+    trainer = GRPOTrainer(config=config, policy=agent, reward_model=models[reward])
+    for metrics in trainer.train(states, num_iterations=3, progress=False):
+        left_out = metrics["rows/dropped"] if rule == "drop" else metrics["rewards/zeroed"]
+        assert left_out == 8
+        assert math.isfinite(metrics["rewards/mean"])
 
 
 def test_a_conversation_that_failed_is_held_again_with_the_same_random_numbers() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.agents import AgentPolicy, Chat, ChatEndpoint, ConversationEnded, save_transcripts, transcript_page
+from adapters.agents import AgentPolicy, Chat, ChatEndpoint, ConversationEnded, Seat, save_transcripts, transcript_page
 from adapters.llm import RowLimit, SamplingConfig
 from grpo.errors import ContractError
 from tests.support.agent_parts import before_each_batch, rows_of, sizes_of_batches, user
@@ -67,12 +67,13 @@ def over_http(jitter: Callable[[], float]) -> Any:
 
 
 def rewards_by_speaker(conversation: Any) -> dict[str, list[float]]:
-    """Who spoke in each context, and the rewards of its turns without what they say of the text."""
-    found, turns = {}, list(conversation.turns)
-    for segment in conversation.segments:
-        count = sum(message["role"] == "assistant" for message in segment.messages)
-        own, turns = turns[:count], turns[count:]
-        found[segment.messages[0]["content"]] = [turn.reward - len(turn.message["content"]) for turn in own]
+    """The rewards of each speaker's turns, without what they say of the text. A message that was cut begins a new context."""
+    found, turns = {}, iter(conversation.turns)
+    for said, rewards in conversation.contexts:
+        texts = [next(turns).message["content"] for _ in rewards]
+        found.setdefault(said[0]["content"], []).extend(
+            reward - len(text) for reward, text in zip(rewards, texts, strict=True)
+        )
     return found
 
 
@@ -100,10 +101,78 @@ def test_rewards_reach_their_own_turns_and_one_seed_has_one_result_at_any_timing
         assert len(rows) == 8
         for row in rows:
             assert rewards_by_speaker(row) == {name: [100.0 * i, 100.0 * i + 10] for i, name in enumerate(NAMES)}
-            assert len(row.segments) == 4
         found.append([without_rounding(row) for row in rows])
     assert all(each == found[0] for each in found)
     assert found[0][0]["segments"] != found[0][1]["segments"]
+
+
+async def branches(chat: Chat, jitter: Callable[[], float]) -> dict[str, float]:
+    """A plan, and three tasks that go on from it."""
+    plan = await chat.reply([user("plan")])
+
+    async def talk(place: int) -> dict[str, float]:
+        await asyncio.sleep(jitter())
+        messages = [user("plan"), plan.message, user(NAMES[place])]
+        said = await chat.reply(messages)
+        return {said.id: 10.0 * place, (await chat.reply([*messages, said.message, user("more")])).id: 10.0 * place + 1}
+
+    found = await asyncio.gather(*(talk(place) for place in range(3)))
+    return {plan.id: -1.0} | {name: reward for each in found for name, reward in each.items()}
+
+
+async def other_limits(chat: Chat, jitter: Callable[[], float]) -> dict[str, float]:
+    """Equal prompts with other ends."""
+
+    async def talk(place: int, **end: Any) -> tuple[str, float]:
+        await asyncio.sleep(jitter())
+        return (await chat.reply([user("you")], **end)).id, float(place)
+
+    ends: list[dict[str, Any]] = [{}, {"max_new_tokens": 3}, {"max_new_tokens": 5}, {"stop": ["zz"]}]
+    return dict(await asyncio.gather(*(talk(place, **end) for place, end in enumerate(ends))))
+
+
+@pytest.mark.parametrize("program", [branches, other_limits])
+def test_any_order_of_tasks_gives_the_same_conversation(program: Any) -> None:
+    model, draw = language_model(sampling=SamplingConfig(max_new_tokens=99, min_new_tokens=2)), random.Random(0)
+
+    def held(longest: float) -> dict[str, Any]:
+        torch.manual_seed(3)
+
+        async def play(chat: Chat, state: Any) -> dict[str, float]:
+            return await program(chat, lambda: draw.random() * longest)
+
+        ((row,),) = AgentPolicy(model, play).generate_actions([0], 1)
+        return without_rounding(row)
+
+    expected = held(0.0)
+    assert all(held(0.1) == expected for _ in range(6))
+    if program is branches:
+        assert sorted(turn["reward"] for turn in expected["turns"]) == [-1.0, 0.0, 1.0, 10.0, 11.0, 20.0, 21.0]
+        assert [len(part["messages"]) for part in expected["segments"]] == [6, 6, 6]
+
+
+@pytest.mark.parametrize("delays", [(0.0, 0.3), (0.3, 0.0)])
+def test_a_list_of_clients_whose_requests_do_not_overlap_is_refused(delays: tuple[float, float]) -> None:
+    """The order of arrival is not who asks. A list is taken from clients of which each continues the one before."""
+
+    def program(base_url: str, state: Any) -> list[float]:
+        def ask(place: int, messages: list[Any]) -> Any:
+            time.sleep(delays[place])
+            return raw(base_url, body={"model": "m", "messages": messages})[1]["choices"][0]["message"]
+
+        if state == "apart":
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(ask, range(2), ([user(name)] for name in NAMES[:2])))
+        else:
+            ask(1, [user("you"), ask(0, [user("you")]), user("more")])
+        return [1.0, 2.0]
+
+    model = Scripted(("a", "b", "c", "d")).policy
+    with ChatEndpoint(model) as endpoint:
+        agent = AgentPolicy(model, endpoint.runs(program))
+        assert agent.generate_actions(["in turn"], 1)[0][0].rewards == (1.0, 2.0)
+        with pytest.raises(ContractError, match="must return rewards by message, because these"):
+            agent.generate_actions(["apart"], 1)
 
 
 def test_equal_requests_have_turns_of_their_own() -> None:
@@ -211,6 +280,10 @@ def test_transcripts_and_reward_functions_see_every_context(tmp_path: Path) -> N
     assert texts == [["they", texts[0][1]], ["you", texts[1][1], "more", "c"]]
     assert [rewards for _, rewards in row.contexts] == [(2.0,), (1.0, 3.0)]
     assert {texts[0][1], texts[1][1]} == {"a", "b"}
+    assert str(row).splitlines() == [
+        "Context 1 of 2", f"assistant: {texts[0][1]}", "Context 2 of 2", f"assistant: {texts[1][1]}", "user: more",
+        "assistant: c", "(environment)",
+    ]  # fmt: skip
     save_transcripts(tmp_path / "said.jsonl", [row])
     (record,) = map(json.loads, (tmp_path / "said.jsonl").read_text().splitlines())
     assert [[message["content"] for message in context["messages"]] for context in record["contexts"]] == texts
@@ -263,13 +336,34 @@ def test_rewards_of_several_agents_need_ids(subtests: pytest.Subtests) -> None:
                 assert list(converse(model, play)[0].rewards) == expected
 
 
-def test_the_number_of_requests_that_wait_is_bounded() -> None:
+@pytest.mark.parametrize("seat", [None, "function"])
+def test_the_number_of_requests_that_wait_is_bounded(seat: str | None) -> None:
     async def play(chat: Chat, state: Any) -> float:
-        await asyncio.gather(*(chat([user(str(place))]) for place in range(257)))
+        await asyncio.gather(*(chat.reply([user(str(place))], seat=seat) for place in range(257)))
         return 1.0
 
+    seats = [Seat("function", lambda messages: time.sleep(0.5) or "late")]
     with pytest.raises(ContractError, match="at most 256 requests may wait"):
-        AgentPolicy(language_model(max_new_tokens=1), play, max_turns=1000).generate_actions([0], 1)
+        AgentPolicy(language_model(max_new_tokens=1), play, max_turns=1000, seats=seats).generate_actions([0], 1)
+
+
+@pytest.mark.parametrize(("words", "ended_by"), [((1, 40), "environment"), ((40, 40), "length")])
+def test_an_agent_without_room_for_another_message_ends_alone(words: tuple[int, int], ended_by: str) -> None:
+    """The conversation ended by the limit if all agents did."""
+
+    async def play(chat: Chat, state: Any) -> float:
+        async def talk(name: str, count: int) -> bool:
+            said = (await chat.reply([user(name)], max_new_tokens=1)).message
+            try:
+                await chat.reply([user(name), said, user(" ".join(["more"] * count))], max_new_tokens=1)
+            except ConversationEnded as end:
+                return end.ended_by != "length"
+            return True
+
+        return float(sum(await asyncio.gather(*map(talk, NAMES, words))))
+
+    ((row,),) = AgentPolicy(language_model(max_new_tokens=2), play, max_tokens=90).generate_actions([0], 1)
+    assert (row.reward, row.ended_by) == (float(words.count(1)), ended_by)
 
 
 def test_rows_of_one_call_end_at_their_own_limits_as_in_calls_of_their_own(subtests: pytest.Subtests) -> None:
