@@ -33,7 +33,7 @@ def example_process(
         env={**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=880,
         check=False,
     )
     assert process.returncode == 0, process.stderr
