@@ -1,20 +1,23 @@
 """Two processes that differ in one thing, and what both raise when they train.
 
-    python -m tests.support.ranks_that_differ FOLDER
+    python -m tests.support.ranks_that_differ FOLDER listed|drawn
 
 The process imports everything once and forks the two ranks, which play all cases one after another. Nothing is judged here: a
 rank that stopped at an assertion would leave the other one waiting.
 """
 
 import copy
+import random
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -128,9 +131,9 @@ class At:
             self.change(trainer)
 
 
-def add(tensor: torch.Tensor, value: float) -> None:
+def add(tensor: torch.Tensor, value: float, place: int = 0) -> None:
     with torch.no_grad():
-        tensor.flatten()[0] += value
+        tensor.flatten()[place % tensor.numel()] += value
 
 
 def group_of(trainer: Any) -> dict[str, Any]:
@@ -158,6 +161,8 @@ class Case:
     at_end: Callable[[Any, int], object] | None = None
     """The last change of a loop of `step`, before `save_checkpoint`. None: `train` is called."""
     engine: str = "Replicated"
+    saves: bool = True
+    """False: no checkpoint is saved, because its exchange would refuse the difference, too."""
 
 
 def optimizer_object(**settings: Any) -> Callable[[Any], Any]:
@@ -224,12 +229,15 @@ CASES = {
     "reference": Case(word="reference: logits", reference=lambda p, r: add(p.logits, r)),
     "buffer of the reference": Case(word="reference: scale", reference=lambda p, r: add(p.scale, r)),
     # after the build
-    "weight after the build": Case(word="parameters.logits", built=lambda t, r: add(t.policy.logits, r)),
+    "weight after the build": Case(word="parameters.logits", built=lambda t, r: add(t.policy.logits, r), saves=False),
     "reference after the build": Case(
-        word="reference.logits", reference=lambda p, r: None, built=lambda t, r: add(t.reference_policy.logits, r)
+        word="reference.logits",
+        reference=lambda p, r: None,
+        built=lambda t, r: add(t.reference_policy.logits, r),
+        saves=False,
     ),
     "rate after the build": Case(
-        word="lr is 0.1 on rank 0, 1.1 on rank 1", built=lambda t, r: group_of(t).update(lr=0.1 + r)
+        word="lr is 0.1 on rank 0, 1.1 on rank 1", built=lambda t, r: group_of(t).update(lr=0.1 + r), saves=False
     ),
     "decay after the build": Case(word="weight_decay", built=lambda t, r: group_of(t).update(weight_decay=0.1 * r)),
     "group after the build": Case(
@@ -240,9 +248,9 @@ CASES = {
     "reference in a callback": Case(
         word="reference.logits", reference=lambda p, r: None, later=lambda t, r: add(t.reference_policy.logits, r)
     ),
-    "rate in a callback": Case(word="lr is 0.1", later=lambda t, r: group_of(t).update(lr=0.1 + r)),
+    "rate in a callback": Case(word="lr is 0.1", later=lambda t, r: group_of(t).update(lr=0.1 + r), saves=False),
     "rate between steps": Case(
-        word="lr is 0.1", built=lambda t, r: group_of(t).update(lr=0.1 + r), at_end=lambda t, r: None
+        word="lr is 0.1", built=lambda t, r: group_of(t).update(lr=0.1 + r), at_end=lambda t, r: None, saves=False
     ),
     "weight before a checkpoint": Case(word="parameters.logits", at_end=lambda t, r: add(t.policy.logits, r)),
     "rate before a checkpoint": Case(word="lr is 0.1", at_end=lambda t, r: group_of(t).update(lr=0.1 + r)),
@@ -251,10 +259,99 @@ CASES = {
         word="lr=0.1", learner=lambda r: {"optimizer": partial(SGD, lr=0.1 + r)}, engine="Sharded"
     ),
     "divided: weight": Case(word="logits", policy=lambda p, r: add(p.logits, r), engine="Sharded"),
+    "divided: shape": Case(
+        word="logits",
+        policy=lambda p, r: setattr(p, "logits", torch.nn.Parameter(torch.zeros(9))) if r else None,
+        engine="Sharded",
+    ),
     "divided: rate in a callback": Case(
         word="lr is 0.1", later=lambda t, r: group_of(t).update(lr=0.1 + r), engine="Sharded"
     ),
+    "divided: rate before a checkpoint": Case(
+        word="lr is 0.1", at_end=lambda t, r: group_of(t).update(lr=0.1 + r), engine="Sharded"
+    ),
 }
+
+
+# Further differences, whose values, times and engines are drawn.
+
+OPTIONS: dict[str, list[Any]] = {
+    "lr": [0.1, 0.1 + 1e-12, 1, 0.0],
+    "momentum": [0.0, 0.5, 0.9],
+    "weight_decay": [0.0, 1e-12, 0.1],
+    "dampening": [0.0, 0.1],
+    "maximize": [False, True],
+}
+HELD = [
+    0, 0.5, None, "a", "b", (1, 2), [1, 2], {"a": 1}, {"a": 2}, {1, 2}, b"a", np.ones(2), torch.ones(2), str, reward,
+]  # fmt: skip
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "reward_model": reward,
+    "group_by": str,
+    "advantages": lambda batch: batch.rewards,
+    "optimizer": partial(SGD, lr=0.1),
+    "lr_scheduler": ConstantLR,
+}
+TIMES: list[Callable[..., dict[str, Any]]] = [
+    lambda change: {"built": change},
+    lambda change: {"later": change},
+    lambda change: {"built": change, "at_end": lambda trainer, rank: None},
+    lambda change: {"at_end": change},
+]
+
+
+def option(draw: random.Random, engine: str) -> Case:
+    name, at = draw.choice([*OPTIONS]), draw.choice([None, *TIMES])
+    values = draw.sample(OPTIONS[name], 2)
+    makers: list[Callable[..., Any]] = [partial(partial, SGD), returning_sgd]
+    made = draw.choice(makers)
+    if at is None:
+        return Case(word=name, learner=lambda r: {"optimizer": made(**{"lr": 0.1, name: values[r]})}, engine=engine)
+    return Case(word=name, engine=engine, **at(lambda trainer, r: group_of(trainer).update({name: values[r]})))
+
+
+def closure(draw: random.Random, engine: str) -> Case:
+    name, values = draw.choice([*FUNCTIONS]), draw.sample(HELD, 2)
+
+    def holding(value: Any) -> Callable[..., Any]:
+        return lambda *arguments: (value, FUNCTIONS[name](*arguments))[1]
+
+    return Case(word=name, learner=lambda r: {name: holding(values[r])}, engine=engine)
+
+
+def tensor(draw: random.Random, engine: str) -> Case:
+    """After the build, the values of divided weights, and frozen tensors, are not compared."""
+    name, place = draw.choice(["logits", "frozen.weight", "frozen.bias", "scale"]), draw.randrange(12)
+    owner, amount = draw.choice(["policy", "reference"]), draw.choice([1e-6, 1.0, -1.0])
+    at = draw.choice(TIMES) if engine == "Replicated" and name == "logits" else None
+
+    def change(model: Any, rank: int) -> None:
+        add(attrgetter(name)(model), rank * amount, place)
+
+    if at is None:
+        at_the_build: dict[str, Any] = {owner: change}
+        return Case(word=name, engine=engine, **at_the_build)
+    with_reference: dict[str, Any] = {"reference": lambda model, rank: None} if owner == "reference" else {}
+    model_of = attrgetter("policy" if owner == "policy" else "reference_policy")
+    return Case(word=name, engine=engine, **with_reference, **at(lambda trainer, r: change(model_of(trainer), r)))
+
+
+def setting(draw: random.Random, engine: str) -> Case:
+    values = draw.sample(HELD, 2)
+    word = "policy.settings().temperature"
+    return Case(word=word, policy=lambda p, r: setattr(p, "temperature", values[r]), engine=engine)
+
+
+def drawn(num_cases: int, seed: int) -> dict[str, Case]:
+    draw, cases = random.Random(seed), dict[str, Case]()
+    for number in range(num_cases):
+        kind = (option, tensor, option, tensor, closure, setting)[number % 6]
+        case = kind(draw, draw.choice(["Replicated", "Sharded"]))
+        cases[f"{number}: {kind.__name__}, {case.word}, {case.engine}"] = case
+    return cases
+
+
+LISTS = {"listed": CASES, "drawn": drawn(30, seed=0)}
 
 
 def equal_on_both(rank: int) -> dict[str, Any]:
@@ -285,26 +382,27 @@ def play(case: Case, engine: Any, folder: Path) -> str:
         trainer = GRPOTrainer(config=config, policy=policy, reference_policy=reference, engine=engine, **given)
         if case.at_end is None:
             case.built(trainer, rank)
-            how: dict[str, Any] = {"checkpoint_dir": folder, "checkpoint_every": 1, "progress": False}
-            trainer.train(STATES, num_iterations=3, callbacks=later, **how)
+            kept: dict[str, Any] = {"checkpoint_dir": folder, "checkpoint_every": 1} if case.saves else {}
+            trainer.train(STATES, num_iterations=3, callbacks=later, progress=False, **kept)
         else:
             trainer.step(STATES[:2])
             case.built(trainer, rank)
             trainer.step(STATES[2:])
             case.at_end(trainer, rank)
-            trainer.save_checkpoint(folder)
+            if case.saves:
+                trainer.save_checkpoint(folder)
     except GRPOError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
 
 
-def main(rank: int, folder: Path) -> None:
+def main(rank: int, folder: Path, cases: dict[str, Case]) -> None:
     warnings.simplefilter("ignore")
     store = dist.FileStore(str(folder / "rendezvous"), NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     engines = {"Replicated": Replicated(), "Sharded": Sharded()}
-    cases = {**CASES, "equal": Case(word="nothing was raised", learner=equal_on_both)}
-    found = {name: play(case, engines[case.engine], folder / name) for name, case in cases.items()}
+    equal = {f"equal, {name}": Case(word="nothing was raised", learner=equal_on_both, engine=name) for name in engines}
+    found = {name: play(case, engines[case.engine], folder / name) for name, case in (cases | equal).items()}
     torch.save(found, folder / f"rank{rank}.pt")
     dist.barrier()
 
@@ -312,4 +410,5 @@ def main(rank: int, folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # A rank that raises ends the other one; its traceback is part of the error.
-    torch.multiprocessing.start_processes(main, (Path(sys.argv[1]),), nprocs=NUM_RANKS, start_method="fork")
+    arguments = Path(sys.argv[1]), LISTS[sys.argv[2]]
+    torch.multiprocessing.start_processes(main, arguments, nprocs=NUM_RANKS, start_method="fork")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
 
@@ -112,6 +113,20 @@ for _ in range(11):
 def test_what_differs_between_processes_does_not_count(one, other, text):
     """Addresses, locks, and what `settings()` leaves out. Beyond the depth that is read, classes count."""
     assert described(one) == described(other) == (text or described(one))
+
+
+def test_of_a_divided_tensor_only_shape_and_dtype_count() -> None:
+    """Each rank has other rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        texts = [described(distribute_tensor(torch.full(shape, 1.5), mesh)) for shape in ((3, 2), (1,))]
+    finally:
+        dist.destroy_process_group()
+    assert texts == ["float32[3, 2]", "float32[1]"]
 
 
 def test_a_name_that_is_bound_later_is_no_error() -> None:
