@@ -310,6 +310,6 @@ def _iteration_of(line: str) -> float:
     """The iteration of a line. Infinity: the line is not complete, or has no iteration."""
     try:
         number = json.loads(line)["iteration"] if line.endswith("\n") else math.inf
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):  # thousands of nested lists exceed Python's stack
         return math.inf
     return number if isinstance(number, int) else math.inf

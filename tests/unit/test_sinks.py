@@ -97,7 +97,7 @@ def test_a_sink_that_goes_back_replaces_what_it_wrote(tmp_path: Path) -> None:
 
 def test_lines_without_an_iteration_are_removed_at_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    others = ["[]", '{"x": 1}', '{"iteration": "2"}', "nonsense"]
+    others = ["[]", '{"x": 1}', '{"iteration": "2"}', "nonsense", "[" * 100_000]
     path.write_text("\n".join(['{"iteration": 1}', *others, '{"iteration": 2}', '{"iteration": 3}', ""]))
     continue_lines(path, 3)
     assert path.read_text() == '{"iteration": 1}\n{"iteration": 2}\n'

@@ -11,6 +11,7 @@ import pydantic
 
 from adapters.tools.catalogue.calls import ToolCall
 from grpo.errors import ConfigError, GRPOError
+from grpo.sinks import replace_text
 
 from .records import JSONObject, Record, record
 
@@ -67,9 +68,7 @@ def save_tasks(path: str | os.PathLike[str], tasks: Iterable[ToolTask]) -> None:
         ValueError: JSON cannot represent an argument, for example NaN.
     """
     text = "".join(task.to_json() + "\n" for task in tasks)
-    unfinished = Path(f"{os.fspath(path)}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    replace_text(Path(path), text)
 
 
 def load_tasks(path: str | os.PathLike[str]) -> list[ToolTask]:

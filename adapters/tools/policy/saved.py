@@ -47,8 +47,9 @@ def save_policy(
     tensors = {name: value.contiguous() for name, value in tensors.items()} | {"probe": encoder(description["probes"])}
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{FILE}.unfinished"
+    unfinished.unlink(missing_ok=True)
     try:
-        with unfinished.open("wb") as file:
+        with unfinished.open("xb") as file:  # "x" follows no link
             file.write(save(tensors, {"description": json.dumps(description)}))
             file.flush()
             os.fsync(file.fileno())

@@ -43,6 +43,14 @@ def test_a_trained_policy_is_loaded_with_its_statistics_and_its_settings(tmp_pat
         assert_same(policy, loaded)
 
 
+def test_an_unfinished_file_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "policy.new").symlink_to(tmp_path / "victim")
+    EpisodePolicy.load(made("categorical").save(tmp_path / "policy"))
+    assert (tmp_path / "victim").read_bytes() == b"mine"
+    assert {entry.name for entry in tmp_path.iterdir()} == {"victim", "policy"}
+
+
 def test_a_policy_of_every_action_space_is_saved_and_loaded(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for name, space in ACTED.items():
         with subtests.test(name):

@@ -47,6 +47,15 @@ def test_a_file_of_tasks_is_read_back_as_it_was_written(tmp_path) -> None:
     assert json.loads(lines[0]) == FIELDS
 
 
+def test_an_unfinished_file_follows_no_link(tmp_path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "tasks.jsonl.new").symlink_to(tmp_path / "victim")
+    save_tasks(tmp_path / "tasks.jsonl", [TASK])
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert {entry.name for entry in tmp_path.iterdir()} == {"victim", "tasks.jsonl"}
+    assert load_tasks(tmp_path / "tasks.jsonl") == [TASK]
+
+
 def test_a_failed_write_keeps_the_previous_file(tmp_path) -> None:
     path = tmp_path / "tasks.jsonl"
     save_tasks(path, [TASK])

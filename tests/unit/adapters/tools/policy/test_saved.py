@@ -95,6 +95,14 @@ def test_files_that_are_no_policy_are_refused_by_name(tmp_path, subtests: pytest
             load(tmp_path)
 
 
+def test_an_unfinished_file_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "policy.safetensors.unfinished").symlink_to(tmp_path / "victim")
+    policy().save(tmp_path)
+    assert (tmp_path / "victim").read_bytes() == b"mine"
+    assert {entry.name for entry in tmp_path.iterdir()} == {"victim", "policy.safetensors"}
+
+
 @pytest.mark.parametrize("function", ["fsync", "replace"])
 def test_interrupted_saving_leaves_the_previous_policy(tmp_path, monkeypatch, function: str) -> None:
     before, after = policy(), policy()
