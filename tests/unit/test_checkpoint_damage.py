@@ -127,6 +127,9 @@ def test_correctly_hashed_files_that_are_no_checkpoint_are_refused(
 FORGED: list[tuple[str, Any, str]] = [
     ("config", {}, "config must be a dict of settings"),
     ("config", 5, "config must be a dict of settings"),
+    ("kinds", 5, "'kinds' must be a dict; got int"),
+    ("kinds.policy", 5, "policy is a 5; this trainer's is a TablePolicy"),
+    ("parts", 5, "'parts' must be a dict; got int"),
     ("parameters", 5, "must be a dict"),
     ("parts.counters.iteration", 10**40, "counters.iteration="),
     ("parts.counters.iteration", True, "counters.iteration=True"),

@@ -7,6 +7,7 @@ import threading
 import warnings
 from io import FileIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo import CheckpointError, ConfigError, GRPOWarning
+from grpo import CheckpointError, ConfigError, GRPOWarning, load_weights
 from grpo._ranks.processes import SeveralProcesses
 from grpo._storage import files as files_module
 from grpo._storage import folder as folder_module
@@ -178,12 +179,17 @@ def test_old_checkpoints_that_can_be_renamed_and_not_removed_are_told_once(tmp_p
     assert names_in(tmp_path) == [name_of(4)]
 
 
-def test_an_older_checkpoint_is_read_with_a_warning_that_names_the_newer_one(tmp_path: Path) -> None:
-    fill(tmp_path, {1: None, 2: None})
+def test_an_older_checkpoint_is_read_with_a_warning_that_names_the_newer_one_and_the_damage(tmp_path: Path) -> None:
+    for n in (1.0, 2.0):
+        CheckpointFolder(tmp_path, 9).save({"parameters": {"w": torch.tensor(n)}}, iteration=int(n), score=None)
     (tmp_path / name_of(2) / "rank-0" / "state.json").write_bytes(b"{")
-    message = rf"{name_of(1)} was loaded, because newer checkpoints are damaged: .*{name_of(2)}"
+    message = rf"{name_of(1)} was loaded, because newer .*{name_of(2)}/rank-0/state\.json is damaged: it has 1 bytes"
     with pytest.warns(GRPOWarning, match=message):
-        assert read_checkpoint(tmp_path)["n"] == 1
+        assert read_checkpoint(tmp_path)["parameters"] == {"w": 1}
+    weights = {"w": torch.tensor(0.0)}
+    with pytest.warns(GRPOWarning, match=message):
+        load_weights(tmp_path, SimpleNamespace(get_parameters=lambda: weights))
+    assert weights == {"w": 1}
 
 
 def test_what_a_killed_pruning_left_is_removed(tmp_path: Path) -> None:
