@@ -138,6 +138,12 @@ def test_values_with_secret_names_are_left_out_at_any_depth(tmp_path: Path) -> N
         assert line["arguments"] == harmless | {name: "[redacted]", "inner": inner}
 
 
+def test_the_page_lists_every_secret_name() -> None:
+    page = (Path(__file__).parents[5] / "docs" / "tools.md").read_text(encoding="utf-8")
+    paragraph = page.partition("**Log.**")[2].partition("\n\n")[0]
+    assert [name for name in SECRET_NAMES if f"`{name}`" not in paragraph] == []
+
+
 def test_the_message_of_a_call_with_a_secret_is_left_out_and_the_secret_of_a_long_line(tmp_path: Path) -> None:
     """Of arguments that are no JSON, only the type is logged. A secret is left out before a long line is cut."""
     long, odd = call("login", password="hunter2", text="x" * 5000), call("login", API_KEY=b"hunter2")
