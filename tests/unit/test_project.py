@@ -286,6 +286,12 @@ def test_classifiers_name_the_versions_of_python_that_are_tested() -> None:
     assert classified == {"3.11", "3.12", "3.13"} == set(re.findall(r'"(3\.\d+)"', WORKFLOW))
 
 
+def test_classifiers_and_the_first_page_name_the_same_systems() -> None:
+    systems = {name.rsplit(" ", 1)[1] for name in PROJECT["classifiers"] if name.startswith("Operating System ::")}
+    assert systems == {"Linux", "MacOS", "Windows"}
+    assert "Linux is tested. macOS and Windows are supported without tests" in " ".join(text_of("README.md").split())
+
+
 def test_the_hosted_checks_run_ours_with_pinned_actions_of_github() -> None:
     uses = re.findall(r"uses: (\S+)@(\S+)", WORKFLOW)
     assert {name for name, _ in uses} == {"actions/checkout", "actions/setup-python"}

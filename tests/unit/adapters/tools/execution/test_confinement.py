@@ -9,12 +9,13 @@ import uuid
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from adapters.tools import ExecutorOptions, Tool, ToolCatalogue, ToolExecutor, WorkerLimits
-from adapters.tools.execution.confinement import readable_paths
+from adapters.tools.execution.confinement import landlock, process, readable_paths
 from adapters.tools.execution.confinement.bubblewrap import Bubblewrap
 from adapters.tools.execution.confinement.landlock import Landlock
 from grpo.errors import ConfigError, GRPOWarning
@@ -256,6 +257,20 @@ def test_a_kind_that_does_not_work_here_is_refused_and_says_why(tmp_path, monkey
     fails.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert Bubblewrap().unavailable() == "bwrap does not work here (No permissions to create new namespace)"
+
+
+def test_another_system_refuses_kinds_by_name_and_says_what_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landlock, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(process, "LINUX", False)
+    monkeypatch.setenv("PATH", "/nowhere")  # bubblewrap is a program of Linux
+    lacking = {"bubblewrap": "the program bwrap is missing", "landlock": "only Linux has Landlock"}
+    for kind, said in lacking.items():
+        with pytest.raises(ConfigError, match=f"'{kind}' must work on this machine; {kind}: {said}"):
+            ToolExecutor(CATALOGUE, options=ExecutorOptions(confinement=kind))  # type: ignore[arg-type]
+    with pytest.warns(GRPOWarning) as warned, ToolExecutor(CATALOGUE, num_workers=1) as made:
+        assert (made.confinement, output_of(made, "add", a=1)) == ("user", 2)
+    for said in ("by their user only", *lacking.values(), "run the program as root on Linux for workers with user ids"):
+        assert any(said in str(warning.message) for warning in warned), said
 
 
 # --- programs without the rights of root, and a Python that others cannot read
