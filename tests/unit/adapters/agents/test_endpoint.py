@@ -393,13 +393,18 @@ def test_the_number_of_connections_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     assert converse(policy, program)[0].reward == 200.0
 
 
-def test_clients_that_are_not_closed_leave_nothing_behind() -> None:
-    """They outlive their event loop. A transport that is open then says "Event loop is closed", or that it was not closed."""
+def test_clients_that_are_not_closed_leave_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """They outlive their event loop, and are collected in the next one, or in none. A transport that is open then says "Event
+    loop is closed", in asyncio's log, or that it was not closed."""
     kept, policy = list[Any](), says(*"abcd")
 
     async def program(base_url: str, state: Any) -> float:
-        kept.append(AsyncOpenAI(base_url=base_url, api_key="none"))
-        await kept[-1].chat.completions.create(**ASKED)
+        if len(kept) == 2:  # the clients of the first round
+            kept.clear()
+            gc.collect()
+        client = AsyncOpenAI(base_url=base_url, api_key="none")
+        await client.chat.completions.create(**ASKED)
+        kept.append(client)
         return 1.0
 
     with ChatEndpoint(policy) as served:
@@ -412,7 +417,7 @@ def test_clients_that_are_not_closed_leave_nothing_behind() -> None:
             patch.setattr(sys, "unraisablehook", lambda unraisable: found.append(str(unraisable.exc_value)))
             kept.clear()
             gc.collect()
-    assert (found, [str(warning.message) for warning in warned]) == ([], [])
+    assert (found, [str(warning.message) for warning in warned], caplog.records) == ([], [], [])
 
 
 def test_the_end_of_a_conversation_reaches_the_program(subtests: pytest.Subtests) -> None:
