@@ -4,6 +4,7 @@ At most two are silent, because nobody can know them. The page about language mo
 """
 
 import functools
+import importlib.util
 import json
 import logging
 import re
@@ -233,3 +234,8 @@ def test_a_kernel_that_nothing_uses_is_not_asked_for(caplog: pytest.LogCaptureFi
     logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "no module")
     logger.warning("something else")
     assert [record.message for record in caplog.records] == ["something else"]
+    spec = importlib.util.find_spec("bitsandbytes")
+    if spec is not None and spec.origin is not None:
+        source = Path(spec.origin).with_name("backends") / "cpu" / "ops.py"
+        assert re.search(r'logger\.warning\(\s*"[^"]*kernels-community', source.read_text(encoding="utf-8"))
+        assert "logger = logging.getLogger(__name__)" in source.read_text(encoding="utf-8")
