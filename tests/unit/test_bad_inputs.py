@@ -82,7 +82,8 @@ NO_IDS = [
     (partial(built, optimizer=0), ProtocolError, "^optimizer must "),
     (partial(built, lr_scheduler=[]), ProtocolError, "^lr_scheduler must "),
     *((lambda device=device: built(config=GRPOConfig(device=device)), ConfigError,
-       rf"config\.device must be a device of this computer; got '{device}'") for device in ("mps", "x", "cuda:99", "cpu:x")),
+       rf"config\.device must be a device of this computer; got '{device}'")
+      for device in ("mps", "x", "cuda:99", "cpu:x", *["cuda"] * (not torch.cuda.is_available()))),
     *((partial(GRPOConfig, **{name: BIG}), ConfigError, rf"GRPOConfig\.{name} must be below 2\*\*63; got {BIG}")
       for name in SIZES),
     (lambda: built().evaluate(["a"], num_actions_per_state=BIG), ConfigError, rf"{MANY}\. Pass an int"),
