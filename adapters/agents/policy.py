@@ -101,6 +101,12 @@ class AgentPolicy:
                 "AgentPolicy: make must be a function state -> Environment, or async def play(chat, state) -> reward; got "
                 f"{describe(make)}. Pass a function, such as lambda state: MyEnvironment(state)."
             )
+        is_program = is_async(make)
+        if is_program and one_at_a_time:
+            raise ConfigError(
+                "AgentPolicy: one_at_a_time is for environments, whose methods AgentPolicy calls; got an agent program. Leave "
+                "it out, and hold a lock around the program's own calls, or set concurrency=1."
+            )
         require_integers("AgentPolicy", 1, max_turns=max_turns, concurrency=concurrency)
         require_integers("AgentPolicy", 1, optional=True, max_tokens=max_tokens)
         require_integers("AgentPolicy", 0, num_retries=num_retries)
@@ -125,12 +131,6 @@ class AgentPolicy:
         """Whether rows of a group share steps, so that `max_at_k` is refused."""
         known = [limit for limit in (max_tokens, policy.max_positions) if limit is not None]
         self._max_tokens = min(known, default=None)
-        is_program = is_async(make)
-        if is_program and one_at_a_time:
-            raise ConfigError(
-                "AgentPolicy: one_at_a_time is for environments, whose methods AgentPolicy calls; got an agent program. Leave "
-                "it out, and hold a lock around the program's own calls, or set concurrency=1."
-            )
         play = make if is_program else EnvironmentLoop(make, one_at_a_time=one_at_a_time)
         self._rollouts = Rollouts(
             play,

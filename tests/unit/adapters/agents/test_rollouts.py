@@ -90,10 +90,11 @@ def test_every_way_to_end(subtests: pytest.Subtests) -> None:
     assert row.messages[-1]["content"] == "weather is fine"
 
 
-def test_a_row_without_a_reward_is_explained_by_state_cause_and_remedy(subtests: pytest.Subtests) -> None:
-    async def says_nothing(chat: Chat, state: Any) -> float:
-        return 1.0
+async def says_nothing(chat: Chat, state: Any) -> float:
+    return 1.0
 
+
+def test_a_row_without_a_reward_is_explained_by_state_cause_and_remedy(subtests: pytest.Subtests) -> None:
     async def gives_nan(chat: Chat, state: Any) -> float:
         await chat([user("you")])
         return float("nan")
@@ -567,6 +568,7 @@ def test_errors_of_the_sampler_end_all_conversations() -> None:
         ({"timeout": 0.0}, r"timeout must be above 0; got 0\.0"),
         ({"turn_timeout": -1.0}, r"turn_timeout must be above 0; got -1\.0"),
         ({"make": 7}, "make must be a function"),
+        ({"make": says_nothing, "one_at_a_time": True}, "one_at_a_time is for environments, .* got an agent program"),
     ],
 )
 def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> None:

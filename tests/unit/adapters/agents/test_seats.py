@@ -1,6 +1,7 @@
 """Seats: the trained policy in several roles, frozen models and functions, and rewards by seat."""
 
 import asyncio
+import copy
 import json
 import re
 import threading
@@ -10,13 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.agents import AgentPolicy, Chat, ChatEndpoint, Conversation, Message, Seat, Segment, Turn, seat_advantages
+from adapters.agents import (
+    AgentPolicy,
+    Chat,
+    ChatEndpoint,
+    Conversation,
+    EnvironmentReward,
+    Message,
+    Seat,
+    Segment,
+    Turn,
+    seat_advantages,
+)
 from adapters.agents.transcripts import save_transcripts, transcript_page
-from grpo import ExperienceBatch
+from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError, ContractError
 from tests.support.agent_parts import conversation, user
 from tests.support.agents import Echo, converse, language_model
 from tests.unit.adapters.agents.test_chat import says
+from tests.unit.adapters.agents.test_conversations import text_and_sampled
 from tests.unit.adapters.agents.test_endpoint import raw
 
 YOU: list[Message] = [user("you")]
@@ -44,9 +57,14 @@ def test_seats_speak_and_what_is_not_trained_is_context(tmp_path: Path) -> None:
         return {"agent": 2.0, "critic": 3.0, "user": 9.0}
 
     frozen = says("frozen")
-    before = {name: value.clone() for name, value in frozen.get_parameters().items()}
-    seats = [Seat(name="agent"), Seat(name="critic"), Seat(name="user", policy=frozen), Seat(name="loud", policy=upper),
-             Seat(name="late", policy=later), Seat(name="silent")]  # fmt: skip
+    seats = [
+        Seat("agent"),
+        Seat("critic"),
+        Seat("user", frozen),
+        Seat("loud", upper),
+        Seat("late", later),
+        Seat("silent"),
+    ]
     agent = AgentPolicy(says("a", "b", "c"), play, seats=seats)
     sampled = agent.sample_actions(["you"], 1)
     ((row,),) = sampled.actions
@@ -59,7 +77,8 @@ def test_seats_speak_and_what_is_not_trained_is_context(tmp_path: Path) -> None:
     found = {name.removeprefix("agents/"): value for name, value in sampled.metrics.items() if "_of/" in name}
     turns = {"turns_of/agent": 2, "turns_of/critic": 1, "turns_of/user": 1, "turns_of/loud": 1, "turns_of/late": 1}
     assert found == turns | {"rewards_of/agent": 2.0, "rewards_of/critic": 3.0}
-    assert all(torch.equal(before[name], value) for name, value in frozen.get_parameters().items())
+    (_, own) = text_and_sampled(row)[0]
+    assert own == "a<|im_end|>|b<|im_end|>", "what others say is not trained"
     assert Conversation.from_state(row.to_state()) == row
     save_transcripts(tmp_path / "said.jsonl", [row])
     record = json.loads((tmp_path / "said.jsonl").read_text())
@@ -103,6 +122,27 @@ def test_a_seat_is_the_model_of_a_request_over_http() -> None:
     with ChatEndpoint(model) as served:
         (row,) = converse(model, served.runs(program), seats=[Seat(name="agent"), Seat(name="loud", policy=upper)])
     assert sorted((turn.seat or "", turn.reward) for turn in row.turns) == [("", 0.0), ("agent", 1.0)]
+
+
+def test_training_moves_the_policy_and_not_an_older_self_that_plays_over_http() -> None:
+    def program(base_url: str, state: Any) -> dict[str, float]:
+        def ask(seat: str, messages: list[Any]) -> str:
+            return raw(base_url, body={"model": seat, "messages": messages})[1]["choices"][0]["message"]["content"]
+
+        said = ask("older", [user("you")])
+        return {"agent": float(len(ask("agent", [user(said + state)])))}
+
+    model = language_model(max_new_tokens=8)
+    older = copy.deepcopy(model)
+    before = {name: value.clone() for name, value in older.get_parameters().items()}
+    with ChatEndpoint(model) as served:
+        policy = AgentPolicy(model, served.runs(program), seats=[Seat("agent"), Seat("older", older)])
+        reward, config = EnvironmentReward(per_turn=True), GRPOConfig(group_size=8, seed=0, learning_rate=0.01)
+        trainer = GRPOTrainer(config=config, policy=policy, reward_model=reward, advantages=seat_advantages)
+        metrics = trainer.step(["me"])
+    assert (metrics["agents/turns_of/agent"], metrics["agents/turns_of/older"]) == (8, 8)
+    assert all(torch.equal(before[name], value) for name, value in older.get_parameters().items())
+    assert not all(torch.equal(before[name], value) for name, value in model.get_parameters().items())
 
 
 def test_a_frozen_model_of_another_kind_samples_with_its_own_settings_and_template() -> None:

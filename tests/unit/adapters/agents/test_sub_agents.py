@@ -15,9 +15,11 @@ import torch
 
 from adapters.agents import AgentPolicy, Chat, ChatEndpoint, ConversationEnded, Seat, save_transcripts, transcript_page
 from adapters.llm import RowLimit, SamplingConfig
+from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ContractError
 from tests.support.agent_parts import before_each_batch, rows_of, sizes_of_batches, user
 from tests.support.agents import Scripted, converse, language_model
+from tests.unit.adapters.agents.test_chat import says
 from tests.unit.adapters.agents.test_endpoint import raw
 
 NAMES = ("you", "they", "we", "she")
@@ -284,6 +286,18 @@ def test_transcripts_and_reward_functions_see_every_context(tmp_path: Path) -> N
         "Context 1 of 2", f"assistant: {texts[0][1]}", "Context 2 of 2", f"assistant: {texts[1][1]}", "user: more",
         "assistant: c", "(environment)",
     ]  # fmt: skip
+    judged = []
+
+    def judge(states: Any, actions: Any) -> list[float]:
+        judged.extend([message["content"] for message in said] for said, _ in actions[0].contexts)
+        return [1.0] * len(actions)
+
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=1), policy=AgentPolicy(says("a", "b", "c"), play), reward_model=judge
+    )
+    trainer.collect(["you"])
+    assert [said[0] for said in judged] == ["they", "you"]
+    assert judged[1][-1] == "c"
     save_transcripts(tmp_path / "said.jsonl", [row])
     (record,) = map(json.loads, (tmp_path / "said.jsonl").read_text().splitlines())
     assert [[message["content"] for message in context["messages"]] for context in record["contexts"]] == texts
