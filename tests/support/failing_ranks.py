@@ -315,6 +315,17 @@ def launch(cases: list[Case], folder: Path) -> list[dict[str, Any]]:
     return outcomes
 
 
+def figures_of(outcomes: list[dict[str, Any]]) -> str:
+    """The number of cases, and how long a rank took at the longest to raise after another one had failed."""
+    longest = max(
+        found["seconds"]
+        for outcome in outcomes
+        for rank, found in enumerate(outcome["ranks"])
+        if rank != outcome["case"]["culprit"]
+    )
+    return f"{len(outcomes)} cases, at most {longest:.1f} s"
+
+
 def require_named(outcome: dict[str, Any]) -> None:
     """Every rank but the culprit has ended in time, with the same `RankError`, which names the culprit."""
     culprit, timeout = outcome["case"]["culprit"], outcome["case"]["timeout"]

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterable
 from importlib.metadata import PackageMetadata, PackageNotFoundError, metadata, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,7 +301,7 @@ def test_the_hosted_checks_run_ours_with_pinned_actions_of_github() -> None:
 
 
 def test_the_longest_tests_run_on_a_schedule_and_print_the_table_of_the_page() -> None:
-    """Every line that they print is the beginning of one line of the page, and every name is a test."""
+    """Every line that they print is the beginning of one line of the page, and the other way round. Every name is a test."""
     jobs = yaml.safe_load(WORKFLOW)
     assert {"schedule", "workflow_dispatch"} <= jobs[True].keys()  # YAML reads the key `on` as true
     commands = {name: [step.get("run", "") for step in job["steps"]] for name, job in jobs["jobs"].items()}
@@ -308,12 +309,32 @@ def test_the_longest_tests_run_on_a_schedule_and_print_the_table_of_the_page() -
     assert "make test-frameworks" in commands["frameworks"]
     only = {name: job["if"].count("==") for name, job in jobs["jobs"].items()}
     assert only == {"ci": 0, "versions": 0, "faults": 2, "frameworks": 2}
-    rows = re.findall(r"^\| (.*?) \|", text_of("docs/reliability.md"), re.MULTILINE)
+    of_page = [name for name, _ in rows("docs/reliability.md", "test") if "make test-frameworks" not in name]
     defined = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests/faults").glob("test_*.py"))
     for name, line in LINES.items():
-        assert len([row for row in rows if row.startswith(line)]) == 1, line
+        assert len([row for row in of_page if row.startswith(line)]) == 1, line
         assert f"def {name}(" in defined, name
+    assert [row for row in of_page if not row.startswith(tuple(LINES.values()))] == []
     assert "runs `make test-faults` before the change lands" in text_of("CONTRIBUTING.md")
+
+
+def test_the_table_counts_the_cases_of_each_test_of_faults_and_joins_their_figures(pytestconfig: pytest.Config) -> None:
+    def report(case: str, *figures: str, when: str = "call", folder: str = "faults") -> Any:
+        name = f"tests/{folder}/test_memory.py::test_the_second_500_iterations_need_at_most_5_mb_more[{case}]"
+        return SimpleNamespace(nodeid=name, when=when, user_properties=[(case, figure) for figure in figures])
+
+    reports = {
+        "passed": [report("a", "2 MB"), report("a", when="setup"), report("a", folder="unit")],
+        "failed": [report("b", "6 MB")],
+        "error": [report("c", when="setup")],
+    }
+    said: list[str] = []
+    told = {"getreports": lambda outcome: reports.pop(outcome, []), "section": said.append, "write_line": said.append}
+    conftest: Any = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    for _ in range(2):  # the second time without any report
+        conftest.pytest_terminal_summary(SimpleNamespace(**told))
+    line = "| resident memory from iteration 500 to 1,000 | 1 of 3 passed; a: 2 MB; b: 6 MB |"
+    assert said == ["the table of docs/reliability.md", line]
 
 
 def test_our_checks_include_every_target_that_can_fail_a_release() -> None:
