@@ -93,6 +93,7 @@ def test_sampled_log_probs_are_those_of_scoring(family: str, loop: Any, device: 
     assert torch.equal(sampled.mask, scores.mask)
     sampling, scoring = sampled.behaviour_log_probs[scores.mask], scores.log_probs[scores.mask]
     torch.testing.assert_close(sampling, scoring, rtol=0, atol=FLOAT32_LOG_PROB)
+    assert getattr(policy._sampler, "records", True) == ((family, loop) != ("mamba", "recorded"))
 
 
 def test_a_row_is_drawn_from_its_seed_on_every_device(device: torch.device) -> None:

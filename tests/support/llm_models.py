@@ -275,6 +275,7 @@ def gaps_after_updates(policy: HFPolicy, states: list[str], *, autocast: bool) -
         with torch.autocast(weights[0].device.type, dtype=torch.bfloat16, enabled=autocast), torch.no_grad():
             sampled = policy.sample_actions(states, 4)
             scored = policy.score_groups(states, sampled.actions).log_probs
+        assert getattr(policy._sampler, "records", True)  # else it has sampled as by default
         return float((sampled.behaviour_log_probs - scored)[sampled.mask].abs().max())
 
     gaps = [gap()]

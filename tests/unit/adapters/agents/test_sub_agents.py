@@ -397,6 +397,7 @@ def test_rows_of_one_call_end_at_their_own_limits_as_in_calls_of_their_own(subte
                 found, expected = together.behaviour_log_probs[row], alone.behaviour_log_probs[0]
                 torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
             assert [len(row) for row in together.token_ids] != [12] * 4
+            assert getattr(model._sampler, "records", True)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
