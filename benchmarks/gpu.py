@@ -206,6 +206,9 @@ def run_ours(setup: Setup, sampler: Any, times: Times) -> None:
         if setup.device == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
+        refusal = getattr(policy._sampler, "refusal", None)
+        if refusal is not None:  # it has sampled as "decoding" does
+            raise ConfigError(refusal)
         times.sample.append(metrics["time/sample"])
         times.score.append(metrics["time/score"] + metrics["time/reward"])
         times.divergence = f"{metrics['train/sampler_divergence']:.5f}"

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 
 from adapters.llm import HFPolicy
+from adapters.llm.sampling.recorded import sampler as recorded
 from benchmarks import gpu
 from benchmarks.objective import HAS_TRL, INSTALL
 from tests.support.launches import printed_by
@@ -51,6 +52,14 @@ def test_a_sampler_that_is_not_there_is_one_line_with_the_reason(tmp_path: Path)
     (line,) = lines_of("ours:telepathic", tmp_path)
     assert line[:2] == ["ours", "telepathic"]
     assert line[4].startswith("not run. ConfigError: HFPolicy: sampler must be")
+
+
+def test_a_model_whose_steps_are_not_recorded_is_one_line_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(recorded, "obstacle", lambda lm: "its layers have states")
+    (line,) = lines_of("ours:recorded", tmp_path)
+    assert line[4] == "not run. ConfigError: its layers have states"
 
 
 def test_no_line_begins_after_the_deadline(tmp_path: Path) -> None:
