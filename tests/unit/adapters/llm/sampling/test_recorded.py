@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -107,7 +108,8 @@ def test_each_row_is_given_once_when_it_ends(
 
 
 @pytest.mark.slow
-def test_each_size_is_one_graph(monkeypatch: pytest.MonkeyPatch, small_sizes: None) -> None:
+@pytest.mark.parametrize("model", [tiny_model, partial(tiny_model, "gemma2"), partial(tiny_of, "qwen3_moe")])
+def test_each_size_is_one_graph(model: Any, monkeypatch: pytest.MonkeyPatch, small_sizes: None) -> None:
     """Room for 16 rows, then for fewer as rows end, in steps of 16 and 32 columns. A second call compiles nothing."""
     graphs: list[Any] = []
 
@@ -119,7 +121,7 @@ def test_each_size_is_one_graph(monkeypatch: pytest.MonkeyPatch, small_sizes: No
         return torch.compile(step, backend=counting, fullgraph=True, dynamic=False)
 
     torch._dynamo.reset()
-    sampler = RecordedSampler(CausalLM(tiny_model()), TOKENIZER)
+    sampler = RecordedSampler(CausalLM(model()), TOKENIZER)
     expected = sample(sampler, ends=ENDS)
     sizes = set(sampler.sizes)
     sampler.forget()
@@ -130,35 +132,50 @@ def test_each_size_is_one_graph(monkeypatch: pytest.MonkeyPatch, small_sizes: No
     assert len(graphs) == len(sizes)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_sampled_equals_scored_after_updates_in_place_and_by_replacement(autocast: bool) -> None:
-    policy = policy_of(sampler="recorded", max_new_tokens=6)
-    assert max(gaps_after_updates(policy, ["1+1=", "abc"], autocast=autocast)) < (0.3 if autocast else PLACES)
+@pytest.mark.parametrize(
+    ("model", "autocast", "tolerance"),
+    [(tiny_model, False, PLACES), (tiny_model, True, 0.3), (partial(tiny_model, dtype=torch.bfloat16), False, 0.3),
+     (adapted_model, False, PLACES), (adapted_model, True, 0.3)],
+)  # fmt: skip
+def test_sampled_equals_scored_after_updates_in_place_and_by_replacement(
+    model: Any, autocast: Any, tolerance: Any
+) -> None:
+    policy = policy_of(model(), sampler="recorded", max_new_tokens=6)
+    assert max(gaps_after_updates(policy, ["1+1=", "abc"], autocast=autocast)) < tolerance
 
 
-def test_recordings_are_made_again_for_moved_weights_and_other_adapters() -> None:
+def test_recordings_are_made_again_when_weights_or_adapters_change(subtests: pytest.Subtests) -> None:
     model = adapted_model()
+    model.add_adapter("second", model.peft_config["default"])
+    for name, parameter in model.named_parameters():
+        if "lora_B.second" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
     lm = CausalLM(model)
     sampler = RecordedSampler(lm, TOKENIZER, with_entropy=True)
+    layers = [part for part in model.modules() if isinstance(part, LoraLayer)]
+    weight = layers[0].weight
+    changes: dict[str, Callable[[], Any]] = {
+        "set_adapter": lambda: model.set_adapter("second"),
+        "scale_layer": lambda: [layer.scale_layer(0.5) for layer in layers],
+        "merge_adapter": model.merge_adapter,
+        "unmerge_adapter": model.unmerge_adapter,
+        "disable_adapters": model.base_model.disable_adapter_layers,
+        "enable_adapters": model.base_model.enable_adapter_layers,
+        "data": lambda: setattr(weight, "data", weight.data.clone()),
+        "load_state_dict": lambda: model.load_state_dict(
+            {name: value.clone() for name, value in model.state_dict().items()}, assign=True
+        ),
+        "to": lambda: model.to(torch.float64),
+    }
     assert_as_today(lm, sampler)
-    first = sampler.sizes
-    assert_as_today(lm, sampler)
-    assert sampler.sizes is first
-    with model.disable_adapter():
+    for name, change in changes.items():
+        before = sampler.sizes
         assert_as_today(lm, sampler)
-    assert sampler.sizes is not first
-    assert_as_today(lm, sampler)
-    second = sampler.sizes
-    weight = next(iter(model.parameters()))
-    weight.data = weight.data.clone()
-    assert_as_today(lm, sampler)
-    assert sampler.sizes is not second
-    third = sampler.sizes
-    for part in model.modules():
-        if isinstance(part, LoraLayer):
-            part.scale_layer(0.5)
-    assert_as_today(lm, sampler)
-    assert sampler.sizes is not third
+        assert sampler.sizes is before
+        change()
+        with subtests.test(name):
+            assert_as_today(lm, sampler)
+            assert sampler.sizes is not before
 
 
 def test_experts_have_a_fixed_shape_only_in_the_steps() -> None:
@@ -252,6 +269,7 @@ def test_what_a_recording_cannot_do_is_found(subtests: pytest.Subtests) -> None:
         "a shape depends on values": lambda: values.nonzero(),
         "a mask selects": lambda: values[values > 1],
         "a list is copied": lambda: values + torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        "a device is crossed": lambda: values.to("meta"),
     }.items():
         with subtests.test(name), pytest.raises(NotRecordable, match="between the host and the device"), HostReads():
             step()
@@ -260,7 +278,12 @@ def test_what_a_recording_cannot_do_is_found(subtests: pytest.Subtests) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "reason"), [("gpt_neo", "no cache of fixed shape"), ("qwen3_5_text", "layers have states")]
+    ("model_type", "reason"),
+    [
+        ("gpt_neo", "no cache of fixed shape"),
+        ("qwen3_5_text", "layers have states"),
+        ("falcon", "reads or copies values"),
+    ],
 )
 def test_what_cannot_be_recorded_is_sampled_and_said_once(
     model_type: Any, reason: Any, caplog: pytest.LogCaptureFixture
@@ -273,6 +296,32 @@ def test_what_cannot_be_recorded_is_sampled_and_said_once(
         for _ in range(2):
             assert sample(sampler).token_ids == sample(DecodingSampler(lm, TOKENIZER)).token_ids
         assert [reason in record.getMessage() for record in caplog.records if record.name == "grpo"] == [True]
+
+
+@pytest.mark.parametrize(("reason", "give"), {
+    "are quantised": lambda lm, patch: patch.setattr(lm.plain, "is_quantized", True, raising=False),
+    "are divided among ranks": lambda lm, patch: patch.setattr(recorded_model, "is_divided", lambda plain: True),
+    "are on several devices": lambda lm, patch: lm.plain.model.norm.to("meta"),
+}.items())  # fmt: skip
+def test_weights_that_cannot_be_recorded_are_named(reason: Any, give: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = CausalLM(tiny_model())
+    assert recorded_model.obstacle(lm) is None
+    give(lm, monkeypatch)
+    assert recorded_model.obstacle(lm) == f"its weights {reason}"
+
+
+def test_weights_that_are_divided_later_are_found_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lm = CausalLM(tiny_model())
+    sampler = RecordedSampler(lm, TOKENIZER, with_entropy=True)
+    assert_as_today(lm, sampler)
+    monkeypatch.setattr(recorded_model, "is_divided", lambda plain: True)
+    with caplog.at_level(logging.WARNING, "grpo"):
+        for _ in range(2):
+            assert sample(sampler).token_ids == sample(DecodingSampler(lm, TOKENIZER)).token_ids
+    assert ["divided among ranks" in record.getMessage() for record in caplog.records] == [True]
+    assert not sampler.sizes
 
 
 @pytest.mark.slow
