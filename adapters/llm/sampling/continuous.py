@@ -24,8 +24,7 @@ LACKS = ("min_new_tokens", "min_p", "xtc_probability", "repetition_penalty", "st
 class ContinuousSampler:
     """Samples from the model that is trained, with transformers' `generate_batch`. A row that ends makes room for the next.
 
-    Tokens are drawn from torch's global generator, which is seeded with the first row's seed, and restored afterwards. So a
-    completion depends on its batch.
+    Tokens are drawn from torch's global generator with the first row's seed, so a completion depends on its batch.
 
     Args:
         lm: The model.
@@ -33,8 +32,7 @@ class ContinuousSampler:
     """
 
     def __init__(self, lm: CausalLM, *, max_rows: int | None = None) -> None:
-        self._lm = lm
-        self._max_rows = max_rows
+        self._lm, self._max_rows = lm, max_rows
 
     @torch.no_grad()
     def sample(
@@ -53,27 +51,33 @@ class ContinuousSampler:
         pages_per_row = -(-(max(map(len, prompts)) + config.max_new_tokens) // PAGE) + 1
         with preserved_random_state(), self._lm.evaluating():
             torch.manual_seed(seeds[0])
-            outputs = self._lm.plain.generate_batch(
-                [list(prompt) for prompt in prompts],
-                generation_config=GenerationConfig(
-                    max_new_tokens=config.max_new_tokens,
-                    num_return_sequences=num_per_prompt,
-                    do_sample=True,
-                    temperature=config.scoring_temperature,
-                    top_k=1 if config.temperature == 0 else config.top_k or 0,
-                    top_p=config.top_p,
-                    eos_token_id=list(end_token_ids) or -1,
-                    pad_token_id=0,
-                ),
-                continuous_batching_config=ContinuousBatchingConfig(
-                    return_logprobs=True,
-                    use_cuda_graph=self._lm.device.type == "cuda",
-                    page_size=PAGE,
-                    num_blocks=rows * pages_per_row,
-                    max_batch_tokens=max(rows, *map(len, prompts)),
-                    max_requests_per_batch=rows,
-                ),
-            )
+            try:
+                outputs = self._lm.plain.generate_batch(
+                    [list(prompt) for prompt in prompts],
+                    generation_config=GenerationConfig(
+                        max_new_tokens=config.max_new_tokens,
+                        num_return_sequences=num_per_prompt,
+                        do_sample=True,
+                        temperature=config.scoring_temperature,
+                        top_k=1 if config.temperature == 0 else config.top_k or 0,
+                        top_p=config.top_p,
+                        eos_token_id=list(end_token_ids) or -1,
+                        pad_token_id=0,
+                    ),
+                    continuous_batching_config=ContinuousBatchingConfig(
+                        return_logprobs=True,
+                        use_cuda_graph=self._lm.device.type == "cuda",
+                        page_size=PAGE,
+                        num_blocks=rows * pages_per_row,
+                        max_batch_tokens=max(rows, *map(len, prompts)),
+                        max_requests_per_batch=rows,
+                    ),
+                )
+            except ValueError as error:  # a type of layer that its cache lacks
+                raise SamplerError(
+                    f"transformers' continuous batching does not serve {type(self._lm.plain).__name__}: {error}. Use "
+                    "sampler='decoding'."
+                ) from error
         answers = [output for output in outputs.values() if output.is_finished() and output.error is None]
         if len(answers) != len(seeds):
             raise SamplerError(

@@ -8,9 +8,20 @@ import torch
 from adapters.llm import SampledTokens, SamplingConfig
 from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.sampling.continuous import ContinuousSampler
+from adapters.llm.sampling.recorded.model import obstacle
 from adapters.llm.sampling.samplers import SamplerError
 from grpo.errors import ConfigError
-from tests.support.llm_models import END, FLOAT32_LOG_PROB, encoded, policy_of, row_logits, tiny_model, trainer_of
+from tests.support.llm_models import (
+    END,
+    FAMILIES,
+    FLOAT32_LOG_PROB,
+    encoded,
+    policy_of,
+    row_logits,
+    tiny_model,
+    trainer_of,
+)
+from tests.support.tiny_architectures import tiny_of
 
 PROMPTS = [encoded(state) for state in ("1+1=", "12+30=?", "abc")]
 
@@ -33,11 +44,12 @@ def assert_log_probs_as_alone(model: Any, sampled: SampledTokens, temperature: f
 
 @pytest.mark.parametrize(
     ("family", "settings", "max_rows"),
-    [("qwen3", {"temperature": 0.7}, None), ("mistral", {}, 2), ("gemma2", {"top_k": 5}, None)],
+    [("qwen3", {"temperature": 0.7}, None), ("mistral", {}, 2), ("gemma2", {"top_k": 5}, None), ("aria_text", {}, 3)],
 )
 def test_log_probs_are_those_of_each_row_alone(family: Any, settings: Any, max_rows: Any) -> None:
-    """Prompts and completions are longer than Gemma 2's and Mistral's window of 4 tokens."""
-    model = tiny_model(family).train()
+    """Prompts and completions are longer than Gemma 2's and Mistral's window of 4 tokens. Aria has no recorded steps."""
+    model = (tiny_model(family) if family in FAMILIES else tiny_of(family)).train()
+    assert (obstacle(CausalLM(model)) is None) == (family != "aria_text")
     attention, state = model.config._attn_implementation, torch.get_rng_state()
     sampled = sample(model, max_rows=max_rows, **settings)
     assert len(sampled.token_ids) == 9
@@ -74,12 +86,32 @@ def test_settings_that_it_lacks_are_named(name: Any, value: Any) -> None:
         sample(tiny_model(), **{name: value})
 
 
-def test_a_row_that_is_left_out_is_an_error() -> None:
+@pytest.mark.parametrize("harm", [
+    lambda outputs: outputs.pop(next(iter(outputs))), lambda outputs: setattr(next(iter(outputs.values())), "error", "x"),
+], ids=["left out", "failed"])  # fmt: skip
+def test_a_row_that_is_left_out_or_fails_is_an_error(harm: Any) -> None:
     model = tiny_model()
     whole = model.generate_batch
-    model.generate_batch = lambda *args, **options: dict(list(whole(*args, **options).items())[1:])
+
+    def harmed(*args: Any, **options: Any) -> Any:
+        outputs = whole(*args, **options)
+        harm(outputs)
+        return outputs
+
+    model.generate_batch = harmed
     with pytest.raises(SamplerError, match="must complete 9 rows; it completed 8"):
         sample(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("model_type", "reason"), [
+    ("qwen3_5_text", "does not serve Qwen3_5ForCausalLM: Invalid layer type"), ("falcon_h1", "does not serve FalconH1"),
+    ("falcon", "must complete 2 rows; it completed 0"), ("gpt_neo", "must use the same distribution; with GPTNeo"),
+])  # fmt: skip
+def test_models_that_it_does_not_serve_are_refused_at_construction(model_type: Any, reason: Any) -> None:
+    """GPT-Neo has attention of its own, which reads no paged cache."""
+    with pytest.raises((SamplerError, ConfigError), match=reason):
+        policy_of(tiny_of(model_type), sampler="continuous")
 
 
 def test_training_samples_with_the_new_weights() -> None:
