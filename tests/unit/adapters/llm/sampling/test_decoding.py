@@ -31,6 +31,7 @@ from tests.support.llm_models import (
     sampling_distribution,
     tiny_model,
 )
+from tests.support.tiny_architectures import tiny_of
 
 TOKENIZER = character_tokenizer()
 STATES = ["1+1=", "12+30=?", "abc"]
@@ -172,16 +173,16 @@ def test_decoding_some_rows_at_a_time_changes_no_row(setting: Any, max_rows: Any
 
 
 def test_rows_that_join_later_change_no_row(subtests: pytest.Subtests) -> None:
-    """Rows end at different steps, and rows of the next prompts take their places."""
+    """Rows end at different steps, and rows of the next prompts take their places, with states in Qwen 3.5 and Falcon-H1."""
     cases = [
-        *((family, "plain", 4) for family in SHARING), ("qwen3", "all", 4), ("qwen3", "penalty", 1),
-        ("gpt2", "stop", 7),
+        *((family, "plain", 4) for family in (*SHARING, "qwen3_5_text", "falcon_h1")), ("qwen3", "all", 4),
+        ("qwen3", "penalty", 1), ("gpt2", "stop", 7), *(("qwen3", "plain", max_rows) for max_rows in range(1, 19)),
     ]  # fmt: skip
     for family, setting, max_rows in cases:
         with subtests.test(family=family, setting=setting, max_rows=max_rows):
             settings = {"stop": ("1", "2", "a", "b"), **SETTINGS[setting]}
             config = SamplingConfig(max_new_tokens=16, **settings)
-            model = tiny_model(family)
+            model = tiny_model(family) if family in FAMILIES else tiny_of(family)
             whole = sample(model, config, size=6, with_entropy=True)
             assert len(set(map(len, whole.token_ids))) > 2
             assert_same(sample(model, config, size=6, with_entropy=True, max_rows=max_rows), whole)
@@ -199,9 +200,14 @@ def test_a_place_is_taken_as_soon_as_its_row_ends_and_the_cache_stays_as_wide_as
     widths: list[int] = []
     drawn: list[int] = []
     model.lm_head.register_forward_pre_hook(lambda module, args: drawn.append(len(args[0])))
-    model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: widths.append(kwargs["past_key_values"].get_seq_length()), with_kwargs=True
-    )
+    held: list[torch.Size] = []
+
+    def look(module: Any, args: Any, kwargs: Any) -> None:
+        cache = kwargs["past_key_values"]
+        widths.append(cache.get_seq_length())
+        held.extend(layer._keys.shape for layer in cache.layers if isinstance(layer, decoding_batch.GrowingLayer))
+
+    model.model.register_forward_pre_hook(look, with_kwargs=True)
     sampled = sample(model, config, size=6, max_rows=4)
     prompts = [shape for shape in shapes if shape[1] > 1]
     assert sorted(prompts) == sorted((1, len(prompt)) for prompt in PROMPTS)  # each prompt once
@@ -209,6 +215,8 @@ def test_a_place_is_taken_as_soon_as_its_row_ends_and_the_cache_stays_as_wide_as
     assert drawn == sorted(drawn, reverse=True)  # a place stays empty only when no row waits
     assert sum(drawn) == sum(map(len, sampled.token_ids))  # no row goes on after its end
     assert max(widths) <= max(map(len, PROMPTS)) + 16
+    assert max(rows for rows, *_ in held) == 4
+    assert max(columns for _, _, columns, _ in held) <= max(map(len, PROMPTS)) + 16 + decoding_batch.GROWTH
 
 
 def test_each_prompt_is_forwarded_once_and_the_batch_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
