@@ -1,5 +1,6 @@
 """A tiny model of every causal language model class of transformers that can be built without data or other packages."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +59,16 @@ OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 """Settings that a class needs besides, or that bring out what is special about it."""
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "llm.md").read_text(encoding="utf-8")
+"""The page that counts these models."""
+
+
+def is_of_page() -> bool:
+    """Whether the page counts the classes of the installed version of transformers."""
+    major, minor, *_ = transformers.__version__.split(".")
+    return f"transformers {major}.{minor}'s classes" in PAGE
 
 
 def model_types() -> list[str]:

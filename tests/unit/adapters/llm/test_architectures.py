@@ -1,5 +1,6 @@
 """Which classes of transformers can be trained: tiny models of real classes, with random weights."""
 
+import re
 from typing import Any
 
 import peft
@@ -10,7 +11,7 @@ from adapters.llm import HFPolicy
 from grpo.errors import ConfigError, ContractError, GRPOError
 from tests.support.llm_models import character_tokenizer
 from tests.support.scored_architectures import assert_scores_as_alone
-from tests.support.tiny_architectures import model_types, tiny_of
+from tests.support.tiny_architectures import PAGE, is_of_page, model_types, tiny_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # old classes warn of much when they are built
 TOKENIZER = character_tokenizer()
@@ -81,6 +82,17 @@ ROW_BY_ROW |= {"falcon_mamba", "jamba", "mamba", "mamba2", "minimax"}
 """Types that the page lists as computed row by row."""
 
 
+def plain_name(model_type: str) -> str:
+    """The page writes "Dots 3 Note" and "GLM DSA" for dots3_note, dots3_note_text and glm_moe_dsa."""
+    return re.sub(r"[^a-z0-9]|moe|text$", "", model_type.lower())
+
+
+def test_the_page_names_the_models_that_are_computed_row_by_row() -> None:
+    table = PAGE.partition("| models | why |\n|---|---|\n")[2].partition("| with gradient checkpointing")[0]
+    names = {plain_name(name) for line in table.splitlines() for name in line.split("|")[1].split(",")}
+    assert names == set(map(plain_name, ROW_BY_ROW))
+
+
 @pytest.mark.slow
 def test_every_class_is_scored_as_alone_or_refused_in_words(subtests: pytest.Subtests) -> None:
     shared, whole, refused = set(), set(), {}
@@ -96,3 +108,10 @@ def test_every_class_is_scored_as_alone_or_refused_in_words(subtests: pytest.Sub
                 refused[model_type] = str(error)
     assert len(shared) >= 120, refused
     assert whole == ROW_BY_ROW
+    if is_of_page():
+        found = re.search(
+            r"Of (\d+) tiny models .* (\d+) share prompts, (\d+) compute .*, (\d+) are refused in words", PAGE
+        )
+        assert found is not None
+        counts = len(shared), len(whole), len(refused)
+        assert (sum(counts), *counts) == tuple(map(int, found.groups())), refused
