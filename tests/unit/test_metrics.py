@@ -8,11 +8,16 @@ import pytest
 import torch
 
 from grpo import JSONLSink, MetricSink
+from grpo._objective.metrics import Measured, all_moments
 from grpo.metrics import Meter, reward_statistics
 
 
 def row(count: float, total: float, squares: float) -> torch.Tensor:
     return torch.tensor([count, total, squares], dtype=torch.float64)
+
+
+def measured(num_steps: int) -> Measured:
+    return Measured(terms={}, per_step={"ratio": 2.0}, mask=torch.ones(1, num_steps, dtype=torch.bool))
 
 
 def read_jsonl(path):
@@ -44,6 +49,20 @@ def test_a_meter_averages_plain_numbers():
     meter.add_value("grad_norm", 1.0)
     meter.add_value("grad_norm", 4.0)
     assert meter.report(num_updates=7) == {"grad_norm": (2.5, 0.0)}
+
+
+def test_a_meter_computes_metrics_of_small_micro_batches_together_when_they_are_read(monkeypatch):
+    """Metrics of more than 4,096 steps are computed at once."""
+    sizes = []
+    monkeypatch.setattr("grpo.metrics.all_moments", lambda added: (sizes.append(len(added)), all_moments(added))[1])
+    meter = Meter()
+    for num_steps in (1, 3, 4_096):
+        meter.add(measured(num_steps))
+    assert sizes == []
+    meter.add(measured(4_097))
+    assert sizes == [1]
+    assert meter.report(num_updates=1) == {"ratio": (2.0, 0.0)}
+    assert sizes == [1, 4]
 
 
 @pytest.mark.parametrize("empty", [lambda meter: meter.report(num_updates=1), Meter.clear])
