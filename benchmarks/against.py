@@ -2,13 +2,15 @@
 
 Each commit has a process of its own, with one thread. The two take turns, and each turn makes the same iterations, so that the
 machine's load meets both. Iterations: `trainer.step` on the bandit of `benchmarks.overhead`, a CartPole from scratch for 4,000
-steps, and a language model of 4 layers with 16 rows of 64 + 32 tokens.
+steps, a HalfCheetah from scratch for 16,000 steps, and a language model of 4 layers with 16 rows of 64 + 32 tokens. Control
+is in microseconds per environment step.
 
     python -m benchmarks.against 42a833e
     python -m benchmarks.against HEAD --turns 2 --cases small   # whether it runs
 """
 
 import argparse
+import importlib.util
 import os
 import statistics
 import subprocess
@@ -28,17 +30,24 @@ CASES = {
     "large": "65,536 rows, row by row",
     "large_groups": "65,536 rows, state once per group",
     "cartpole": "CartPole, an environment step",
+    "halfcheetah": "HalfCheetah, an environment step",
     "language_model": "language model",
 }
 
 
+CONTROL = ("cartpole", "halfcheetah")
+"""The cases whose seconds are those of an environment step."""
+
+
 def iteration_of(case: str) -> Callable[[], float]:
     """A function that makes one turn of a case, and returns its CPU seconds per iteration."""
-    if case == "cartpole":
-        from benchmarks.control_speed import CARTPOLE, our_learner
+    if case in CONTROL:
+        from benchmarks.control_speed import CARTPOLE, HALF_CHEETAH, our_learner
+
+        env_id, num_steps = (CARTPOLE, 4_000) if case == "cartpole" else (HALF_CHEETAH, 16_000)
 
         def train() -> float:
-            spent = our_learner(CARTPOLE, 4_000, 0)
+            spent = our_learner(env_id, num_steps, 0)
             return spent.cpu / spent.steps
 
         return train
@@ -115,9 +124,10 @@ def compare(other: Path, case: str, turns: int) -> str:
     finally:
         for server in servers:
             server.close()
-    here, there = (1e3 * statistics.median(side) for side in zip(*pairs, strict=True))
+    factor, unit = (1e6, "us") if case in CONTROL else (1e3, "ms")
+    here, there = (factor * statistics.median(side) for side in zip(*pairs, strict=True))
     low, median, high = statistics.quantiles([ours / theirs for ours, theirs in pairs], n=4)
-    return f"{here:10.3f} ms {there:10.3f} ms   ratio {median:.3f} (quartiles {low:.3f} to {high:.3f})"
+    return f"{here:10.3f} {unit} {there:10.3f} {unit}   ratio {median:.3f} (quartiles {low:.3f} to {high:.3f})"
 
 
 def main() -> None:
@@ -138,6 +148,9 @@ def main() -> None:
             (tree / "benchmarks" / Path(__file__).name).write_text(Path(__file__).read_text())
             print(f"torch {torch.__version__}, 1 thread{'':19s}this tree {args.commit:>13s}")
             for case in args.cases:
+                if case == "halfcheetah" and importlib.util.find_spec("mujoco") is None:
+                    print(f"{CASES[case]:34s}not run: it needs MuJoCo")
+                    continue
                 print(f"{CASES[case]:34s}{compare(tree, case, args.turns)}", flush=True)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)

@@ -16,6 +16,8 @@ computes its loss's gradient together with the logits: three products with the h
     python -m benchmarks.llm_vs_trl --cases long --pairs 3
     python -m benchmarks.llm_vs_trl --skip-trl           # only compare with the hand-written loops
     python -m benchmarks.llm_vs_trl --device cuda        # a model with the shape of Qwen3-0.6B, in bfloat16
+    python -m benchmarks.llm_vs_trl --cases ragged --max-rows 8 --pairs 8      # only ours, with a bound on the rows
+    python -m benchmarks.llm_vs_trl --cases long --checkpointing --pairs 3     # only ours, with gradient checkpointing
 """
 
 import argparse
@@ -154,18 +156,23 @@ def share_of_even_tokens(completion_ids: Any, **_: Any) -> list[float]:
     return [sum(token % 2 == 0 for token in row) / max(len(row), 1) for row in completion_ids]
 
 
-def our_iteration(
-    case: Case, model: Qwen3ForCausalLM, tokenizer: Any, prompts: list[str], *, exact_entropy: bool = False
-) -> Callable[[], object]:
-    """A function that runs one `GRPOTrainer.step`."""
+def our_trainer(case: Case, model: Qwen3ForCausalLM, tokenizer: Any, **options: Any) -> GRPOTrainer:
+    """Our trainer. `options` are those of `HFOptions`."""
     sampling = SamplingConfig(max_new_tokens=case.completion)
-    policy = HFPolicy(model, tokenizer, sampling=sampling, options=HFOptions(exact_entropy=exact_entropy))
+    policy = HFPolicy(model, tokenizer, sampling=sampling, options=HFOptions(**options))
     config = GRPOConfig(group_size=case.group, learning_rate=LEARNING_RATE, seed=0)
 
     def reward(_: Any, actions: Any) -> list[float]:
         return share_of_even_tokens([action.token_ids for action in actions])
 
-    trainer = GRPOTrainer(config=config, policy=policy, reward_model=reward)
+    return GRPOTrainer(config=config, policy=policy, reward_model=reward)
+
+
+def our_iteration(
+    case: Case, model: Qwen3ForCausalLM, tokenizer: Any, prompts: list[str], *, exact_entropy: bool = False
+) -> Callable[[], object]:
+    """A function that runs one `GRPOTrainer.step`."""
+    trainer = our_trainer(case, model, tokenizer, exact_entropy=exact_entropy)
     return lambda: trainer.step(prompts)
 
 
@@ -289,6 +296,50 @@ def compare(case: Case, device: str, pairs: int, *, sampler: str | None, with_me
         print("  peak MB    ", *(f"  {name} {value:.0f}" for name, value in measured), flush=True)
 
 
+def our_variants(case: Case, device: str, *, max_rows: int | None, checkpointing: bool) -> dict[str, GRPOTrainer]:
+    """Our trainer with default options, and with each of the options that are asked for."""
+    model = make_model(case, device)
+    tokenizer = make_tokenizer(model.config.vocab_size)
+    bounded = {f"{max_rows} rows": {"max_rows_per_decode": max_rows}} if max_rows else {}
+    checkpointed: dict[str, dict[str, Any]] = {"packs": {}, "row by row": {}} if checkpointing else {}
+    trainers = {
+        name: our_trainer(case, copy.deepcopy(model), tokenizer, **options)
+        for name, options in ({"default": {}} | bounded | checkpointed).items()
+    }
+    for name in checkpointed:
+        trainers[name].policy.model.gradient_checkpointing_enable()
+    if checkpointing:
+        trainers["row by row"].policy._scorer._can_pack = False  # as for a model with windows
+    return trainers
+
+
+def compare_variants(case: Case, device: str, pairs: int, trainers: dict[str, GRPOTrainer]) -> None:
+    """Print the interleaved times of sampling and updates, in iterations from equal seeds."""
+    prompts = make_prompts(case, trainers["default"].policy.model.config.vocab_size)
+    times: dict[str, list[tuple[float, ...]]] = {name: [] for name in trainers}
+    for number in range(pairs + 1):
+        for name in list(trainers)[:: 1 if number % 2 else -1]:
+            torch.manual_seed(number)
+            begin = now(device)
+            batch = trainers[name].collect(prompts)
+            sampled = now(device)
+            trainers[name].update(batch)
+            times[name].append((now(device) - begin, sampled - begin, now(device) - sampled))
+    print(f"\n{case}")
+    for name, seconds in times.items():
+        parts = []
+        for part, own, default in zip(
+            ("iteration", "sampling", "update"),
+            zip(*seconds, strict=True),
+            zip(*times["default"], strict=True),
+            strict=True,
+        ):
+            ratios = [a / b for a, b in zip(own[1:], default[1:], strict=True)]
+            spread = f"{statistics.median(ratios):.2f} x, {min(ratios):.2f} to {max(ratios):.2f}"
+            parts.append(f"  {part} {statistics.median(own[1:]):.2f} s ({spread})")
+        print(f"  {name:12s}", *parts, flush=True)
+
+
 def peak_memory(case: Case, device: str, side: str, *more: str) -> float:
     """Peak memory in megabytes of two iterations in a separate process."""
     names = [name for name, known in (CASES | TINY | CUDA_CASES).items() if known == case]
@@ -333,6 +384,8 @@ def main() -> None:
     parser.add_argument("--skip-trl", action="store_true", help="only ours and the loops by hand")
     parser.add_argument("--sampler", choices=SAMPLERS, help="how TRL samples, instead of the fastest way")
     parser.add_argument("--skip-memory", action="store_true")
+    parser.add_argument("--max-rows", type=int, help="only ours, also with so many rows per decoding step")
+    parser.add_argument("--checkpointing", action="store_true", help="only ours, also with gradient checkpointing")
     parser.add_argument("--memory-of", choices=("trl", "entropy", "ours", "bare"), help=argparse.SUPPRESS)
     parser.add_argument("--passes", type=int, default=PASSES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -344,6 +397,8 @@ def main() -> None:
     if options.memory_of:
         print_peak_memory(chosen[0], options.device, options.memory_of, options.passes)
         return
+    compares_ours = bool(options.max_rows) or options.checkpointing
+    options.skip_trl |= compares_ours
     where = torch.cuda.get_device_name() if options.device == "cuda" else f"{options.threads} thread(s)"
     trl = "" if options.skip_trl else f"TRL {version('trl')}, "
     print(
@@ -355,6 +410,12 @@ def main() -> None:
         sampler = options.sampler or sampler_for(PROBE if options.device == "cpu" else chosen[0], options.device)
         print(f"  TRL samples with {sampler}, and divides the rows among {PASSES} passes per update")
     for case in chosen:
+        if compares_ours:
+            variants = our_variants(
+                case, options.device, max_rows=options.max_rows, checkpointing=options.checkpointing
+            )
+            compare_variants(case, options.device, options.pairs, variants)
+            continue
         compare(case, options.device, options.pairs, sampler=sampler, with_memory=not options.skip_memory)
 
 

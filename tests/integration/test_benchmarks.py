@@ -19,6 +19,7 @@ import torch
 from adapters.control import LearningCurve
 from adapters.tools import ToolCall, ToolCatalogue, ToolResult, ToolTask
 from benchmarks import (
+    against,
     agent_learning,
     agent_vs_trl,
     agents,
@@ -112,6 +113,23 @@ def test_a_benchmark_runs_as_typed_without_a_warning(name: str, tmp_path: Path) 
 def test_every_benchmark_has_a_short_run() -> None:
     names = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")}
     assert names == {*TYPED, "llm_vs_trl", "agent_vs_trl", "gpu", "tool_logs", "import_time"}
+
+
+@pytest.mark.parametrize(("case", "env_id"), [("cartpole", "CartPole-v1"), ("halfcheetah", "HalfCheetah-v5")])
+def test_control_is_compared_with_another_commit_in_microseconds_per_step(
+    case: str, env_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[str] = []
+
+    def learner(env_id: str, num_steps: int, seed: int) -> Any:
+        trained.append(env_id)
+        return SimpleNamespace(cpu=0.4, steps=4_000)
+
+    monkeypatch.setattr(control_speed, "our_learner", learner)
+    turn = against.iteration_of(case)
+    monkeypatch.setattr(against, "Server", lambda tree, case: SimpleNamespace(turn=turn, close=lambda: None))
+    assert against.compare(ROOT, case, 2).split()[:4] == ["100.000", "us", "100.000", "us"]
+    assert trained == [env_id] * 4
 
 
 def test_the_benchmark_of_fitted_values_makes_a_run_once(run: Run, tmp_path: Path) -> None:

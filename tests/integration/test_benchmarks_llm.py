@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from benchmarks.objective import HAS_TRL, INSTALL
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import GRPOWarning
 from tests.support.launches import printed_by
+from tests.support.llm_models import forward_shapes
 
 SIDES = ["TRL", "ours with TRL's metrics", "ours", "bare loop", "fused bare loop"]
 NUMBERS = rf"  ({'|'.join([*SIDES, 'TRL in one pass'])}) ([\d.]+)"
@@ -104,6 +106,10 @@ def test_the_fastest_sampler_is_chosen_among_those_that_run(capsys: pytest.Captu
     ]
 
 
+def test_trl_is_measured_with_graphs() -> None:
+    assert _trl.SAMPLERS["continuous batching"]["transformers_continuous_batching_config"]["use_cuda_graph"] is True
+
+
 TINY_SHAPE = {
     "vocab_size": 48,
     "hidden_size": 32,
@@ -114,6 +120,29 @@ TINY_SHAPE = {
     "head_dim": 8,
 }
 TINY_CASE = llm_vs_trl.Case(prompt=5, completion=12, group=4, rows=12, hazard=0.15)
+
+
+def test_ours_is_compared_with_a_bound_on_the_rows_and_with_checkpointing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """3 prompts: 2 of 12 rows are decoded at once, and the last pass of an update has a pack per prompt, or each row."""
+    monkeypatch.setattr(llm_vs_trl, "make_model", partial(llm_vs_trl.make_model, **TINY_SHAPE))
+    trainers = llm_vs_trl.our_variants(TINY_CASE, "cpu", max_rows=2, checkpointing=True)
+    shapes = {name: forward_shapes(trainer.policy.model) for name, trainer in trainers.items()}
+    llm_vs_trl.compare_variants(TINY_CASE, "cpu", 1, trainers)
+    assert list(shapes) == ["default", "2 rows", "packs", "row by row"]
+    decoded = {name: max(rows for rows, width in found if width == 1) for name, found in shapes.items()}
+    assert decoded == {"default": 12, "2 rows": 2, "packs": 12, "row by row": 12}
+    assert shapes["packs"][-1][0] <= 3 < shapes["row by row"][-1][0]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.count(" x, ") for line in lines] == [0, 0, 3, 3, 3, 3]
+    assert lines[2].count("1.00 x, 1.00 to 1.00") == 3
+
+
+@pytest.mark.slow
+def test_the_options_are_compared_without_trl(tmp_path: Path) -> None:
+    *_, default, bound, packs, rows = run_tiny(tmp_path, "--max-rows", "2", "--checkpointing")
+    assert [line.split()[0] for line in (default, bound, packs, rows)] == ["default", "2", "packs", "row"]
 
 
 def bare_loop(model: Any, knows_its_loss: bool = False) -> BareLoop:
