@@ -12,6 +12,7 @@ import ctypes
 import gc
 import importlib
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -208,7 +209,7 @@ def measure(program: Callable[[str], Any], conversations: int) -> None:
     with ChatEndpoint(policy) as endpoint:
         agent = AgentPolicy(policy, endpoint.runs(lambda base_url, _: program(base_url)), concurrency=8)
         for _ in range(20):
-            (held,) = agent.generate_actions(["w1"], conversations // 20)
+            (held,) = agent.generate_actions(["w1"], math.ceil(conversations / 20))
             assert [row.reward for row in held] == [1.0] * len(held), held[0].info
             files.append(open_files())
             memory.append(resident_memory())

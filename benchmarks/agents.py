@@ -4,8 +4,9 @@ Each of 64 conversations has three turns with a call of a tool that takes 50 ms,
 take half a second for all conversations together, as a small model would need. All conversations go on together, so the tools
 should cost little.
 
-Then each of 16 conversations has three messages of 32 tokens, or a limit of its own, from 24 to 40 tokens. Requests with other
-limits share a batch, so the second case should take as many batches as the first, and as many CPU seconds.
+Then each of 16 conversations has three messages of 32 tokens, or a limit of its own, from 24 to 40 tokens, or also a stop
+string of its own, which no message contains. Requests with other limits and stop strings share a batch, so all three cases
+should take as many batches, and as many CPU seconds.
 
     python -m benchmarks.agents
 """
@@ -85,36 +86,44 @@ class Counted(HFPolicy):
         return sampled
 
 
-async def talks(chat: Chat, limit: int) -> float:
+async def talks(chat: Chat, request: tuple[int, list[str]]) -> float:
     """Three messages of the policy, each as long as its limit."""
+    limit, stop = request
     messages: list[Any] = [{"role": "user", "content": "hi"}]
     for _ in range(3):
-        said = await chat(messages, max_new_tokens=limit)
+        said = await chat(messages, max_new_tokens=limit, stop=stop)
         messages = [*messages, said, {"role": "user", "content": "more"}]
     return 0.0
 
 
 def compare_limits(repeats: int) -> None:
-    """Print batches, tokens and CPU seconds with equal limits and with other limits."""
+    """Print batches, tokens and CPU seconds with equal limits, with other limits, and with other stop strings too."""
     sampling = SamplingConfig(max_new_tokens=48, min_new_tokens=48)  # no message ends before its limit
     model = make_model(TINY["tiny"], "cpu", vocab_size=500, hidden_size=256, intermediate_size=512, num_hidden_layers=4)
     policy = Counted(model, make_tokenizer(500), sampling=sampling)
     agent = AgentPolicy(policy, talks)
-    limits = {"equal": [32] * 16, "other": [24, *range(25, 32), *range(33, 40), 40]}
-    seconds: dict[str, list[float]] = {name: [] for name in limits}
+    limits = [24, *range(25, 32), *range(33, 40), 40]
+    requests: dict[str, list[tuple[int, list[str]]]] = {
+        "equal limits": [(32, [])] * 16,
+        "other limits": [(limit, []) for limit in limits],
+        "other stop strings": [(limit, [f"end of {limit}"]) for limit in limits],
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in requests}
     counts = {}
     for _ in range(repeats):
-        for name, given in limits.items():
+        for name, given in requests.items():
             policy.num_batches = policy.num_tokens = 0
             begin = time.process_time()
             agent.generate_actions(given, 1)
             seconds[name].append(time.process_time() - begin)
             counts[name] = f"{policy.num_batches} batches, {policy.num_tokens} tokens"
-    for name in limits:
-        print(f"16 conversations of 3 turns, {name} limits: {counts[name]}")
-        print(f"  CPU seconds: {statistics.median(seconds[name]):.2f}")
-    ratios = [other / equal for equal, other in zip(seconds["equal"], seconds["other"], strict=True)]
-    print(f"  other / equal limits: median {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    for name, spent in seconds.items():
+        ratios = [own / equal for equal, own in zip(seconds["equal limits"], spent, strict=True)]
+        print(f"16 conversations of 3 turns, {name}: {counts[name]}")
+        print(
+            f"  CPU seconds: {statistics.median(spent):.2f}   "
+            f"of equal limits: median {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        )
 
 
 def main() -> None:

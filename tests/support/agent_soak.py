@@ -12,6 +12,6 @@ def soak(client: str, num_conversations: int) -> tuple[int, float]:
     command = [sys.executable, "-m", "benchmarks.agent_clients", "--only", client]
     command += ["--conversations", str(num_conversations)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr[-3000:]
     num_files, growth = done.stdout.split()
     return int(num_files), float(growth)

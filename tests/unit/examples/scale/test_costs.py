@@ -58,6 +58,8 @@ def test_memory_of_parts() -> None:
     one, copies = (memory(MODEL, replace(RUN, num_ranks=1), engine) for engine in costs.ENGINES[::-1])
     assert one.pop("sampling") == copies.pop("sampling") + 4000
     assert one == copies
+    short = replace(RUN, num_ranks=2, num_updates=52)  # its activations, 1840, are smaller than its gradients
+    assert memory(MODEL, short, "sharded")["update"] == 2000 + 4000 + 2000 + 4000
 
 
 def test_bytes_sent() -> None:
