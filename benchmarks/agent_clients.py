@@ -207,7 +207,7 @@ def measure(program: Callable[[str], Any], conversations: int) -> None:
     policy = Says(model, tokenizer, sampling=SamplingConfig(max_new_tokens=8))
     files, memory = list[int](), list[float]()
     with ChatEndpoint(policy) as endpoint:
-        agent = AgentPolicy(policy, endpoint.runs(lambda base_url, _: program(base_url)), concurrency=8)
+        agent = AgentPolicy(policy, endpoint.runs(lambda base_url, _: program(base_url)), concurrency=8, timeout=600)
         for _ in range(20):
             (held,) = agent.generate_actions(["w1"], math.ceil(conversations / 20))
             assert [row.reward for row in held] == [1.0] * len(held), held[0].info

@@ -118,7 +118,8 @@ def test_rewards_are_at_their_rows_and_every_sampled_token_is_recorded(name: str
     script = Scripted(case.speaks, max_new_tokens=400, positions=32_768)
     with ChatEndpoint(script.policy, ignore=case.ignored) as endpoint:
         program = endpoint.runs(play_async if inspect.iscoroutinefunction(case.program) else play)
-        groups = AgentPolicy(script.policy, program).generate_actions(TOPICS, 4)
+        # the first conversation imports the framework, which takes a minute on a busy machine
+        groups = AgentPolicy(script.policy, program, timeout=600).generate_actions(TOPICS, 4)
 
     decode = script.policy.tokenizer.decode
     for number, (topic, rows) in enumerate(zip(TOPICS, groups, strict=True)):
