@@ -9,7 +9,7 @@ import pytest
 from benchmarks.tools_few import ENCODERS, Split, fitted, rewarded, split
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.faults,
     pytest.mark.timeout(1800),  # each trains a hundred routers, which takes long on a busy machine
     pytest.mark.filterwarnings("ignore::grpo.errors.GRPOWarning"),  # they say where the weights stay as they were
 ]

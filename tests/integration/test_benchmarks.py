@@ -93,7 +93,7 @@ TYPED = {
     "tracking": "--tasks bandit --sinks jsonl tensorboard --pairs 2",
 }
 """A short run of each benchmark, as typed; `llm_vs_trl` and `gpu` have files of their own."""
-LONGEST = {"bandits", "tools_bfcl", "tracking"}
+LONGEST = {"agent_clients", "bandits", "scale", "sharded", "tools_bfcl", "tracking"}
 """Their short runs take more than a minute."""
 
 

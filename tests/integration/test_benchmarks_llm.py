@@ -49,7 +49,7 @@ def test_the_language_model_benchmark_reports_times_and_arguments(tmp_path: Path
     assert [side for side, _ in re.findall(NUMBERS, times)] == SIDES
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(900)  # six processes
 @pytest.mark.skipif(not HAS_TRL, reason=f"TRL is {INSTALL}")
 def test_the_language_model_benchmark_reports_memory_from_a_process_for_each_side(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_the_short_form_trains_and_prints_its_table(
     assert re.search(shares, capsys.readouterr().out)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_the_agent_listens_to_the_user() -> None:
     """A shorter run than the documented one. Without listening, no more than four numbers of ten can be found."""
     before, after, _ = guessing_game.train(seed=0, iterations=80)

@@ -99,7 +99,7 @@ def test_untrained_models_are_wrong() -> None:
     assert tool_agent.accuracy(tool_agent.converse(tool_agent.make_policy(), [FIRST, SECOND] * 4)) == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_the_agent_learns_to_use_the_calculator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

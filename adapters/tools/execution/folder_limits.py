@@ -15,7 +15,7 @@ ENTRY_BYTES = 4096
 Watch = Callable[[bool], None]
 """Is called with False while a call runs, and with True when it has returned. It may raise a `ToolError`."""
 _SHARE = 10
-"""A folder is measured again when this many times the last measurement's duration have passed."""
+"""A folder is measured again when this many times the last measurement's CPU time have passed."""
 
 
 class FolderLimits:
@@ -87,11 +87,10 @@ class _Measured:
     def __call__(self) -> int:
         if self._measuring.acquire(blocking=self._until == 0.0):  # others take the last measurement
             try:
-                began = time.monotonic()
-                if began >= self._until:
+                if time.monotonic() >= self._until:
+                    began = time.thread_time()  # a busy machine interrupts it, and would delay the next one
                     self._size = bytes_in(self._path, self._enough)
-                    ended = time.monotonic()
-                    self._until = ended + _SHARE * (ended - began)
+                    self._until = time.monotonic() + _SHARE * (time.thread_time() - began)
             finally:
                 self._measuring.release()
         return self._size

@@ -89,7 +89,7 @@ def are_equal(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_runs", [3, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_runs", [3, pytest.param(100, marks=pytest.mark.faults)])
 @pytest.mark.parametrize("is_http", [False, True], ids=["tasks", "http"])
 def test_rewards_reach_their_own_turns_and_one_seed_has_one_result_at_any_timing(is_http: bool, num_runs: int) -> None:
     draw = random.Random(0)

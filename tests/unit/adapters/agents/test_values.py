@@ -115,10 +115,10 @@ def test_gae_learns_from_the_rewards_of_turns() -> None:
     parts = {"advantage": AdvantageConfig(credit="gae", scale="batch"), "objective": ObjectiveConfig(value_clip=0.5)}
     config = GRPOConfig(group_size=16, seed=1, learning_rate=5e-3, num_epochs_per_update=2, **parts)
     trainer = GRPOTrainer(config=config, policy=agent, reward_model=EnvironmentReward(per_turn=True))
-    history = trainer.train(["be brief"], num_iterations=12, progress=False)
+    history = trainer.train(["be brief"], num_iterations=24, progress=False)
     assert history[0]["rewards/mean"] < 0.5
     assert history[-1]["rewards/mean"] > 2.5
     (row,) = agent.generate_actions(["be brief"], 1, temperature=0)[0]
     values = agent.eval().score_actions([None], [row]).values[0]
     left = torch.tensor([3.0, 2.0, 1.0])  # what the turns left will bring
-    torch.testing.assert_close(values, left, atol=0.6, rtol=0)
+    torch.testing.assert_close(values, left, atol=0.5, rtol=0)
