@@ -109,6 +109,18 @@ def test_thoughts_that_the_tokenizers_parser_separates_are_sent() -> None:
     assert found.reward == 1.0
 
 
+def test_a_streamed_reply_has_one_id_and_takes_the_reward_of_it() -> None:
+    def use(client: OpenAI) -> dict[str, float]:
+        asked = {"model": "m", "messages": [USER]}
+        ids = [client.chat.completions.create(**asked).id]
+        ids += {chunk.id for chunk in client.chat.completions.create(stream=True, **asked)}
+        _, streamed = ids
+        return {streamed: 2.0}
+
+    (found,) = converse(says("Yes.", "No."), with_client(use))
+    assert list(found.rewards) == [0.0, 2.0]
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_conversation_with_tools_is_one_context(streams: bool) -> None:
     """Two calls in a turn, whose results come back in the other order, a call without a text, and a text. The usage counts

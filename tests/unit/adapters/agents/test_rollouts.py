@@ -616,6 +616,25 @@ def test_a_turn_returns_when_it_ends_and_not_when_the_longest_ends(loop: Any) ->
     assert held() == found, "the early turns are those of the whole batch"
 
 
+def test_a_turn_that_takes_too_long_leaves_other_conversations_alone() -> None:
+    policy, late = says(*"ab"), threading.Event()
+
+    async def play(chat: Chat, state: Any) -> float:
+        while state == "later" and not late.is_set():
+            await asyncio.sleep(0.01)
+        try:
+            await chat([user(state)])
+        except ConversationEnded:
+            late.set()
+            raise
+        return 1.0
+
+    before_each_batch(policy, lambda prompts: late.wait(20))
+    (now,), (later,) = AgentPolicy(policy, play, turn_timeout=2.0).generate_actions(["now", "later"], 1)
+    assert (now.ended_by, len(now.turns)) == ("timeout", 0)
+    assert (later.ended_by, len(later.turns), later.reward) == ("environment", 1, 1.0)
+
+
 def test_a_turn_that_takes_too_long_ends_its_conversation_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     policy, late, causes = says(*"abcd"), threading.Event(), []
 
