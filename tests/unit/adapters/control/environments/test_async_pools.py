@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -207,6 +208,16 @@ class NeverCloses(Scripted):
     def close(self) -> None:
         if multiprocessing.parent_process() is not None:
             time.sleep(60)
+
+
+def test_closing_lets_each_worker_close_its_environment(tmp_path: Path) -> None:
+    class Noted(Scripted):
+        def close(self) -> None:
+            if multiprocessing.parent_process() is not None:
+                (tmp_path / str(os.getpid())).touch()
+
+    AsyncPool([Noted] * 2).close()
+    assert len([*tmp_path.iterdir()]) == 2
 
 
 def test_closing_does_not_wait_for_dead_or_hanging_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Programs as tools: refused commands, how values become arguments, and what a command returns."""
 
+import shutil
 import sys
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from adapters.tools import Command, CommandFailedError, Tool, ToolCatalogue, ToolExecutor
 from adapters.tools.errors import InvalidArgumentsError, OutputTooLargeError, PathOutsideRootError, ToolRaisedError
 from grpo.errors import ConfigError
-from tests.support.tool_executors import PATH, call, error_of, on_linux
+from tests.support.tool_executors import PATH, call, error_of, executor_of, on_linux, output_of
 
 X = "{x}"
 SHELLS = [
@@ -121,6 +122,13 @@ def test_the_output_of_a_command_is_read_up_to_its_limit_and_may_be_any_bytes() 
             Command(argv, max_output_bytes=5)()
     assert Command(("printf", r"\377a"))() == "\ufffda"
     assert Command(("cat",))() == "", "stdin is empty"
+
+
+@on_linux
+def test_workers_run_the_program_that_this_process_finds() -> None:
+    """The workers' user may find another one of that name, so they get its path."""
+    with executor_of(ToolCatalogue([command_tool(("cat", "/proc/self/cmdline"))]), allow={"run"}) as made:
+        assert output_of(made, "run").split("\0")[0] == shutil.which("cat")
 
 
 def test_the_error_of_a_failed_command_keeps_the_end_of_its_stderr() -> None:
