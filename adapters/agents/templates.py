@@ -47,6 +47,8 @@ TOOL = {
         },
     },
 }
+MOST_KEPT = 64
+"""Number of lists of tools of which the prompt is kept."""
 HISTORIES: tuple[list[Message], ...] = ([ASKED], [ASKED, ANSWERED, ASKED], [ASKED, CALLED, RETURNED])
 """What comes before a turn in the proof: a question, a second question, and a tool's result."""
 
@@ -115,6 +117,7 @@ class ChatTemplate:
         self.shows_tools = self._finds_tools()
         """Whether the template writes tool calls and their results. Some templates drop them, and some raise an error."""
         self._proven: dict[tuple[str, bool, bool], Message] = {}
+        self._prompts: dict[str, str | Exception] = {}
         self._headers: set[str] = set()
         follows = []
         for role, with_tools, with_text in product(("user", "tool"), (False, True), (False, True)):
@@ -195,7 +198,7 @@ class ChatTemplate:
         if role == "tool":  # some templates look up the call that a result belongs to
             probe = {**probe, "tool_calls": said.get("tool_calls", [])}
             words = [call["function"]["name"] for call in said.get("tool_calls", [])]
-        prompt, text = self._text_or_error([ASKED], tools), self._text_or_error([ASKED, probe, *new_messages], tools)
+        prompt, text = self._prompt(tools), self._text_or_error([ASKED, probe, *new_messages], tools)
         begin = self._end_of_turn(prompt, text, words)
         if begin is None or isinstance(text, Exception):
             return None
@@ -335,6 +338,16 @@ class ChatTemplate:
         }
         names = {mark.rstrip() for header in headers for mark in re.findall(r"\n[^\n\0]+:", header)}
         return tuple(sorted(mark for mark in tags | names if mark not in own))
+
+    def _prompt(self, tools: Sequence[Any] | None) -> str | Exception:
+        """What the template writes after one question. It is kept, because all turns with these tools need it."""
+        key, known = repr(tools), self._prompts
+        if key not in known:
+            self._prompts = known = {
+                **(known if len(known) < MOST_KEPT else {}),
+                key: self._text_or_error([ASKED], tools),
+            }
+        return known[key]
 
     def _text_or_error(self, messages: Sequence[Message], tools: Any, *, turn_follows: bool = True) -> str | Exception:
         try:

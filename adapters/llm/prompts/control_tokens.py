@@ -11,6 +11,8 @@ OWN = re.compile(
     "think|thought|reason|tool|call|func|action|python|channel|message|constrain|args|answer", re.IGNORECASE
 )
 """Marks that the model itself writes in a message."""
+MOST_KEPT = 64
+"""Number of lists of tools of which spelled copies are kept."""
 SKELETON = [
     {"role": role, "content": content}
     for role, content in (("user", "question"), ("assistant", "answer"), ("user", "question"))
@@ -60,6 +62,7 @@ class ControlTokens:
         self._of_tools = _pattern(named | special | {mark for mark in added if mark in written})
         self._of_others = _pattern(named | {mark for mark in marks if not THOUGHTS.search(mark)})
         self._of_assistant = _pattern(named | {mark for mark in marks if not OWN.search(mark)})
+        self._spelled_tools: dict[str, list[Any]] = {}
 
     def _skeleton(self, options: Mapping[str, Any]) -> str:
         """What the template writes around plain messages. Some templates put the marks together from parts."""
@@ -80,7 +83,13 @@ class ControlTokens:
 
     def spell_tools(self, tools: Sequence[Any] | None) -> list[Any] | None:
         """The descriptions of tools, with marks in their texts spelled out."""
-        return [_spelled(tool, self._of_tools) for tool in tools] if tools else None
+        if not tools:
+            return None
+        key, known = repr(tools), self._spelled_tools  # all turns of a conversation have the same tools
+        if key not in known:
+            spelled = [_spelled(tool, self._of_tools) for tool in tools]
+            self._spelled_tools = known = {**(known if len(known) < MOST_KEPT else {}), key: spelled}
+        return known[key]
 
     def spell_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a row, such as documents, with marks in their texts spelled out. A template has marks of its own."""

@@ -46,6 +46,21 @@ def test_a_bridge_is_what_the_template_writes_after_the_turn_with_the_end_that_t
     assert tokenizer.decode(template.bridge(cut, FOUR, [user("sure?")])) == "<|im_end|>" + tokenizer.decode(bridge)
 
 
+def test_a_bridge_renders_one_conversation_if_another_one_had_its_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = chat_tokenizer()
+    template = ChatTemplate(tokenizer)
+    turn, rendered, apply = tokenizer("four<|im_end|>")["input_ids"], [], tokenizer.apply_chat_template
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **b: (rendered.append(a), apply(*a, **b))[1])
+    for number in range(70):
+        tool = {**TOOL, "function": {**TOOL["function"], "name": f"look_{number}"}}
+        bridges = []
+        for expected in (2, 3):
+            bridges.append(template.bridge(turn, FOUR, [user("sure?")], [tool]))
+            assert len(rendered) == expected
+        assert bridges[0] == bridges[1]
+        rendered.clear()
+
+
 def test_special_tokens_that_the_tokenizer_does_not_name_separate_messages_too() -> None:
     named, marked = (ChatTemplate(tokenizer) for tokenizer in (chat_tokenizer(), marked_tokenizer()))
     tokenizer = chat_tokenizer()

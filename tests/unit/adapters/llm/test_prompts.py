@@ -250,6 +250,20 @@ def test_marks_in_keys_parts_and_calls_are_spelled_out() -> None:
     assert not count(control.encode(escaped), tokenizer, "<|im_start|>")
 
 
+def test_tools_that_change_are_spelled_anew() -> None:
+    tokenizer = chat_tokenizer()
+    control = ControlTokens(tokenizer)
+    tool: dict[str, Any] = {"function": {"name": "add", "description": INJECTED, "default": True}}
+    [first] = control.spell_tools([tool])
+    assert not count(control.encode(first["function"]["description"]), tokenizer, "<|im_start|>")
+    assert control.spell_tools([tool]) == [first]
+    tool["function"] |= {"description": "adds", "default": 1}
+    [second] = control.spell_tools([tool])
+    assert second["function"]["description"] == "adds"
+    assert second["function"]["default"] is not True, "1 == True, and JSON writes them differently"
+    assert control.spell_tools([]) is None
+
+
 def test_roles_and_options_of_a_row_are_spelled_out() -> None:
     """A data set has the roles and, for example, the documents that a template writes."""
     template = "{% for d in documents or [] %}{{ d.text }}\n{% endfor %}" + CHATML
