@@ -61,7 +61,11 @@ TASKS = {
     "customer service": Task(
         learn=service,
         target=0.78,
-        settings={"as it is": [], "240 iterations": ["--iterations", "240"]},
+        settings={
+            "as it is": [],
+            "240 iterations": ["--iterations", "240"],
+            "240 iterations, KL 0.01": ["--iterations", "240", "--kl-coef", "0.01"],
+        },
         quick=["--scripts", "24", "--warmup-steps", "2", "--iterations", "1", "--held-out", "4"],
     ),
 }

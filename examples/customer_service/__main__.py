@@ -19,19 +19,20 @@ from pathlib import Path
 import torch
 
 from adapters.agents import AgentPolicy, Conversation, save_transcripts, transcript_page
+from adapters.llm import HFPolicy
 from grpo import GRPOConfig, GRPOTrainer, JSONLSink, ObjectiveConfig, presets
 
-from .model import careless_script, make_model
+from .model import careless_script, make_model, with_reference
 from .service import PARTS, CustomerService, Scenario, create_customer_service_reward, grade, make_scenarios
 
 PROFILES = {"conservative": presets.conservative, "balanced": presets.balanced, "aggressive": presets.aggressive}
 
 
-def settings(profile: str, learning_rate: float, seed: int) -> GRPOConfig:
+def settings(profile: str, learning_rate: float, kl_coef: float, seed: int) -> GRPOConfig:
     """A profile's groups, batches, gradient norm and schedule, with the learning rate of a tiny model.
 
-    The profiles' learning rates and KL coefficients are for large pretrained models with a reference. This model has to move
-    far, so there is no KL term. Each iteration has 128 conversations: the profiles make 1, 2 or 8 updates with them.
+    The profiles' learning rates and KL coefficients are for large pretrained models. This model has to move far, so it has
+    coefficients of its own. Each iteration has 128 conversations: the profiles make 1, 2 or 8 updates with them.
     """
     config = PROFILES[profile]()
     return replace(
@@ -39,8 +40,13 @@ def settings(profile: str, learning_rate: float, seed: int) -> GRPOConfig:
         learning_rate=learning_rate * config.learning_rate / presets.balanced().learning_rate,
         num_states_per_iteration=max(1, 128 // config.group_size),
         seed=seed,
-        objective=replace(config.objective, kl_coef=0.0, entropy_coef=0.0),
+        objective=replace(config.objective, kl_coef=kl_coef, entropy_coef=0.0),
     )
+
+
+def make_agent(model: HFPolicy) -> AgentPolicy:
+    """The agent that a model is in this shop."""
+    return AgentPolicy(model, CustomerService, max_turns=6, concurrency=128)
 
 
 def warm_up(policy: AgentPolicy, scenarios: list[Scenario], steps: int, seed: int) -> None:
@@ -89,12 +95,14 @@ def run(seed: int, args: argparse.Namespace) -> list[dict[str, float]]:
     folder = args.out / f"seed-{seed}"
     train = make_scenarios(args.scripts, seed=seed)
     held_out = make_scenarios(args.held_out, seed=1, held_out=True)
-    policy = AgentPolicy(make_model(), CustomerService, max_turns=6, concurrency=128)
+    policy = make_agent(make_model())
     reports = [evaluate(policy, held_out)[0]]
     warm_up(policy, train, args.warmup_steps, seed)
     reports.append(evaluate(policy, held_out)[0])
 
-    config = settings(args.profile, args.learning_rate, seed)
+    if args.kl_coef > 0:
+        policy = make_agent(with_reference(policy.policy))
+    config = settings(args.profile, args.learning_rate, args.kl_coef, seed)
     trainer = GRPOTrainer(config=config, policy=policy, reward_model=create_customer_service_reward())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").unlink(missing_ok=True)  # left by an earlier run
@@ -122,6 +130,12 @@ def arguments(typed: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=120, help="iterations of GRPO (default: %(default)s)")
     parser.add_argument(
         "--learning-rate", type=float, default=7e-4, help="of the balanced profile (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--kl-coef",
+        type=float,
+        default=0.0,
+        help="weight of the KL to the model after the warm-up (default: %(default)s)",
     )
     parser.add_argument("--scripts", type=int, default=2400, help="scripted conversations (default: %(default)s)")
     parser.add_argument("--warmup-steps", type=int, default=900, help="default: %(default)s")

@@ -1,5 +1,6 @@
 """A tiny language model for the domain, made here, and scripted conversations to warm it up."""
 
+import copy
 import random
 import re
 import string
@@ -73,6 +74,12 @@ def make_model() -> HFPolicy:
         eos_token_id=tokenizer.eos_token_id,
     )
     return HFPolicy(Qwen3ForCausalLM(config), tokenizer, sampling=SamplingConfig(max_new_tokens=18))
+
+
+def with_reference(policy: HFPolicy) -> HFPolicy:
+    """The same model, with a frozen copy of what it is now as its reference."""
+    reference = copy.deepcopy(policy.model)
+    return HFPolicy(policy.model, policy.tokenizer, sampling=policy.sampling, reference_model=reference)
 
 
 def careless_script(scenario: Scenario, rng: random.Random) -> list[str | Message]:

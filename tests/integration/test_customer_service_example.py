@@ -18,6 +18,7 @@ from examples.customer_service import (
     make_model,
     make_scenarios,
 )
+from examples.customer_service import __main__ as customer_service
 from examples.customer_service.model import careless_script
 from examples.customer_service.service import OUTCOMES, right_outcome
 from tests.integration.test_readme import ROOT, python_blocks
@@ -215,6 +216,15 @@ def test_the_minimal_example_of_the_documentation_has_at_most_20_lines() -> None
     assert len(code.strip().splitlines()) <= 20
     for part in ("make_scenarios(", "max_turns=6", "create_customer_service_reward(", "make_model(", ".train("):
         assert part in code
+
+
+def test_the_reference_is_the_model_after_the_warm_up(tmp_path: Path) -> None:
+    """With one update per iteration, the first one measures a KL of 0 with it, and the second one does not."""
+    typed = "--scripts 24 --warmup-steps 2 --iterations 2 --held-out 8 --profile conservative --kl-coef 0.1"
+    customer_service.run(0, customer_service.arguments([*typed.split(), "--out", str(tmp_path)]))
+    lines = (tmp_path / "seed-0" / "metrics.jsonl").read_text().splitlines()
+    first, second = (json.loads(line)["train/kl_mean"] for line in lines if "train/kl_mean" in line)
+    assert abs(first) < 1e-6 < second
 
 
 @pytest.mark.faults  # three minutes
