@@ -200,6 +200,7 @@ def resident_memory() -> float:
 def measure(program: Callable[[str], Any], conversations: int) -> None:
     """Hold conversations, in 20 rounds, and print the most open files after a round, and the MB that ten rounds need.
 
+    All rounds are equal, so the number of conversations is rounded up to a multiple of 20.
     Memory goes up and down by 10 MB between rounds, so the lowest of rounds 16 to 20 is compared with the lowest of 6 to 10.
     """
     tokenizer = make_tokenizer(500)

@@ -340,7 +340,7 @@ class ChatTemplate:
         return tuple(sorted(mark for mark in tags | names if mark not in own))
 
     def _prompt(self, tools: Sequence[Any] | None) -> str | Exception:
-        """What the template writes after one question. It is kept, because all turns with these tools need it."""
+        """The prompt of a turn after one question, or the template's error. It is kept: each bridge needs it again."""
         key, known = repr(tools), self._prompts
         if key not in known:
             self._prompts = known = {

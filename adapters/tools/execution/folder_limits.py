@@ -15,7 +15,7 @@ ENTRY_BYTES = 4096
 Watch = Callable[[bool], None]
 """Is called with False while a call runs, and with True when it has returned. It may raise a `ToolError`."""
 _SHARE = 10
-"""A folder is measured again when this many times the last measurement's CPU time have passed."""
+"""A folder is measured again after this many times the CPU time of its last measurement."""
 
 
 class FolderLimits:
@@ -88,7 +88,7 @@ class _Measured:
         if self._measuring.acquire(blocking=self._until == 0.0):  # others take the last measurement
             try:
                 if time.monotonic() >= self._until:
-                    began = time.thread_time()  # a busy machine interrupts it, and would delay the next one
+                    began = time.thread_time()  # not the time on the clock: a busy machine interrupts this thread
                     self._size = bytes_in(self._path, self._enough)
                     self._until = time.monotonic() + _SHARE * (time.thread_time() - began)
             finally:
