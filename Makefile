@@ -45,7 +45,7 @@ test-all: test test-slow test-faults  ## Run all tests
 coverage: $(DEV)  ## Run the daily tests and print the lines and branches that no test reaches
 	@$(RUN) pytest -n auto --dist loadfile -m "not slow and not faults" --cov --cov-report=term-missing $(ARGS)
 
-mutants: $(DEV)  ## Change grpo in 100 places, one at a time, and count the changes that no test notices (ARGS="--seed 1")
+mutants: $(DEV)  ## Change grpo in 100 places, one at a time, and count the changes that no test notices (ARGS="--seeds 1")
 	@.venv/bin/python tools/mutation.py $(ARGS)
 
 test-vllm: $(VLLM)  ## Run the tests that need vLLM, in .venv-vllm (more options: ARGS="-k name")

@@ -1,21 +1,23 @@
 """Mutation testing of `grpo` and `adapters`: change one place of the source, run the tests, and see whether a test fails.
 
-    python tools/mutation.py --mutants 100 --seed 0
-    python tools/mutation.py --mutants 200 --seed 0 adapters
+    python tools/mutation.py --mutants 100 --seeds 0 1 2
+    python tools/mutation.py --mutants 200 --seeds 0 adapters
 
 A mutant is a copy of the source with one operator, constant, condition or statement changed. The mutants are drawn at random
-from all places of `grpo` or of the given paths, with a seed. Each mutant is run with `-x` against the tests that mirror its
-module in `tests/unit`. If they pass, a mutant of `grpo` is run against `tests/property`, and then against all unit tests of the
-core, and a mutant of `adapters` against all unit tests of its adapter. A mutant is killed when a test fails or a run exceeds
-its time limit. Survivors are printed: each shows a missing test, or a change without an effect. Changes
-without an effect are listed with a reason in `tools/equivalent_mutants.toml` and are not counted. The exit status is 1 when
-fewer mutants are killed than `--at-least`.
+from all places of `grpo` or of the given paths, with a seed. First, the daily tests run once on the unchanged source, and
+coverage notes which tests execute which line. Then each mutant is run with `-x` against the tests that execute its line,
+beginning with the tests that are named after its module. A mutant is killed when a test fails or the run exceeds its time
+limit. Survivors are printed: each shows a missing test, or a change without an effect. `tools/equivalent_mutants.toml` lists
+changes without an effect, with a reason; they are not counted. The exit status is 1 when fewer mutants are killed than
+`--at-least`.
 
-The source is changed in temporary copies of the checkout, one per worker, never in the checkout itself.
+The source is changed in temporary copies of the checkout, one per worker, never in the checkout itself. The coverage of the
+unchanged source stays in `.mutants/`, under a hash of all files, for the next run on the same files.
 """
 
 import argparse
 import ast
+import itertools
 import os
 import queue
 import random
@@ -25,17 +27,21 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import coverage
+
 ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
-Stage = Literal["mirror", "property", "core", "adapter"]
-STAGE_SECONDS: dict[Stage, int] = {"mirror": 600, "property": 600, "core": 600, "adapter": 1800}
-"""The time limit of each stage."""
+DAILY = ["-m", "not slow and not faults", "-q", "-p", "no:cacheprovider"]
+SECONDS = 3600
+"""The time limit of a mutant's tests. One test may take `SECONDS_OF_TEST`."""
+SECONDS_OF_TEST = 300
 TOO_LONG = "The tests took too long."
 
 OPERATORS: dict[type[ast.AST], str] = {
@@ -47,7 +53,7 @@ OPERATORS: dict[type[ast.AST], str] = {
 }  # fmt: skip
 """Maps each operator to its replacement."""
 
-Outcome = Literal[Stage, "time limit", "survived", "equivalent"]
+Outcome = Literal["killed", "time limit", "survived", "equivalent"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,68 +224,75 @@ def drawn(num_mutants: int, seed: int, only: Sequence[str]) -> list[Mutant]:
     return random.Random(seed).sample(every, min(num_mutants, len(every)))
 
 
-def mirror_of(path: str, root: Path = ROOT) -> list[str]:
-    """Return the tests that mirror a module: the test files with its name, else its package's tests, else all core tests."""
-    *rooms, module = Path(path).with_suffix("").parts
-    rooms = rooms[1:] if rooms[0] == "grpo" else rooms  # the tests of `grpo` have no folder of that name
-    room = root / "tests" / "unit" / Path(*rooms)
-    of_module = sorted(room.glob(f"test_{module}*.py"))
-    of_room = [room] if rooms and room.is_dir() else []
-    return [test.relative_to(root).as_posix() for test in of_module or of_room] or core_of(root)
+def executors_of(path: str, line: int, executed: coverage.CoverageData) -> list[str]:
+    """Return the tests that a mutant of this line is run against: node ids, and files of which all tests are run.
 
-
-def stages_of(path: str, root: Path = ROOT) -> dict[Stage, list[str]]:
-    """Return the tests that a mutant of this file is run against, in this order."""
-    if path.startswith("grpo/"):
-        return {"mirror": mirror_of(path, root), "property": ["tests/property"], "core": core_of(root)}
-    adapter = "tests/unit/adapters/" + Path(path).parts[1]
-    return {
-        "mirror": mirror_of(path, root),
-        "adapter": [adapter if (root / adapter).is_dir() else "tests/unit/adapters"],
-    }
-
-
-def core_of(root: Path = ROOT) -> list[str]:
-    """Return all unit tests of the core: the files in `tests/unit`, and the folders that mirror a subpackage of `grpo`."""
-    unit = root / "tests" / "unit"
-    rooms = [
-        unit / room.name
-        for room in (root / "grpo").glob("*/")
-        if (unit / room.name).is_dir() and room.name != "__pycache__"
-    ]
-    return [test.relative_to(root).as_posix() for test in sorted([*rooms, *unit.glob("test_*.py")])]
-
-
-def failure_of(tree: Path, tests: Sequence[str], seconds: int, *, write_bytecode: bool = False) -> str | None:
-    """Run the daily tests in `tree`. Return their output if one of them fails, and None if all pass within the seconds.
-
-    Files that have slow tests only pass, because none of them is run.
+    These are the tests that execute the line, or, in a statement of several lines, the noted line before it. A line that a
+    fixture executes counts for the whole file, because other tests of the file may share the fixture. A line that is only
+    executed at import counts for all tests of its module.
     """
+    contexts = executed.contexts_by_lineno(path)
+    nearest = max((noted for noted in contexts if noted <= line), default=0)
+    noted = {context for context in contexts.get(nearest, []) if context}
+    noted = noted or {context for of_line in contexts.values() for context in of_line if context}
+    files = {context.split("::")[0] for context in noted if context.endswith("|setup")}
+    tests = {context.rsplit("|", 1)[0] for context in noted if context.split("::")[0] not in files}
+    named = f"/test_{Path(path).stem}"
+    return sorted(
+        files | tests, key=lambda test: (named not in test, path.startswith("grpo/") and "/adapters/" in test, test)
+    )
+
+
+def executed_by(tree: Path, num_workers: int) -> coverage.CoverageData:
+    """Run the daily tests in `tree` with coverage, once for the same files, and return which tests execute which lines."""
+    written = subprocess.run(["git", "write-tree"], cwd=tree, check=True, capture_output=True, text=True)
+    file = ROOT / ".mutants" / written.stdout.strip()
+    if not file.is_file():
+        print("Running the daily tests on the unchanged source ...", flush=True)
+        file.parent.mkdir(exist_ok=True)
+        settings = tree.with_suffix(".ini")
+        settings.write_text("[run]\nsource = grpo, adapters\nrelative_files = true\n")
+        noting = ["--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]
+        command = [sys.executable, "-m", "pytest", *DAILY, "-n", str(num_workers), "--dist", "loadfile", *noting]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COVERAGE_FILE": str(tree.with_suffix(".coverage"))}
+        run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+        if run.returncode != 0:
+            raise SystemExit(
+                f"The tests fail on the unchanged source. Make them pass first.\n{run.stdout[-3000:]}{run.stderr[-3000:]}"
+            )
+        shutil.copy2(tree.with_suffix(".coverage"), file)
+    data = coverage.CoverageData(str(file))
+    data.read()
+    return data
+
+
+def failure_of(tree: Path, tests: Sequence[str], seconds: int) -> str | None:
+    """Run the daily ones of the tests in `tree`. Return their output if one fails, and None if all pass within the seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if not write_bytecode:
-        environment["PYTHONDONTWRITEBYTECODE"] = "1"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
+    listed = tree.with_suffix(".txt")
+    listed.write_text("\n".join(tests))
+    command = [sys.executable, "-m", "pytest", "-x", *DAILY, f"--timeout={SECONDS_OF_TEST}", f"@{listed}"]
     try:
         run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=seconds, text=True)
     except subprocess.TimeoutExpired:
         return TOO_LONG
-    if run.returncode not in (0, 1, 2, 5):  # all passed, some failed, a module could not be imported, or none was run
+    if run.returncode not in (0, 1, 2, 4, 5):  # passed, failed, a file or conftest.py could not be imported, none run
         raise RuntimeError(f"pytest ended with status {run.returncode}:\n{run.stdout[-3000:]}{run.stderr[-3000:]}")
-    return run.stdout if run.returncode in (1, 2) else None
+    return run.stdout + run.stderr if run.returncode in (1, 2, 4) else None
 
 
-def outcome_of(mutant: Mutant, tree: Path) -> Outcome:
-    """Write the mutant into `tree`, run its tests, and put the original file back."""
+def outcome_of(mutant: Mutant, tests: Sequence[str], tree: Path) -> Outcome:
+    """Write the mutant into `tree`, run the tests, and put the original file back."""
+    if not tests:
+        return "survived"
     file = tree / mutant.path
     original, status = file.read_bytes(), file.stat()
     try:
-        file.write_text(mutant.source, encoding="utf-8")
-        os.utime(file, (status.st_atime, status.st_mtime + 10))  # compiled files are told apart by time and size
-        for stage, tests in stages_of(mutant.path, tree).items():
-            failure = failure_of(tree, tests, STAGE_SECONDS[stage])
-            if failure is not None:
-                return "time limit" if failure == TOO_LONG else stage
-        return "survived"
+        file.write_text(
+            mutant.source, encoding="utf-8"
+        )  # Python compiles it again, because the file's time has changed
+        failure = failure_of(tree, tests, SECONDS)
+        return "survived" if failure is None else "time limit" if failure == TOO_LONG else "killed"
     finally:
         file.write_bytes(original)
         os.utime(file, (status.st_atime, status.st_mtime))
@@ -304,45 +317,40 @@ def listed_as_equivalent() -> dict[tuple[str, str, str], str]:
     return {(entry["path"], entry["before"], entry["after"]): entry["reason"] for entry in entries}
 
 
-def run_all(mutants: Sequence[Mutant], num_workers: int) -> list[tuple[Mutant, Outcome]]:
-    """Run every mutant, print a line for each, and return the outcomes."""
+def run_all(mutants: Sequence[Mutant], num_workers: int) -> Iterator[Outcome]:
+    """Run every mutant, print a line for each, and yield the outcomes in order."""
     equivalent = listed_as_equivalent()
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        first = copy_checkout(Path(folder) / "0")
+        executed = executed_by(first, num_workers)
         trees: queue.Queue[Path] = queue.Queue()
-        for worker in range(num_workers):
-            trees.put(copy_checkout(Path(folder) / str(worker)))
+        trees.put(first)
+        for worker in range(1, num_workers):
+            trees.put(shutil.copytree(first, Path(folder) / str(worker), symlinks=True))  # with its compiled files
 
-        def judge(mutant: Mutant) -> tuple[Mutant, Outcome, float]:
+        def judge(mutant: Mutant) -> tuple[Mutant, Outcome, int, float]:
             if (mutant.path, mutant.before, mutant.after) in equivalent:
-                return mutant, "equivalent", 0.0
+                return mutant, "equivalent", 0, 0.0
             tree, start = trees.get(), time.perf_counter()
             try:
-                return mutant, outcome_of(mutant, tree), time.perf_counter() - start
+                tests = executors_of(mutant.path, mutant.line, executed)
+                return mutant, outcome_of(mutant, tests, tree), len(tests), time.perf_counter() - start
             finally:
                 trees.put(tree)
 
-        print("Running the tests on the unchanged source ...", flush=True)
         with ThreadPoolExecutor(num_workers) as pool:
-            folders = [Path(folder) / str(worker) for worker in range(num_workers)]
-            tests = sorted({test for one in mutants for stage in stages_of(one.path).values() for test in stage})
-            seconds = sum(STAGE_SECONDS.values())
-            for failure in pool.map(lambda tree: failure_of(tree, tests, seconds, write_bytecode=True), folders):
-                if failure is not None:
-                    raise SystemExit(
-                        f"The tests fail on the unchanged source. Make them pass first.\n{failure[-3000:]}"
-                    )
-            results: list[tuple[Mutant, Outcome]] = []
-            for mutant, outcome, seconds in pool.map(judge, mutants):
-                results.append((mutant, outcome))
-                how = outcome if outcome in ("survived", "equivalent") else f"killed by {outcome}"
-                print(f"[{len(results):3d}/{len(mutants)}] {seconds:5.0f} s  {how:18s} {mutant}", flush=True)
-    return results
+            for number, (mutant, outcome, num_tests, seconds) in enumerate(pool.map(judge, mutants), start=1):
+                print(
+                    f"[{number:3d}/{len(mutants)}] {seconds:5.0f} s {num_tests:5d} tests  {outcome:10s} {mutant}",
+                    flush=True,
+                )
+                yield outcome
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Mutation testing of grpo and adapters.")
-    parser.add_argument("--mutants", type=int, default=100, help="how many mutants are drawn (default: 100)")
-    parser.add_argument("--seed", type=int, default=0, help="which mutants are drawn (default: 0)")
+    parser.add_argument("--mutants", type=int, default=100, help="how many mutants are drawn per seed (default: 100)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="which mutants are drawn (default: 0)")
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="mutants at the same time (default: cores)"
     )
@@ -352,22 +360,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
 
-    start = time.perf_counter()
-    results = run_all(drawn(options.mutants, options.seed, options.only), options.workers)
-    counted = [(mutant, outcome) for mutant, outcome in results if outcome != "equivalent"]
-    survivors = [mutant for mutant, outcome in counted if outcome == "survived"]
-    killed = len(counted) - len(survivors)
-    print(f"\n{killed} of {len(counted)} mutants killed in {(time.perf_counter() - start) / 60:.0f} min:", end=" ")
-    print(
-        ", ".join(
-            f"{sum(outcome == stage for _, outcome in counted)} by {stage}" for stage in (*STAGE_SECONDS, "time limit")
-        ),
-        end="; ",
-    )
-    print(f"{len(results) - len(counted)} more have no effect (tools/equivalent_mutants.toml).")
-    for mutant in survivors:
-        print(f"survived: {mutant}")
-    return int(killed < options.at_least * len(counted))
+    mutants = [drawn(options.mutants, seed, options.only) for seed in options.seeds]
+    outcomes = run_all([mutant for of_seed in mutants for mutant in of_seed], options.workers)
+    enough = True
+    for seed, of_seed in zip(options.seeds, mutants, strict=True):
+        results = list(zip(of_seed, itertools.islice(outcomes, len(of_seed)), strict=True))
+        counted = Counter(outcome for _, outcome in results)
+        num_mutants = len(results) - counted["equivalent"]
+        killed = num_mutants - counted["survived"]
+        enough &= killed >= options.at_least * num_mutants
+        print(
+            f"\nSeed {seed}: {killed} of {num_mutants} mutants killed, {counted['time limit']} of them by the time limit; "
+            f"{counted['equivalent']} more have no effect (tools/equivalent_mutants.toml)."
+        )
+        for mutant, outcome in results:
+            if outcome == "survived":
+                print(f"survived: {mutant}")
+        print(flush=True)
+    return int(not enough)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
-"""The mutation script changes one place at a time, and finds the tests of a module."""
+"""The mutation script changes one place at a time, and runs the tests that execute it."""
 
+import subprocess
 from pathlib import Path
+from typing import cast
+from unittest.mock import Mock
 
+import coverage
 import pytest
 
-from tools.mutation import failure_of, listed_as_equivalent, mirror_of, mutants_of, stages_of
+from tools.mutation import copy_checkout, executed_by, executors_of, failure_of, listed_as_equivalent, mutants_of
 
 CHANGES = {
     "a + b": ["a - b"], "a @ b": ["a * b"], "a and b or c": ["a and b and c", "a or b or c"],
@@ -41,31 +45,51 @@ def test_a_mutant_names_its_line_before_and_after() -> None:
     assert mutant.source == "é = b\nx = (\n    'é',  c + d)\n"
 
 
-def test_the_tests_of_a_module_are_its_mirror_its_room_or_the_whole_core(tmp_path: Path) -> None:
-    unit = tmp_path / "tests" / "unit"
-    for folder in (unit / "_room", unit / "adapters", tmp_path / "grpo" / "_room"):
-        folder.mkdir(parents=True)
-    for name in ("_room/test_steps.py", "_room/test_steps_masks.py", "test_trainer.py", "test_metrics.py"):
-        (unit / name).touch()
-    mirror = ["tests/unit/_room/test_steps.py", "tests/unit/_room/test_steps_masks.py"]
-    assert mirror_of("grpo/_room/steps.py", tmp_path) == mirror
-    assert mirror_of("grpo/_room/other.py", tmp_path) == ["tests/unit/_room"]
-    assert mirror_of("grpo/trainer.py", tmp_path) == ["tests/unit/test_trainer.py"]
-    core = ["tests/unit/_room", "tests/unit/test_metrics.py", "tests/unit/test_trainer.py"]
-    assert mirror_of("grpo/types.py", tmp_path) == core
-    assert stages_of("grpo/types.py", tmp_path) == {"mirror": core, "property": ["tests/property"], "core": core}
+def test_a_mutant_is_run_against_the_tests_that_execute_its_line() -> None:
+    executed = coverage.CoverageData(no_disk=True)
+    for context, lines in {
+        "": [1, 2, 9],  # at import
+        "tests/test_other.py::test_all|run": [3, 4, 7],
+        "tests/test_steps.py::test_it[a|b]|run": [3, 4],
+        "tests/adapters/test_a.py::test_it|teardown": [4],
+        "tests/test_fixture.py::test_it|setup": [7],
+        "tests/test_fixture.py::test_it|run": [7],
+    }.items():
+        executed.set_context(context)
+        executed.add_lines({"grpo/steps.py": lines})
+    expected = {
+        3: ["tests/test_steps.py::test_it[a|b]", "tests/test_other.py::test_all"],
+        5: ["tests/test_steps.py::test_it[a|b]", "tests/test_other.py::test_all", "tests/adapters/test_a.py::test_it"],
+        7: ["tests/test_fixture.py", "tests/test_other.py::test_all"],
+        9: [
+            "tests/test_steps.py::test_it[a|b]", "tests/test_fixture.py", "tests/test_other.py::test_all",
+            "tests/adapters/test_a.py::test_it",
+        ],
+    }  # fmt: skip
+    assert {line: executors_of("grpo/steps.py", line, executed) for line in expected} == expected
+    assert executors_of("grpo/none.py", 1, executed) == []
 
 
-def test_a_mutant_of_an_adapter_is_run_against_its_mirror_and_the_tests_of_its_adapter(tmp_path: Path) -> None:
-    room = tmp_path / "tests" / "unit" / "adapters" / "tools" / "text"
-    room.mkdir(parents=True)
-    (room / "test_fill.py").touch()
-    assert stages_of("adapters/tools/text/fill.py", tmp_path) == {
-        "mirror": ["tests/unit/adapters/tools/text/test_fill.py"],
-        "adapter": ["tests/unit/adapters/tools"],
-    }
-    assert stages_of("adapters/tools/text/spans.py", tmp_path)["mirror"] == ["tests/unit/adapters/tools/text"]
-    assert stages_of("adapters/cli.py", tmp_path)["adapter"] == ["tests/unit/adapters"]
+def test_the_coverage_of_the_same_files_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a checkout of one module and two tests."""
+    monkeypatch.setattr("tools.mutation.ROOT", tmp_path)
+    for name, text in {
+        "grpo/a.py": "def first(): return 1\n\n\ndef second(): return 2\n",
+        "tests/test_a.py": "from grpo import a\ndef test_first(): a.first()\ndef test_second(): a.second()\n",
+        "pytest.ini": "[pytest]\nmarkers =\n slow\n faults\npythonpath = .\n",
+        ".gitignore": ".mutants/\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    tree = copy_checkout(tmp_path / ".mutants" / "tree")
+    executed = executed_by(tree, 1)
+    assert [executors_of("grpo/a.py", line, executed) for line in (1, 4)] == [
+        ["tests/test_a.py::test_first"], ["tests/test_a.py::test_second"],
+    ]  # fmt: skip
+    monkeypatch.setattr("subprocess.run", Mock(wraps=subprocess.run))
+    executed_by(tree, 1)
+    assert [call.args[0][0] for call in cast(Mock, subprocess.run).call_args_list] == ["git"]
 
 
 def test_the_listed_mutants_are_still_in_the_source() -> None:
@@ -84,7 +108,7 @@ def test_files_with_slow_tests_only_notice_nothing_and_a_failing_or_broken_file_
         "wrong": "def test_it(): assert not 'so'",
         "broken": "import no_such_module",
     }
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n slow\n faults\n")
     for name, text in texts.items():
         (tmp_path / f"test_{name}.py").write_text(text)
     slow, right, wrong, broken = (failure_of(tmp_path, [f"test_{name}.py"], 60) for name in texts)
