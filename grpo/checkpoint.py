@@ -7,11 +7,11 @@ used. `open_checkpoint` returns a `Checkpoint`, and `CheckpointFolder` keeps the
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from ._storage.encoding import encode, require_encodable
 from ._storage.files import as_path, make_folder
 from ._storage.folder import CheckpointFolder, best_of
 from ._storage.lock import FolderLock
-from ._storage.manifest import read_manifest, without_files
-from ._storage.opening import Checkpoint, checkpoints_in, open_checkpoint, require_intact
+from ._storage.manifest import without_files
+from ._storage.opening import Checkpoint, manifests_in, open_checkpoint, read_again, require_intact
 from .engine import Engine, OneProcess
 from .errors import CheckpointError, DamagedCheckpointError, warn_user
 from .policy_base import HasState
@@ -34,8 +34,6 @@ __all__ = [
     "Checkpoint", "CheckpointFolder", "SavedRows", "SavedTensor", "best_checkpoint", "load_weights",
     "open_checkpoint", "read_checkpoint", "require_encodable", "write_checkpoint",
 ]  # fmt: skip
-
-T = TypeVar("T")
 
 
 def write_checkpoint(
@@ -102,16 +100,11 @@ def best_checkpoint(folder: str | Path) -> Path:
     Raises:
         CheckpointError: No intact checkpoint in `folder` has a score.
     """
-    manifests, problems = {}, []
-    for path in checkpoints_in(as_path(folder)):
-        try:
-            manifests[path] = _read_again(partial(read_manifest, path))
-        except DamagedCheckpointError as error:
-            problems.append(str(error))
+    manifests, problems = manifests_in(as_path(folder))
     while (best := best_of(manifests)) is not None:
         manifest = manifests.pop(best)
         try:
-            _read_again(partial(require_intact, best, manifest))
+            read_again(partial(require_intact, best, manifest))
         except DamagedCheckpointError as error:
             problems.append(str(error))
             continue
@@ -122,16 +115,6 @@ def best_checkpoint(folder: str | Path) -> Path:
         return best
     missing = f"No checkpoint with a score in {folder}. Train with eval_states=..., which gives scores."
     raise CheckpointError(" ".join([missing, *problems]))
-
-
-def _read_again(read: Callable[[], T]) -> T:
-    """Read once more if the disk failed, because another checkpoint is a wrong answer to a failure that passes."""
-    try:
-        return read()
-    except DamagedCheckpointError as error:
-        if not isinstance(error.__cause__, OSError):
-            raise
-        return read()
 
 
 def load_weights(path: str | Path, policy: Any) -> None:

@@ -85,7 +85,8 @@ def _without(
         case "drop":
             if bool(rows.all()):
                 raise RewardError(
-                    f"{name}: no row of {len(kept)} has a reward, so there is nothing to learn from. Fix the reward."
+                    f"{name}: no row of {len(kept)} has a reward, so there is nothing to learn from. Fix the reward. If single "
+                    "states may have none, raise num_states_per_iteration, or set reward.non_finite to 'zero'."
                 )
             counts["rows/dropped"] += int(rows.sum())
             return with_each(rewards, lambda values: values[~rows]), kept.masked_scatter(kept, ~rows)

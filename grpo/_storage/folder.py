@@ -21,12 +21,9 @@ from .commit import Encode, commit, require_equal, require_finite, temporary_nam
 from .encoding import encode
 from .files import as_path, make_folder, remove_tree
 from .lock import FolderLock
-from .manifest import Manifest, read_manifest, without_files
-from .opening import checkpoints_in, require_intact
+from .manifest import RUN_CHECKPOINT, Manifest, read_manifest, without_files
+from .opening import checkpoints_in, listed_manifest, require_intact
 from .tensor_file import Stored
-
-NAME = r"iteration-[0-9]{8,}(-update-[0-9]{4,})?"
-"""The names of the checkpoints that a run writes. Other folders are not changed."""
 
 
 class CheckpointFolder:
@@ -212,7 +209,7 @@ class CheckpointFolder:
         return self.folder / (name if update is None else f"{name}-update-{update:04d}")
 
     def _own(self) -> list[Path]:
-        return [path for path in checkpoints_in(self.folder) if re.fullmatch(NAME, path.name)]
+        return [path for path in checkpoints_in(self.folder) if re.fullmatch(RUN_CHECKPOINT, path.name)]
 
     def _manifests(self) -> dict[Path, Manifest]:
         """The checkpoints of runs whose manifests are intact."""
@@ -221,7 +218,7 @@ class CheckpointFolder:
 
     def _manifest_of(self, path: Path) -> Manifest | None:
         try:
-            return read_manifest(path)
+            return listed_manifest(path)
         except DamagedCheckpointError:
             return None
 
@@ -235,7 +232,7 @@ class CheckpointFolder:
             for old in manifests.keys() - {written, best_of(manifests), *kept}:
                 old.rename(self.folder / temporary_name(old.name))  # one step, which cannot be left half done
             for entry in self.folder.iterdir():
-                if re.fullmatch(rf"\.{NAME}\.[0-9a-f]{{32}}\.tmp", entry.name):
+                if re.fullmatch(rf"\.{RUN_CHECKPOINT}\.[0-9a-f]{{32}}\.tmp", entry.name):
                     remove_tree(entry)
                     if os.path.lexists(entry):
                         raise CheckpointError(f"{entry} could be renamed, and cannot be removed")

@@ -25,6 +25,8 @@ LARGEST_COUNT = 2**53
 """No count, and no size in bytes, is as large."""
 RANK_FOLDER = re.compile(r"rank-(0|[1-9][0-9]{0,8})(?:\.([1-9][0-9]{0,8}))?")
 """The folder of a rank's files. The number after the dot tells how often the checkpoint was replaced."""
+RUN_CHECKPOINT = r"iteration-[0-9]{8,}(-update-[0-9]{4,})?"
+"""The names of the checkpoints that a run writes."""
 
 FIELDS = {"iteration", "update", "score", "num_ranks", "files"}
 

@@ -1,11 +1,12 @@
 """Open one checkpoint, or the newest intact one of a folder. All ranks open the same checkpoint."""
 
 import os
-import sys
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +17,10 @@ from grpo.errors import CheckpointError, DamagedCheckpointError
 
 from .decoding import SavedRows, decode, loaded
 from .files import as_path, opened, read_exactly, require_hash, require_size, unreadable
-from .manifest import MANIFEST, STATE, TENSORS, Manifest, rank_folder, read_manifest
+from .manifest import MANIFEST, RANK_FOLDER, RUN_CHECKPOINT, STATE, TENSORS, Manifest, rank_folder, read_manifest
 from .tensor_file import TensorFile
+
+T = TypeVar("T")
 
 
 class DividedTensors:
@@ -113,9 +116,9 @@ def open_checkpoint(path: str | Path, engine: Engine | None, check: Check | None
     ranks: Engine = engine or OneProcess()
     with ranks.together():
         # rank 0 lists for all: ranks that list by themselves could load different iterations
-        own = _candidates(folder) if ranks.rank == 0 else []
-    candidates: list[Path] = ranks.gather_objects(own)[0]
-    problems: list[str] = []
+        own = _candidates(folder) if ranks.rank == 0 else ([], [])
+    candidates, unread = ranks.gather_objects(own)[0]
+    problems: list[str] = [*unread]
     for candidate in candidates:
         checkpoint, problem = None, None
         with ranks.together():
@@ -132,18 +135,15 @@ def open_checkpoint(path: str | Path, engine: Engine | None, check: Check | None
     raise CheckpointError(" ".join([f"No intact checkpoint in {folder}.", *problems]))
 
 
-def _candidates(folder: Path) -> list[Path]:
-    """The checkpoint itself, or the checkpoints in the folder, newest first. Unreadable ones may be the newest."""
+def _candidates(folder: Path) -> tuple[list[Path], list[str]]:
+    """The checkpoint itself, or the checkpoints in the folder, newest first, and what is wrong with manifests.
+
+    A checkpoint whose manifest cannot be read may be the newest.
+    """
     if is_checkpoint(folder):
-        return [folder]
-    return sorted(checkpoints_in(folder), key=lambda path: (_position(path), path), reverse=True)
-
-
-def _position(path: Path) -> tuple[int, int]:
-    try:
-        return read_manifest(path).position
-    except DamagedCheckpointError:
-        return sys.maxsize, 0
+        return [folder], []
+    manifests, problems = manifests_in(folder)
+    return sorted(manifests, key=lambda path: (manifests[path].position, path), reverse=True), problems
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -155,15 +155,76 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The folders in `folder` that have a manifest, intact or not. Links and hidden folders are left out."""
+    """The checkpoints in `folder`, intact or not, so that whoever takes another one can say why.
+
+    A folder without a manifest is a damaged checkpoint if it holds a state. A link counts if its name is that of a run's
+    checkpoint, and `listed_manifest` refuses it. Hidden folders are left out.
+    """
     try:
         with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if entry.name[0] != "." and entry.is_dir(follow_symlinks=False)]
+            names = [
+                entry.name
+                for entry in entries
+                if entry.name[0] != "."
+                and (
+                    re.fullmatch(RUN_CHECKPOINT, entry.name)
+                    if entry.is_symlink()
+                    else entry.is_dir(follow_symlinks=False)
+                )
+            ]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise CheckpointError(str(unreadable(folder, error))) from error
-    return [folder / name for name in sorted(names) if is_checkpoint(folder / name)]
+    return [folder / name for name in sorted(names) if _may_be_checkpoint(folder / name)]
+
+
+def _may_be_checkpoint(path: Path) -> bool:
+    try:
+        names = {entry.name for entry in path.iterdir()}
+        ranks = [path / name for name in names if RANK_FOLDER.fullmatch(name)]
+        return MANIFEST in names or any(entry.name == STATE for rank in ranks for entry in rank.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return False  # deleted meanwhile
+    except PermissionError:
+        return re.fullmatch(RUN_CHECKPOINT, path.name) is not None  # or a folder of others, such as lost+found
+    except OSError:
+        return True  # the disk fails, and the manifest's reader learns why
+
+
+def manifests_in(folder: Path) -> tuple[dict[Path, Manifest], list[str]]:
+    """The manifests of the checkpoints in `folder`, and what is wrong with each one that cannot be read."""
+    manifests, problems = {}, []
+    for path in checkpoints_in(folder):
+        try:
+            manifests[path] = read_again(partial(listed_manifest, path))
+        except DamagedCheckpointError as error:
+            problems.append(str(error))
+    return manifests, problems
+
+
+def listed_manifest(path: Path) -> Manifest:
+    """Read the manifest of one of `checkpoints_in`."""
+    try:
+        is_link = path.is_symlink()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if is_link:
+        raise DamagedCheckpointError(
+            f"{path} is a link, and links inside a folder of checkpoints are not followed. Load {os.path.realpath(path)}, or "
+            "move it here."
+        )
+    return read_manifest(path)
+
+
+def read_again(read: Callable[[], T]) -> T:
+    """Read once more if the disk failed, because another checkpoint is a wrong answer to a failure that passes."""
+    try:
+        return read()
+    except DamagedCheckpointError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        return read()
 
 
 def require_intact(folder: Path, manifest: Manifest) -> None:

@@ -181,7 +181,14 @@ def test_links_inside_a_folder_of_checkpoints_are_not_followed(tmp_path: Path) -
     write_checkpoint(tmp_path / "outside" / "newer", small(9), iteration=9)
     write_checkpoint(tmp_path / "run" / "older", small(1), iteration=1)
     (tmp_path / "run" / "link").symlink_to(tmp_path / "outside" / "newer")
-    assert open_checkpoint(tmp_path / "run", None).iteration == 1
+    opened = open_checkpoint(tmp_path / "run", None)
+    assert (opened.iteration, opened.skipped) == (1, ()), "a link of another name, such as `latest`, is no checkpoint"
+    (tmp_path / "run" / "link").rename(tmp_path / "run" / "iteration-00000009")
+    opened = open_checkpoint(tmp_path / "run", None)
+    assert opened.iteration == 1
+    assert "iteration-00000009 is a link" in opened.skipped[0]
+    assert f"Load {tmp_path}/outside/newer" in opened.skipped[0]
+    assert open_checkpoint(tmp_path / "run" / "iteration-00000009", None).iteration == 9
     write_checkpoint(tmp_path / "run" / "mixed", small(2), iteration=2)
     (tmp_path / "run" / "mixed" / "rank-0").rename(tmp_path / "elsewhere")
     (tmp_path / "run" / "mixed" / "rank-0").symlink_to(tmp_path / "elsewhere")

@@ -90,7 +90,7 @@ def test_one_non_finite_step_drops_the_whole_row_and_dropping_every_row_is_an_er
     steps = torch.tensor([[1.0, NAN], [2.0, 3.0]])
     found = asked(lambda states, actions: steps, 2, non_finite="drop")
     assert (found.values.tolist(), found.kept.tolist()) == ([[2, 3]], [False, True])
-    with pytest.raises(RewardError, match=r"<lambda>: no row of 8 has a reward"):
+    with pytest.raises(RewardError, match=r"<lambda>: no row of 8 has a reward, .* set reward\.non_finite to 'zero'"):
         asked(lambda states, actions: [NAN] * len(actions), 8, non_finite="drop")
 
 

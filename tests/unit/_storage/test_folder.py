@@ -2,9 +2,11 @@
 
 import errno
 import os
+import re
 import shutil
 import threading
 import warnings
+from collections import Counter
 from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,14 +112,18 @@ def test_the_best_checkpoint_is_verified_and_others_are_named(tmp_path, file):
 
 
 def test_a_disk_that_fails_for_a_moment_does_not_move_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read of a file, of the list of files of a checkpoint, and of what a checkpoint is, fails once."""
     fill(tmp_path, {1: 3.0, 2: 9.0, 3: 5.0})
-    calls, failing = list[int](), 0
+    calls, failing = list[str](), 0
+
+    def calling(what: str) -> None:
+        calls.append(what)
+        if len(calls) == failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     class Failing(FileIO):
         def readinto(self, buffer: Any) -> Any:
-            calls.append(1)
-            if len(calls) == failing:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            calling("read")
             return super().readinto(buffer)
 
         def read(self, size: int | None = -1) -> Any:
@@ -125,13 +131,41 @@ def test_a_disk_that_fails_for_a_moment_does_not_move_the_best(tmp_path: Path, m
             return bytes(data[: self.readinto(data)])
 
     monkeypatch.setattr(files_module, "FileIO", Failing)
+    for name in ("iterdir", "is_symlink"):
+        real = getattr(Path, name)
+        monkeypatch.setattr(Path, name, lambda path, name=name, real=real: (calling(name), real(path))[1])
     assert best_checkpoint(tmp_path).name == name_of(2)
-    num_reads = len(calls)
-    assert num_reads >= 3 + 2
-    for failing in range(1, num_reads + 1):  # noqa: B007  # `Failing` reads it
+    without = [*calls]
+    assert Counter(without).keys() == {"read", "iterdir", "is_symlink"}
+    for failing in range(1, len(without) + 1):  # `calling` reads it
         calls.clear()
         assert best_checkpoint(tmp_path).name == name_of(2)
-        assert len(calls) > num_reads
+        assert (len(calls) > len(without)) == (without[failing - 1] != "iterdir"), "a read is repeated"
+
+
+def test_a_checkpoint_that_has_lost_its_manifest_is_damaged_and_other_folders_are_none(tmp_path, monkeypatch) -> None:
+    fill(tmp_path, {1: 1.0, 2: 2.0})
+    (tmp_path / name_of(2) / "manifest.json").unlink()
+    for folder in ("logs/rank-0", "lost+found"):
+        (tmp_path / folder).mkdir(parents=True)
+    real = Path.iterdir
+
+    def of_others(path: Path) -> Any:
+        if path.name == "lost+found":
+            raise PermissionError
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", of_others)
+    for name in (name_of(2), "copy"):
+        for read in (read_checkpoint, best_checkpoint):
+            with pytest.warns(GRPOWarning, match=f"{name}/manifest.json") as told:
+                read(tmp_path)
+            assert not re.search("logs|lost", str(told[0].message))
+        (tmp_path / name).rename(tmp_path / "copy")
+    assert open_checkpoint(tmp_path, None).iteration == 1
+    (tmp_path / name_of(1) / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"No checkpoint in .* has an intact manifest"):
+        CheckpointFolder(tmp_path, 1).newest()
 
 
 def error_of_disk(folder: Path, number: int) -> Exception:
