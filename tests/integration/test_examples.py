@@ -11,6 +11,19 @@ from matplotlib import image
 
 from tests.support.example_runs import NUMBER, ROOT, run_example
 
+SHORT = {
+    "customer_service": "--seeds 0 --scripts 24 --warmup-steps 2 --iterations 1 --held-out 4",
+    "text_game": "--seeds 0 --warmup-steps 2 --iterations 1",
+    "tool_agent": "--seeds 0 --scripts 64 --warmup-steps 2 --iterations 1",
+}
+"""What is typed for a run that learns nothing, of the examples whose learning only `make test-faults` has time for."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHORT)
+def test_an_example_that_learns_for_minutes_has_a_short_form(name: str, tmp_path: Path) -> None:
+    assert run_example(name, *SHORT[name].split(), folder=tmp_path)
+
 
 @pytest.fixture(scope="module")
 def bandit(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[float]], Path, Path]:

@@ -109,13 +109,18 @@ def run_as_file(name: str, *arguments: object) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("trl_before", marks=pytest.mark.faults), "trl_after"])
+@pytest.mark.parametrize("name", ["trl_before", "trl_after"])
 def test_both_versions_of_the_trl_script_run_from_the_command_line(
     name: str, model_folder: Path, tmp_path: Path
 ) -> None:
     run_as_file(name, "--model", model_folder, "--output", tmp_path)
     assert (tmp_path / "adapter_model.safetensors").is_file()
     run_as_file(name, "--model", model_folder, "--output", tmp_path, "--resume")
+
+
+@pytest.mark.slow
+def test_the_sb3_script_that_moves_over_runs(tmp_path: Path) -> None:
+    assert "best policy: return " in run_as_file("sb3_before", "--steps", 4_000, "--output", tmp_path)
 
 
 @pytest.mark.slow
