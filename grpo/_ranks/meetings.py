@@ -21,6 +21,9 @@ from .watch import Watch
 INLINE_BYTES = 1024
 """Size of the first message of a meeting. A longer message needs a second one."""
 
+SECONDS_BETWEEN_LINES = 30.0
+"""How often a rank that waits for a busy rank logs it."""
+
 _LENGTH_BYTES = 8
 _LOGGER = logging.getLogger("grpo")
 
@@ -56,7 +59,7 @@ class Meetings:
         self._meeting = 0
         self._place = "Replicated()"
         self._last_seen: list[str] = []
-        self._said: set[str] = set()
+        self._said: dict[str, float] = {}
         self._gloo: Any = None
         self._arrive()
         self._connect(store)
@@ -156,13 +159,16 @@ class Meetings:
         return [rank for rank in missing if max(begun, self._watch.busy_at.get(rank, ("", begun))[1]) <= latest]
 
     def _say_who_is_busy(self, begun: float) -> None:
-        """Log, once per meeting and reason, why training waits. Rank 0 says itself why it waits."""
-        if time.monotonic() - begun < self._longest_silence:
+        """Log why training waits, and again every 30 seconds while the rank is busy. Rank 0 says itself why it waits."""
+        now = time.monotonic()
+        if now - begun < self._longest_silence:
             return
-        for rank, (reason, _) in self._watch.busy_at.copy().items():
+        for rank, (reason, at) in self._watch.busy_at.copy().items():
             said = f"Training waits for rank {rank}: {reason}"
-            if rank > 0 and said not in self._said:
-                self._said.add(said)
+            is_busy = now - at <= self._longest_silence
+            is_due = is_busy and now - self._said.get(said, now) >= SECONDS_BETWEEN_LINES
+            if rank > 0 and (said not in self._said or is_due):
+                self._said[said] = now
                 _LOGGER.warning("%s", said)
 
     def _failure(self, work: Any) -> Exception | None:

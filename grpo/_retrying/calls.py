@@ -39,7 +39,7 @@ class RetriedCalls(RewardCalls):
         config: What to do when a call of the reward model fails, or returns NaN or infinity.
         waiting: Tells the other ranks that this process waits. None: there are no other ranks.
         clock: Returns seconds.
-        sleep: Waits for some seconds. The default also logs that it waits.
+        sleep: Waits for some seconds, given the name of the function and its last error. The default also logs them.
 
     Raises:
         ConfigError: `config.timeout` is set, and the reward model cannot run in another process.
@@ -54,7 +54,7 @@ class RetriedCalls(RewardCalls):
         *,
         waiting: Waiting | None = None,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = sleep_and_tell,
+        sleep: Callable[[float, str, str], None] = sleep_and_tell,
     ) -> None:
         super().__init__(reward_model, config, waiting=waiting)
         self._clock, self.sleep = clock, sleep
@@ -129,7 +129,7 @@ class RetriedCalls(RewardCalls):
 
     def _pause(self, seconds: float, reason: str) -> None:
         with self._waiting(seconds, reason):
-            self.sleep(seconds)
+            self.sleep(seconds, self._name, self._retries.last_error)
 
     def _ask_part_by_part(self, rows: AskedRows, failure: RewardError) -> Kept:
         """Get the rewards with one call per row, or per group if the reward compares actions. A failed call gives none."""

@@ -12,6 +12,8 @@ from grpo.config import RewardConfig
 LOGGER = logging.getLogger("grpo")
 SECONDS_BETWEEN_LINES = 30.0
 """How often a wait is logged."""
+MAX_LENGTH = 200
+"""The line that is logged so often has at most so many characters of the error."""
 
 
 class Retries:
@@ -31,8 +33,10 @@ class Retries:
     ) -> None:
         self.num_failed = 0
         """Number of failed calls in a row."""
+        self.last_error = ""
+        """The type and the text of the last error."""
         self._name, self._config, self._clock, self._sleep = name, config, clock, sleep
-        self._failed_at, self._raised = 0.0, ""
+        self._failed_at = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -56,7 +60,7 @@ class Retries:
     def fail(self, error: Exception) -> None:
         """Note a failed call."""
         self.num_failed += 1
-        self._failed_at, self._raised = self._clock(), f"{type(error).__name__}: {error}"
+        self._failed_at, self.last_error = self._clock(), f"{type(error).__name__}: {error}"
 
     def wait(self) -> None:
         """Wait until a trial is allowed, and log it. Return at once if the breaker is closed."""
@@ -70,15 +74,15 @@ class Retries:
             self.num_failed,
             seconds,
             self._config.breaker_seconds,
-            self._raised,
+            self.last_error,
         )
         self._sleep(seconds)
 
 
-def sleep_and_tell(seconds: float, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Wait for the reward model, and log every 30 seconds how long it will still take."""
+def sleep_and_tell(seconds: float, name: str, error: str, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Wait for a function, and log every 30 seconds how long it will still take, and how the function failed last."""
     while seconds > SECONDS_BETWEEN_LINES:
         sleep(SECONDS_BETWEEN_LINES)
         seconds -= SECONDS_BETWEEN_LINES
-        LOGGER.warning("The reward model failed, and is called again in %.0f s.", seconds)
+        LOGGER.warning("%s is called again in %.0f s. It raised last: %s", name, seconds, error[:MAX_LENGTH])
     sleep(seconds)

@@ -30,7 +30,7 @@ class FakeTime:
     def clock(self) -> float:
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float, *_: str) -> None:
         self.slept.append(seconds)
         self.now += seconds
 

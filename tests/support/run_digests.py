@@ -84,7 +84,7 @@ def digest_of_setting(config: Any, scene: settings.Scene) -> str:
         except GRPOError as refused:
             return type(refused).__name__
         if hasattr(trainer.collector, "ask_for_rewards"):
-            trainer.collector.ask_for_rewards.sleep = lambda seconds: None
+            trainer.collector.ask_for_rewards.sleep = lambda *_: None
         error = ""
         try:
             given = {}

@@ -168,7 +168,7 @@ def outcome(config: GRPOConfig, scene: Scene) -> str:
         patch.setattr(torch, "compile", compile_nothing)
         try:
             trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards, reference_policy=reference)
-            trainer.collector.ask_for_rewards.sleep = slept.append
+            trainer.collector.ask_for_rewards.sleep = lambda seconds, *_: slept.append(seconds)
             given = ExperienceBatch.from_demonstrations([0, 1], [(1, 2), (2,)]) if scene.demonstrations else None
             trainer.train([0, 1, 2, 3], demonstrations=given, num_iterations=2, progress=False)
         except GRPOError as raised:

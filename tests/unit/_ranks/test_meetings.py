@@ -4,6 +4,7 @@ import threading
 import time
 from collections import deque
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from grpo._ranks.shared_errors import is_shared
 from grpo._ranks.watch import Watch
 from grpo.errors import RankError
 from tests.support.gloo_threads import meet, on_threads
+from tests.support.reward_faults import FakeTime
 
 SHORT = 3.0
 """A time limit for ranks that do not come."""
@@ -384,6 +386,20 @@ def second_of_three(table: Table, timeout: float = 4.0) -> Meetings:
     meetings = alone(timeout)
     meetings.rank, meetings.num_ranks, meetings._watch = 1, 3, table  # type: ignore[assignment]
     return meetings
+
+
+def test_why_training_waits_is_logged_every_30_seconds_while_the_rank_is_busy(monkeypatch, caplog) -> None:
+    """Rank 2 says for 70 seconds that it is busy. Then it says nothing more, and does not come either."""
+    table, clock = Table(), FakeTime()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.clock))
+    meetings, begun, logged_at = second_of_three(table, 60.0), clock.now, []
+    for second in range(200):
+        clock.now = begun + second
+        table.busy_at = {0: ("the disk is full", clock.now), 2: ("the judge is ill", begun + min(second, 70))}
+        meetings._say_who_is_busy(begun)
+        logged_at += [second] * (len(caplog.records) - len(logged_at))
+    assert logged_at == [5, 35, 65]
+    assert {*caplog.messages} == {"Training waits for rank 2: the judge is ill"}
 
 
 @pytest.mark.parametrize(("timeout", "expected"), [(1.0, (0.8, 0.25)), (8.0, (7.0, 2.0)), (60.0, (59.0, 5.0))])

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -136,9 +137,31 @@ def test_it_says_how_long_it_waits_and_why(caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_run_waits_aloud_every_30_seconds(caplog: pytest.LogCaptureFixture):
     slept: list[float] = []
-    sleep_and_tell(75.0, slept.append)
+    sleep_and_tell(75.0, "judge", "ValueError: " + "x" * 500, slept.append)
     assert slept == [30.0, 30.0, 15.0]
-    assert caplog.messages == [f"The reward model failed, and is called again in {left} s." for left in (45, 15)]
-    sleep_and_tell(30.0, slept.append)
+    raised = "It raised last: ValueError: " + "x" * 188  # 200 characters
+    assert caplog.messages == [f"judge is called again in {left} s. {raised}" for left in (45, 15)]
+    sleep_and_tell(30.0, "judge", "ValueError", slept.append)
     assert (slept[3:], len(caplog.records)) == ([30.0], 2)
     assert trainer_of(TablePolicy()).collector.ask_for_rewards.sleep is sleep_and_tell
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"num_retries": 2, "retry_delay": 40.0}, [("first", 10), ("second", 50), ("second", 20)]),
+        ({"on_failure": "drop", "breaker_failures": 2, "breaker_seconds": 45.0}, [("second", 15)]),
+    ],
+)
+def test_the_line_of_a_wait_names_the_function_and_its_last_error(settings, expected, caplog):
+    time, errors = FakeTime(), iter(["first", "second"])
+
+    def judge(states: Any, actions: Any) -> list[float]:
+        if error := next(errors, None):
+            raise ConnectionError(error)
+        return [1.0] * len(actions)
+
+    sleep = partial(sleep_and_tell, sleep=time.sleep)
+    RetriedCalls(judge, RewardConfig(**settings), clock=time.clock, sleep=sleep)([0], [0])
+    lines = [line for line in caplog.messages if "is called again in" in line]
+    assert lines == [f"judge is called again in {s} s. It raised last: ConnectionError: {text}" for text, s in expected]
