@@ -145,6 +145,10 @@ def swapped(policy: Policy) -> None:
         policy.logits.copy_(policy.logits.flip(0))
 
 
+def changed(policy: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    policy.logits = torch.nn.Parameter(change(policy.logits.detach()))
+
+
 # A case is what a rank does differently, given its number. `learner` changes the arguments of the trainer, `policy` and
 # `reference` change the models before the trainer is built, `built` changes the trainer, and `later` changes it in a callback.
 # The word must be in the error.
@@ -269,6 +273,21 @@ CASES = {
     ),
     "divided: rate before a checkpoint": Case(
         word="lr is 0.1", at_end=lambda t, r: group_of(t).update(lr=0.1 + r), engine="Sharded"
+    ),
+    "divided: name before a checkpoint": Case(
+        word="parameters.other is absent on rank 0, float64[1] ",
+        at_end=lambda t, r: setattr(t.policy, "other", torch.nn.Parameter(torch.ones(1).double())) if r else None,
+        engine="Sharded",
+    ),
+    "divided: dtype before a checkpoint": Case(
+        word="parameters.logits is float64[4, 3] on rank 0, float32[4, 3] on rank 1",
+        at_end=lambda t, r: changed(t.policy, lambda logits: logits.float()) if r else None,
+        engine="Sharded",
+    ),
+    "divided: shape before a checkpoint": Case(
+        word="parameters.logits is float64[4, 3] on rank 0, float64[3, 4] on rank 1",
+        at_end=lambda t, r: changed(t.policy, lambda logits: logits.t().contiguous()) if r else None,
+        engine="Sharded",
     ),
 }
 
