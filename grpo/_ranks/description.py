@@ -53,9 +53,11 @@ def described(value: Any, depth: int = 0) -> str:
     if isinstance(value, Mapping):
         entries = [f"{_short(key, depth)}: {_short(part, depth)}" for key, part in islice(value.items(), MAX_ENTRIES)]
         return f"{{{', '.join(entries)}}} of {len(value)}"
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, set | frozenset):
+        texts = sorted(_short(part, depth) for part in value)[:MAX_ENTRIES]  # processes have other orders
+        return f"{type(value).__name__}({', '.join(texts)}) of {len(value)}"
+    if isinstance(value, list | tuple):
         texts = [_short(part, depth) for part in islice(value, MAX_ENTRIES)]
-        texts = sorted(texts) if isinstance(value, set | frozenset) else texts
         return f"{type(value).__name__}({', '.join(texts)}) of {len(value)}"
     if isinstance(value, Enum):
         return str(value)

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
 
-from grpo._ranks.description import CHUNK, described
+from grpo._ranks.description import CHUNK, MAX_ENTRIES, described
+from grpo._ranks.equality import weights_of
 
 
 class Colour(enum.Enum):
@@ -60,6 +61,8 @@ def values(one: bool) -> dict[str, Any]:
         "number": number,
         "text": "a" * number,
         "list": [0, [number]],
+        "number of entries beyond those that are read": [0] * (MAX_ENTRIES + number),
+        "large set": {*range(2 * MAX_ENTRIES), -number},
         "long text in a dict": {"a": "x" * 500 + "y" * number},
         "set of texts": {"a", "b", "c", "d" * number},
         "enum": Colour(number),
@@ -95,6 +98,15 @@ def test_equal_values_have_equal_texts_and_different_values_have_not(name):
 DEEP: Any = 1
 for _ in range(11):
     DEEP = [DEEP]
+COLLIDING = [number * 2**20 for number in range(MAX_ENTRIES + 1)]
+"""A set of these numbers has the order in which they were added. A set of texts has another order in each process."""
+
+
+def buffered(value: float) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.get_parameters = dict  # type: ignore[assignment]
+    module.register_buffer("scratch", torch.tensor(value), persistent=False)
+    return module
 
 
 @pytest.mark.parametrize(
@@ -107,11 +119,16 @@ for _ in range(11):
         (Judge, Judge, "Judge"),
         (Service("m", "http://a"), Service("m", "http://b"), "Service(model='m')"),
         (DEEP, [DEEP], None),
+        ([*range(MAX_ENTRIES), "a"], [*range(MAX_ENTRIES), "b"], None),
+        ({*COLLIDING}, {*reversed(COLLIDING)}, None),
+        (np.array([None] * 2_000), np.array([None] * 1_000 + [0] + [None] * 999), None),
+        (weights_of(buffered(1.0)), weights_of(buffered(2.0)), "{} of 0"),
         (torch.full((2,), torch.nan), torch.full((2,), torch.nan), None),
     ],
 )
-def test_what_differs_between_processes_does_not_count(one, other, text):
-    """Addresses, locks, and what `settings()` leaves out. Beyond the depth that is read, classes count."""
+def test_what_differs_between_processes_or_is_not_read_does_not_count(one, other, text):
+    """Addresses, locks, the order of a set, and what `settings()` leaves out. Nor does what the page on scaling names: classes
+    count beyond the depth that is read, and the number of entries beyond those that are read."""
     assert described(one) == described(other) == (text or described(one))
 
 
