@@ -45,12 +45,13 @@ def weights_of(policy: Any) -> dict[str, Tensor]:
 
 
 def differing_weights(of_ranks: Sequence[Mapping[str, str]]) -> str:
-    """Name the first rank whose weights differ from those of rank 0, and the first of them. Empty: all are the same."""
+    """Name the first rank whose weights differ from those of rank 0, and the first that do. Empty: all are the same."""
     first, *others = of_ranks
     for rank, found in enumerate(others, start=1):
-        differing = [name for name in {**first, **found} if first.get(name) != found.get(name)]
-        if differing:
-            return f"rank {rank} differs from rank 0 in {', '.join(differing[:3])}"
+        both = [(name, first.get(name, "absent"), found.get(name, "absent")) for name in {**first, **found}]
+        named = [f"{name} ({own} on rank 0, {other} on rank {rank})" for name, own, other in both if own != other]
+        if named:
+            return f"rank {rank} differs from rank 0 in {', '.join(named[:3])}"
     return ""
 
 

@@ -222,7 +222,7 @@ CASES = {
     "weight": Case(word="logits", policy=lambda p, r: add(p.logits, 1e-6 * r)),
     "weights in another order": Case(word="logits", policy=lambda p, r: swapped(p) if r else None),
     "dtype": Case(
-        word="logits",
+        word="rank 1 differs from rank 0 in logits (float64[4, 3] ",
         policy=lambda p, r: setattr(p, "logits", torch.nn.Parameter(p.logits.detach().float())) if r else None,
     ),
     "shape": Case(

@@ -448,11 +448,13 @@ def test_a_rank_with_other_weights_is_refused_and_its_difference_named() -> None
     swapped = parameters() | {"weight": torch.tensor([[2.0, 1.0], [3.0, 4.0]])}
     all_differ = {name: value.detach() + 1 for name, value in parameters().items()} | {"empty": torch.ones(1)}
     fewer = {name: value for name, value in parameters().items() if name != "gain"}
+    on_both = r"float32\[2.*\] (\w{16}) on rank 0, float32\[2.*\] (?!\1)\w{16} on rank"
+    first_three = r"in weight \([^()]*\), bias \([^()]*\), empty \(.* on rank 0, float32\[1\] 1\.0 on rank 2\)\. Build"
     for others, message in [
-        ((parameters(scale=2.0), parameters()), r"rank 1 differs from rank 0 in bias\. Build"),
-        ((parameters(), swapped), r"rank 2 differs from rank 0 in weight\. Build"),
-        ((parameters(), all_differ), r"rank 2 differs from rank 0 in weight, bias, empty\. Build"),  # the first three
-        ((fewer, parameters()), r"rank 1 differs from rank 0 in gain\. Build"),
+        ((parameters(scale=2.0), parameters()), rf"rank 1 differs from rank 0 in bias \({on_both} 1\)\. Build"),
+        ((parameters(), swapped), rf"rank 2 differs from rank 0 in weight \({on_both} 2\)\. Build"),
+        ((parameters(), all_differ), rf"rank 2 differs from rank 0 {first_three}"),
+        ((fewer, parameters()), r"rank 0 in gain \(bfloat16\[\] 2\.0 on rank 0, absent on rank 1\)\. Build"),
     ]:
         with pytest.raises(ConfigError, match=message):
             Ranks(*others).require_equal_weights(holding(parameters()), None)
