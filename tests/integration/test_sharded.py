@@ -16,16 +16,19 @@ from grpo.engine import OneProcess
 from grpo.errors import GRPOWarning
 from tests.support.ahead_on_other_ranks import NUM_ITERATIONS, made
 from tests.support.launches import run_with_children
-from tests.support.sharded_ranks import CASES, KEPT, trained
+from tests.support.sharded_ranks import CASES, KEPT, batches_of, trained
 from tests.support.sharded_results import assert_right
+from tests.support.tensor_hashes import hashes_of
 
 SLOW, LONG = pytest.mark.slow, pytest.mark.faults
 SECONDS = 600
 
 
-def launched(folder: Path, num_ranks: int, names: Sequence[str], source: str = "-") -> list[dict[Any, Any]]:
+def launched(
+    folder: Path, num_ranks: int, names: Sequence[str], source: str = "-", engine: str = "sharded"
+) -> list[dict[Any, Any]]:
     """What each rank wrote."""
-    launch = "-m", "tests.support.sharded_ranks", str(folder), str(num_ranks), source, *names
+    launch = "-m", "tests.support.sharded_ranks", str(folder), str(num_ranks), engine, source, *names
     run_with_children(*launch, output=folder / "output", seconds=SECONDS)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(num_ranks)]
 
@@ -63,19 +66,24 @@ def test_any_number_of_ranks_loads_the_weights_and_moments_of_two_ranks(
 
 
 @pytest.mark.slow
-def test_a_run_goes_from_two_ranks_to_one_plain_process_and_to_four_ranks(tmp_path: Path) -> None:
-    """The plain process writes whole tensors, of which each of the four ranks reads its rows."""
+@pytest.mark.parametrize("engine", ["sharded", "replicated"])
+def test_a_run_goes_from_two_ranks_to_one_plain_process_and_to_four_ranks(engine: str, tmp_path: Path) -> None:
+    """The plain process makes an update, and writes whole tensors, of which ranks that divide them read their rows."""
     name, two, one, four = KEPT[0], *(tmp_path / name for name in ("two", "one", "four"))
     for folder in (two, one, four):
         folder.mkdir()
-    written = launched(two, 2, [name])
+    written = launched(two, 2, [name], engine=engine)
     trainer, _ = trained(CASES[name], OneProcess(), 0)
     with pytest.warns(GRPOWarning, match="was written by 2 ranks, and 1 load it"):
         trainer.load_checkpoint(two / name)
+    assert hashes_of(trainer) == written[0][name, "saved"]
+    trainer.update(*batches_of(CASES[name], trainer.policy, 0, 1))
+    updated = hashes_of(trainer)
+    assert not set(updated.values()) & set(written[0][name, "saved"].values())
     trainer.save_checkpoint(one / name)
-    ranks = [found[name, "loaded"] for found in launched(four, 4, [name], str(one))]
+    ranks = [found[name, "loaded"] for found in launched(four, 4, [name], str(one), engine)]
     for found in ranks:
-        assert found["hashes"] == written[0][name, "saved"]
+        assert (found["hashes"], found["iteration"]) == (updated, trainer.iteration)
         assert (found["num_distinct"], found["norm"]) == (4, ranks[0]["norm"])
     (said,) = ranks[0]["said"]
     assert "was written by 1 ranks, and 4 load it" in said

@@ -236,7 +236,7 @@ def main(rank: int, folder: Path, is_llm: bool) -> None:
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found: dict[str, Any] = {
         "folder": str(folder),
-        "cases": results_of(DAILY, engine, Replicated(), folder),
+        "cases": results_of(DAILY, {"sharded": engine, "replicated": Replicated()}, "sharded", folder),
         "refused": refused(engine),
         "scheduled": scheduled(engine),
         "elsewhere": samples_elsewhere(engine),

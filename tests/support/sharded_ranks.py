@@ -1,8 +1,9 @@
 """What ranks that divide the weights do: the same updates as `Replicated` and as one process, written to one file per rank.
 
-    python -m tests.support.sharded_ranks FOLDER NUM_RANKS SAVED CASE CASE ...
+    python -m tests.support.sharded_ranks FOLDER NUM_RANKS ENGINE SAVED CASE CASE ...
 
-SAVED is the folder of another launch, whose checkpoints are loaded, or "-".
+ENGINE, "sharded" or "replicated", saves and loads checkpoints. SAVED is the folder of another launch, whose checkpoints are
+loaded, or "-".
 
 The process imports everything once and forks the ranks. Nothing is judged here: a rank that stopped at an assertion would leave
 the others waiting.
@@ -274,18 +275,17 @@ def loaded(case: Case, engine: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def results_of(names: Sequence[str], sharded: Any, replicated: Any, folder: Path) -> dict[Any, Any]:
-    """The ends of cases with each engine, and the hashes of what some of them save in `folder`."""
+def results_of(names: Sequence[str], engines: dict[str, Any], engine: str, folder: Path) -> dict[Any, Any]:
+    """The ends of cases with each engine, and the hashes of what some of them save in `folder` with one of the engines."""
     results: dict[Any, Any] = {}
     for name in names:
-        results[name, "sharded"] = result_of(CASES[name], sharded)
-        results[name, "replicated"] = result_of(CASES[name], replicated)
+        results |= {(name, kind): result_of(CASES[name], made) for kind, made in engines.items()}
         if name in KEPT:
-            results[name, "saved"] = saved(CASES[name], sharded, folder / name)
+            results[name, "saved"] = saved(CASES[name], engines[engine], folder / name)
     return results
 
 
-def main(rank: int, folder: Path, num_ranks: int, source: str, names: Sequence[str]) -> None:
+def main(rank: int, folder: Path, num_ranks: int, engine: str, source: str, names: Sequence[str]) -> None:
     from grpo.distributed import Sharded
 
     warnings.simplefilter("error")
@@ -294,14 +294,14 @@ def main(rank: int, folder: Path, num_ranks: int, source: str, names: Sequence[s
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=LONGEST_WAIT)
     engines = {"sharded": Sharded(), "replicated": Replicated()}
     if source == "-":
-        results = results_of(names, engines["sharded"], engines["replicated"], folder)
+        results = results_of(names, engines, engine, folder)
     else:
-        of_loaded = {name: loaded(CASES[name], engines["sharded"], Path(source) / name) for name in names}
+        of_loaded = {name: loaded(CASES[name], engines[engine], Path(source) / name) for name in names}
         results = {(name, "loaded"): found for name, found in of_loaded.items()}
     torch.save(results, folder / f"rank{rank}.pt")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    arguments = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
+    arguments = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:]
     torch.multiprocessing.start_processes(main, arguments, nprocs=arguments[1], start_method="fork")
