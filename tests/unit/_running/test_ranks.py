@@ -265,18 +265,20 @@ def test_new_ranks_have_new_generators_and_nothing_to_replay() -> None:
         assert for_other_ranks(written_by(2), Rank(1, 4))["random"] == {"torch": "saved"}
 
 
-def test_iterations_that_were_sampled_ahead_are_sampled_again_in_the_same_states() -> None:
-    checkpoint = written_by(2, num_ahead=3)
-    assert for_other_ranks(checkpoint, Rank(0, 2))["parts"]["ahead"] == {"pending": [WAITING] * 3}
+@pytest.mark.parametrize(("before", "others"), [(1, [(0, 2), (1, 2)]), (2, [(0, 1), (1, 4), (3, 4)])])
+def test_iterations_that_were_sampled_ahead_are_sampled_again_in_the_same_states(before, others):
+    checkpoint = written_by(before, num_ahead=3)
+    assert for_other_ranks(checkpoint, Rank(0, before))["parts"]["ahead"] == {"pending": [WAITING] * 3}
     message = r"and 3 iterations that were sampled ahead \(12 rows per rank\) are sampled again[.]"
-    for rank, now in ((0, 1), (1, 4), (3, 4)):
+    for rank, now in others:
         with pytest.warns(GRPOWarning, match=message):
             parts = for_other_ranks(checkpoint, Rank(rank, now))["parts"]
         assert (parts["ahead"], parts["progress"]) == ({"pending": []}, {"num_draws": 6, "best_score": 0.5})
     assert checkpoint.state["parts"]["progress"]["num_draws"] == 9
 
 
-def test_a_run_with_iterations_ahead_makes_whole_iterations_on_another_number_of_ranks() -> None:
+@pytest.mark.parametrize(("before", "rank", "now"), [(2, 0, 1), (1, 0, 2), (1, 1, 2)])
+def test_a_run_with_iterations_ahead_makes_whole_iterations_on_another_number_of_ranks(before, rank, now):
     """The rows of every iteration are those of its states, in the order of a run that nothing stopped."""
     seen: list[Any] = []
 
@@ -298,10 +300,10 @@ def test_a_run_with_iterations_ahead_makes_whole_iterations_on_another_number_of
     states, how = [*"abcdefgh"], {"progress": False}
     made().train(states, num_iterations=8, callbacks=[Keep()], **how)
     unbroken = [*seen]
-    checkpoint, second = written_by(2), made()
+    checkpoint, second = written_by(before), made()
     object.__setattr__(checkpoint, "state", saved[0])
     seen.clear()
     with pytest.warns(GRPOWarning, match=r"2 iterations that were sampled ahead \(8 rows per rank\) are sampled again"):
-        second.load_state_dict(for_other_ranks(checkpoint, Rank(0, 1)))
+        second.load_state_dict(for_other_ranks(checkpoint, Rank(rank, now)))
     second.train(states, num_iterations=8, **how)
     assert seen == unbroken[4:]
