@@ -15,6 +15,7 @@ import torch
 
 from grpo._common.conversion import describe
 from grpo._common.global_state import capture_random_state
+from grpo._rewarding.calls import MISTAKES
 from grpo.errors import CallError, ConfigError
 
 NamedCall = tuple[str, Callable[[], Any]]
@@ -86,8 +87,9 @@ def _sendable(name: str, error: BaseException) -> Exception:
         return ConfigError(f"{name} uses a GPU: {NO_GPU}")
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # recovery: another exception with the same text
-        return CallError(f"{name} raised {text}")
+    except Exception:  # recovery: another exception with the same text, and an error of the program stays one
+        mistake = next((kind for kind in MISTAKES if isinstance(error, kind)), None)
+        return CallError(f"{name} raised {text}") if mistake is None else mistake(text)
     return error if isinstance(error, Exception) else CallError(f"{name} raised {text}")
 
 

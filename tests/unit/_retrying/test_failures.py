@@ -98,17 +98,40 @@ def test_an_error_that_is_not_the_reward_models_is_neither_retried_nor_dropped(e
     assert caught.value is error
 
 
-@pytest.mark.parametrize("mistake", [TypeError, NameError, AttributeError, KeyError, ModuleNotFoundError])
+class OwnError(KeyError):
+    """Cannot be sent by another process, because it cannot be made from its text alone."""
+
+    def __init__(self, text: str, column: str = "") -> None:
+        super().__init__(text, column, 0)
+
+
+@pytest.mark.parametrize("mistake", [TypeError, NameError, AttributeError, KeyError, ModuleNotFoundError, OwnError])
 @pytest.mark.parametrize("on_failure", ["raise", "drop"])
-def test_an_error_of_the_program_in_the_first_call_is_raised_at_once(mistake, on_failure):
+@pytest.mark.parametrize(
+    "called", ["reward", "reward in a process", "judge", "judge in time", "part", "part in a process"]
+)
+def test_an_error_of_the_program_in_the_first_call_is_raised_at_once(mistake, on_failure, called):
+    """Of a plain function and of an `async def`, with and without a time limit, and of a part of a sum."""
+
     def reward(states: Any, actions: Any) -> Any:
         raise mistake("no such column")
 
+    async def judge(states: Any, actions: Any) -> Any:
+        raise mistake("no such column")
+
+    what, _, limit = called.partition(" in ")
+    models = {
+        "reward": reward,
+        "judge": judge,
+        "part": WeightedRewards({"a": lambda states, actions: [0.0] * len(actions), "b": reward}),
+    }
     time = FakeTime()
-    calls = calls_of(reward, time, on_failure=on_failure, num_retries=5, retry_delay=1.0)
+    limits = {"timeout": 20.0} if limit else {}
+    calls = calls_of(models[what], time, on_failure=on_failure, num_retries=5, retry_delay=1.0, **limits)
     for _ in range(2):  # a second try does not wait either
-        with pytest.raises(RewardRaisedError, match=r"reward raised .*no such column.*error of the program"):
+        with pytest.raises(RewardRaisedError, match=r" raised .*no such column.*error of the program") as caught:
             calls(ROWS, ROWS)
+        assert isinstance(caught.value.__cause__, mistake if mistake is not OwnError else KeyError)
     assert time.slept == []
 
 
