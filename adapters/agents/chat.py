@@ -29,9 +29,9 @@ MOST_WAITING = 256
 
 
 class ConversationEnded(GRPOError):
-    """A limit was reached, so the policy says nothing more: in the whole conversation ("max_turns"), or in this context
-    ("length"), while others go on. An agent program may catch this error and return a reward for what was said; else the reward
-    is 0. `ended_by` says which limit it was."""
+    """A limit was reached, so the policy says nothing more: in the whole conversation ("max_turns", "timeout"), or in this
+    context ("length"), while others go on. An agent program may catch this error and return a reward for what was said; else
+    the reward is 0. After "timeout", there is no reward. `ended_by` says which limit it was."""
 
     def __init__(self, ended_by: EndedBy) -> None:
         super().__init__(f"The conversation ended by {ended_by!r}. Catch ConversationEnded, and return a reward.")
@@ -89,14 +89,15 @@ class PlaysConversations(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Where conversations end."""
+    """Where conversations and their contexts end."""
 
     max_turns: int
     """Maximum number of messages of the policy."""
     max_tokens: int | None
     """Maximum number of tokens of a context. None: no maximum."""
     max_new_tokens: int
-    """Maximum number of tokens of a message of the policy. Each turn needs room for as many."""
+    """Maximum number of tokens of a message of the policy. Each turn needs room for as many, unless its request has a smaller
+    maximum."""
 
 
 @dataclass(slots=True)
@@ -308,13 +309,15 @@ class Chat:
         Args:
             messages: The whole history, with the policy's own messages.
             tools: The tools that the policy may call: JSON schemas, or functions with type hints and docstrings.
-            max_new_tokens: Maximum number of tokens of this message. The message is truncated there, and the conversation goes
-                on. It ends as always if the message reaches the policy's own `sampling.max_new_tokens`.
+            max_new_tokens: Maximum number of tokens of this message. The message is truncated there, and its context goes on.
+                A message that reaches the policy's own `sampling.max_new_tokens` ends its context, and raises
+                `ConversationEnded`.
             stop: Texts that end this message, in addition to `sampling.stop`. They are cut off. Their tokens were sampled and
                 are scored.
 
         Raises:
-            ConversationEnded: A limit was reached: of turns, of room in the context, or the message was truncated.
+            ConversationEnded: A limit was reached: of turns, of room in the context, or of the time for a turn; or the message
+                was truncated at the policy's own maximum.
             ContractError: The chat template does not accept the messages or the tools, a setting is invalid, or too many
                 requests wait.
         """

@@ -13,8 +13,17 @@ from adapters.llm import Picture
 from .messages import Message, text_of
 
 EndedBy: TypeAlias = Literal["environment", "max_turns", "length", "timeout", "error"]
-"""Why a conversation ended: the environment (or `play`) ended it; the limit of turns; no room for another turn, or a turn that
-was truncated; an environment that did not answer in time; an environment that raised an error."""
+"""Why a conversation ended.
+
+- `environment`: the environment or the agent program ended it.
+- `max_turns`: one more message was asked for after `max_turns` messages.
+- `length`: the last message was truncated at the policy's own maximum, or the last request had no room in its context. If
+  several tasks or clients asked: this is so in all contexts that go on beside one another.
+- `timeout`: the environment or the program was busy for too long (`timeout`), or the model was (`turn_timeout`), or an earlier
+  environment of the state still hangs.
+- `error`: the environment or the program raised an error, or a tool call of an executor was lost.
+
+A limit of turns or of length that a program does not catch ends the conversation, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +67,8 @@ class Turn:
     """What the environment's `state_key()` returned before the turn. None: the environment has no such method. With
     `Branching`: the last fork before the turn."""
     is_truncated: bool = False
-    """Whether the limit of new tokens truncated the message. The conversation ends with it."""
+    """Whether the policy's own `sampling.max_new_tokens` truncated the message. Its context ends with it. Other contexts of the
+    conversation may go on."""
     continues: bool = False
     """Whether the turn continues the decision of the turn before it. With `Branching`, all turns between two forks are one
     decision."""

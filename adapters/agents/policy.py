@@ -44,7 +44,8 @@ class AgentPolicy:
             `async def play(chat, state) -> reward`, which asks `chat` for the model's messages itself.
         max_turns: Maximum number of messages of the model in a conversation.
         max_tokens: Maximum number of tokens of a context. A turn is sampled only if the context has room for
-            `max_new_tokens` more; else the conversation ends. None uses the model's maximum.
+            `max_new_tokens` more, or for the smaller maximum of its request; else the context ends, and the conversation of an
+            environment with it. None uses the model's maximum.
         concurrency: Maximum number of conversations at a time.
         timeout: Seconds that an environment or an agent program may take between two messages of the model. A conversation
             that takes longer ends. Seconds in which this process was stopped or had no CPU do not count. None: no limit.

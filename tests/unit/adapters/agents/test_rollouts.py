@@ -3,20 +3,24 @@
 import asyncio
 import contextlib
 import gc
+import inspect
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import Mock
 
 import pytest
 import torch
 
 from adapters.agents import AgentPolicy, Chat, ConversationEnded, EnvironmentReward, rollouts
+from adapters.agents.conversations import EndedBy
 from adapters.agents.templates import ChatTemplate
 from grpo import GRPOConfig, GRPOTrainer, RewardConfig, WeightedRewards
 from grpo.errors import ConfigError, ContractError, DeadlineError, RewardError
@@ -64,26 +68,76 @@ def waits_if_bad(release: threading.Event) -> type[Counting]:
 
 
 ROOM = len(chat_tokenizer().encode("<|im_start|>user\nHello you<|im_end|>\n<|im_start|>assistant\n")) + 8
+LONG = "z" * 8
+"""A message that reaches `max_new_tokens`."""
 HEARD = ["Hello you", "a", "I heard 1", "b", "I heard 2", "c", "I heard 3"]
-ENDS: list[tuple[str, list[str], dict[str, Any], list[str], list[float]]] = [
-    ("environment", ["a", "b", "c"], {}, HEARD, [1.0, 2.0, 3.0]),
-    ("max_turns", ["a", "b"], {"max_turns": 2}, HEARD[:5], [1.0, 2.0]),
-    ("length", ["a", "b" * 8], {}, [*HEARD[:3], "b" * 8], [1.0, 0.0]),
-    ("length", ["a"], {"max_tokens": ROOM}, HEARD[:3], [1.0]),  # no room for a second turn
-    ("length", [], {"max_tokens": ROOM - 1}, HEARD[:1], []),  # no room for the first
+
+
+async def in_own_time(does: Callable[[], Any]) -> Any:
+    """What a function returns, async or not."""
+    found = does()
+    return await found if inspect.isawaitable(found) else found
+
+
+def asking(*texts: str, catches: bool = True, then: Callable[[], Any] = lambda: 7.0) -> Any:
+    """A program that asks about texts, each in a context of its own, and returns 7."""
+
+    async def play(chat: Chat, state: Any) -> Any:
+        for text in texts:
+            with contextlib.suppress(ConversationEnded) if catches else contextlib.nullcontext():
+                await chat([user(text)])
+        return await in_own_time(then)
+
+    return play
+
+
+def late_after_one(text: str) -> str:
+    """What a model says that is late with its second message."""
+    if "I heard" in text:
+        time.sleep(2.0)
+    return "a"
+
+
+HANGS = partial(asyncio.sleep, 60)
+ENDS: list[tuple[EndedBy, Any, Any, dict[str, Any], list[str], list[float]]] = [
+    ("environment", Echo, ["a", "b", "c"], {}, HEARD, [1.0, 2.0, 3.0]),
+    ("environment", Echo, ["a", "b", "c"], {"max_turns": 3}, HEARD, [1.0, 2.0, 3.0]),  # exactly at the limit
+    ("environment", asking("x"), ["a"], {"max_turns": 1}, ["x", "a"], [7.0]),
+    ("environment", asking("x", "y"), [LONG, "a"], {}, ["y", "a"], [0.0, 7.0]),  # the limit was not the last message's
+    ("max_turns", Echo, ["a", "b"], {"max_turns": 2}, HEARD[:5], [1.0, 2.0]),
+    ("max_turns", asking("x", "y"), ["a"], {"max_turns": 1}, ["x", "a"], [7.0]),
+    ("max_turns", asking("x", "y", catches=False), ["a"], {"max_turns": 1}, ["x", "a"], [0.0]),
+    ("length", Echo, ["a", LONG], {}, [*HEARD[:3], LONG], [1.0, 0.0]),
+    ("length", Echo, ["a"], {"max_tokens": ROOM}, HEARD[:3], [1.0]),  # no room for a second turn
+    ("length", Echo, [], {"max_tokens": ROOM - 1}, HEARD[:1], []),  # no room for the first
+    ("length", asking("x", "y"), ["a", LONG], {}, ["y", LONG], [0.0, 7.0]),
+    ("length", asking("x", "y", catches=False), [LONG], {}, ["x", LONG], [0.0]),
+    ("length", asking("x", "y" * ROOM), ["a"], {"max_tokens": ROOM}, ["x", "a"], [7.0]),
+    ("timeout", one_with("step", HANGS), ["a"], {"timeout": 0.3}, HEARD[:2], [math.nan]),
+    ("timeout", asking("x", then=HANGS), ["a"], {"timeout": 0.3}, ["x", "a"], [math.nan]),
+    ("timeout", Echo, late_after_one, {"turn_timeout": 1.0}, HEARD[:2], [math.nan]),
+    ("error", one_with("step", fails), ["a"], {}, HEARD[:2], [math.nan]),
+    ("error", asking("x", "y", then=fails), ["a"], {"max_turns": 1}, ["x", "a"], [math.nan]),
 ]
-"""How a conversation ends, what the policy says, options, all messages, and the rewards."""
+"""How a conversation ends, with what, what the model says, options, all messages, and the rewards."""
 
 
-def test_every_way_to_end(subtests: pytest.Subtests) -> None:
+def test_every_way_to_end_is_a_line_of_the_page(subtests: pytest.Subtests) -> None:
     """What the other side said last stays in the transcript. A truncated message is not answered."""
-    for ended_by, turns, options, messages, rewards in ENDS:
-        with subtests.test(ended_by=ended_by, turns=turns):
-            sampled = AgentPolicy(says(*turns), Echo, **options).sample_actions(["you"], 1)
+    page = (Path(__file__).parents[4] / "docs/agents.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| `ended_by` \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page, re.MULTILINE)
+    lines = [line.split("|")[1].strip(" `") for line in table.splitlines()]
+    assert lines == list(get_args(EndedBy)) == list(dict.fromkeys(ended_by for ended_by, *_ in ENDS))
+    for ended_by, make, turns, options, messages, rewards in ENDS:
+        with subtests.test(ended_by=ended_by, turns=turns, **options):
+            policy = Scripted(turns, max_new_tokens=8).policy
+            sampled = AgentPolicy(policy, make, **options).sample_actions(["you"], 1)
             (row,) = sampled.actions[0]
-            assert (row.ended_by, len(row.turns), list(row.rewards)) == (ended_by, len(turns), rewards)
+            assert row.ended_by == ended_by
+            assert list(row.rewards) == pytest.approx(rewards, nan_ok=True)
             assert [message["content"] for message in row.messages] == messages
-            assert (row.reward == sum(rewards)) == bool(rewards)  # without a turn, there is no reward: NaN
+            has_reward = bool(rewards) and ended_by not in ("timeout", "error")
+            assert math.isfinite(row.reward) == has_reward  # nor is there one without a turn
             counts = {name: n for name, n in sampled.metrics.items() if name.startswith("agents/ended_by")}
             assert [name for name, count in counts.items() if count] == [f"agents/ended_by_{ended_by}"]
     ((row,),) = AgentPolicy(says(says_call(), max_new_tokens=90), Tools, max_turns=1).generate_actions(["you"], 1)
@@ -214,16 +268,6 @@ def test_environments_that_fail_alone_too_are_tried_once_for_each_state_and_not_
         assert agent.sample_actions(states, 3).metrics["agents/retries"] == num_tries
         assert len(made) == 3 * len(states) + num_tries
     assert AgentPolicy(says(), make, concurrency=1).sample_actions(["a"], 3).metrics["agents/retries"] == 0
-
-
-def test_a_program_that_changed_the_history_ends_with_what_was_said() -> None:
-    async def play(chat: Chat, state: Any) -> float:
-        await chat([user("one")])
-        await chat([user("another")])
-        return 1.0
-
-    ((row,),) = AgentPolicy(says("a"), play, max_turns=1).generate_actions(["you"], 1)
-    assert [message["content"] for message in row.messages] == ["one", "a"]
 
 
 def test_a_reply_that_a_program_edits_in_place_is_another_history(subtests: pytest.Subtests) -> None:
