@@ -207,7 +207,8 @@ def test_rows_without_a_reward_follow_the_setting_and_the_run_goes_on(rule: Any,
         assert math.isfinite(metrics["rewards/mean"])
 
 
-def test_a_conversation_that_failed_is_held_again_with_the_same_random_numbers() -> None:
+@pytest.mark.parametrize("goes_wrong", [fails, HANGS], ids=["fails", "hangs"])
+def test_a_conversation_that_failed_is_held_again_with_the_same_random_numbers(goes_wrong: Callable[[], Any]) -> None:
     tries: list[str] = []
 
     async def play(chat: Chat, state: Any) -> float:
@@ -217,15 +218,17 @@ def test_a_conversation_that_failed_is_held_again_with_the_same_random_numbers()
             tries.append(said["content"])
             messages = [*messages, said, user("more")]
         if len(tries) == 2:
-            raise KeyError("lost")
+            await in_own_time(goes_wrong)
         return 1.0
 
     model = language_model(max_new_tokens=6)
-    for num_retries, ended_by in ((1, "environment"), (0, "error")):
+    for num_retries, ended_by in ((1, "environment"), (0, "error" if goes_wrong is fails else "timeout")):
         tries.clear()
         torch.manual_seed(0)
-        sampled = AgentPolicy(model, play, num_retries=num_retries).sample_actions(["you"], 1)
-        assert (sampled.actions[0][0].ended_by, sampled.metrics["agents/retries"]) == (ended_by, num_retries)
+        sampled = AgentPolicy(model, play, num_retries=num_retries, timeout=0.5).sample_actions(["you"], 1)
+        ((row,),) = sampled.actions
+        assert (row.ended_by, sampled.metrics["agents/retries"]) == (ended_by, num_retries)
+        assert row.reward == pytest.approx(1.0 if num_retries else math.nan, nan_ok=True)
         assert tries == tries[:2] * (1 + num_retries)
 
 
