@@ -9,6 +9,7 @@ import math
 import re
 import threading
 import time
+from ast import literal_eval
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from adapters.agents import AgentPolicy, Chat, ConversationEnded, EnvironmentReward, rollouts
+from adapters.agents import AgentPolicy, Chat, ChatEndpoint, ConversationEnded, EnvironmentReward, Seat, rollouts
+from adapters.agents.chat import MOST_WAITING
 from adapters.agents.conversations import EndedBy
 from adapters.agents.templates import ChatTemplate
+from adapters.llm import SamplingConfig
 from grpo import GRPOConfig, GRPOTrainer, RewardConfig, WeightedRewards
 from grpo.errors import ConfigError, ContractError, DeadlineError, RewardError
 from tests.support.agent_parts import before_each_batch, changed, fails, rows_of, user
@@ -36,6 +39,7 @@ from tests.support.agents import (
     says_call,
     wait_for,
 )
+from tests.unit.adapters.agents.test_endpoint import raw
 
 
 def says(*turns: str, **options: Any) -> Any:
@@ -122,11 +126,24 @@ ENDS: list[tuple[EndedBy, Any, Any, dict[str, Any], list[str], list[float]]] = [
 """How a conversation ends, with what, what the model says, options, all messages, and the rewards."""
 
 
+def lines_of(heading: str) -> list[list[str]]:
+    """The cells of a table of the page, without code marks. Its header begins with a heading."""
+    page = (Path(__file__).parents[4] / "docs/agents.md").read_text(encoding="utf-8")
+    (table,) = re.findall(rf"^\| {heading} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page, re.MULTILINE)
+    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+def test_the_limits_of_the_page_have_their_defaults() -> None:
+    given = {name: each.default for name, each in inspect.signature(AgentPolicy).parameters.items()}
+    names = ["max_turns", "max_tokens", "timeout", "turn_timeout", "num_retries", "concurrency"]
+    others = {"sampling.max_new_tokens": SamplingConfig().max_new_tokens, "requests that wait": MOST_WAITING}
+    told = {name: literal_eval(default) for name, default, _ in lines_of("limit")}
+    assert told == {name: given[name] for name in names} | others
+
+
 def test_every_way_to_end_is_a_line_of_the_page(subtests: pytest.Subtests) -> None:
     """What the other side said last stays in the transcript. A truncated message is not answered."""
-    page = (Path(__file__).parents[4] / "docs/agents.md").read_text(encoding="utf-8")
-    (table,) = re.findall(r"^\| `ended_by` \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page, re.MULTILINE)
-    lines = [line.split("|")[1].strip(" `") for line in table.splitlines()]
+    lines = [name for name, *_ in lines_of("`ended_by`")]
     assert lines == list(get_args(EndedBy)) == list(dict.fromkeys(ended_by for ended_by, *_ in ENDS))
     for ended_by, make, turns, options, messages, rewards in ENDS:
         with subtests.test(ended_by=ended_by, turns=turns, **options):
@@ -682,29 +699,45 @@ def test_a_turn_that_takes_too_long_leaves_other_conversations_alone() -> None:
     assert (later.ended_by, len(later.turns), later.reward) == ("environment", 1, 1.0)
 
 
-def test_a_turn_that_takes_too_long_ends_its_conversation_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("who", ["the policy", "the policy over HTTP", "a frozen seat"])
+def test_a_turn_that_takes_too_long_ends_its_conversation_and_says_so(
+    who: str, caplog: pytest.LogCaptureFixture
+) -> None:
     policy, late, causes = says(*"abcd"), threading.Event(), []
+    seats = [Seat(name="slow", policy=says(*"abcd"))] if who == "a frozen seat" else []
+    before_each_batch(seats[0].policy if seats else policy, lambda prompts: late.wait(20))
 
     async def play(chat: Chat, state: Any) -> float:
         try:
-            await chat([user(state)])
+            for seat in ["slow", None] if seats else [None]:
+                await chat.reply([user(state)], seat=seat)
         except ConversationEnded as end:
             causes.append(end.ended_by)
             late.set()
             raise
         return 1.0
 
-    before_each_batch(policy, lambda prompts: late.wait(20))
-    agent = AgentPolicy(policy, play, turn_timeout=0.2, num_retries=1)
-    assert agent.generate_actions(["you"], 1)[0][0].reward == 1.0, "held again"
-    late.clear()
-    sampled = AgentPolicy(policy, play, turn_timeout=0.2).sample_actions(["you"], 1)
+    def program(base_url: str, state: Any) -> float:
+        status, answer = raw(base_url)
+        if status != 200:
+            assert status == 410
+            causes.append(answer["error"]["ended_by"])
+            late.set()
+        return 1.0
+
+    with ChatEndpoint(policy) as endpoint:
+        options: dict[str, Any] = {"turn_timeout": 0.5, "seats": seats}
+        held = endpoint.runs(program) if who == "the policy over HTTP" else play
+        agent = AgentPolicy(policy, held, num_retries=1, **options)
+        assert agent.generate_actions(["you"], 1)[0][0].reward == 1.0, "held again"
+        late.clear()
+        sampled = AgentPolicy(policy, held, **options).sample_actions(["you"], 1)
     ((row,),) = sampled.actions
     assert (row.ended_by, sampled.metrics["agents/ended_by_timeout"]) == ("timeout", 1.0)
     assert causes == ["timeout"] * 2
     [told] = EnvironmentReward().explain_missing(["you"], [row])
     assert told == (
-        "State 'you': the model sent no message within turn_timeout=0.2 s. Raise AgentPolicy(turn_timeout=...), or lower "
+        "State 'you': the model sent no message within turn_timeout=0.5 s. Raise AgentPolicy(turn_timeout=...), or lower "
         "max_new_tokens or concurrency."
     )
     gc.collect()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -360,6 +361,26 @@ def test_the_number_of_requests_that_wait_is_bounded(seat: str | None) -> None:
     seats = [Seat("function", lambda messages: time.sleep(0.5) or "late")]
     with pytest.raises(ContractError, match="at most 256 requests may wait"):
         AgentPolicy(language_model(max_new_tokens=1), play, max_turns=1000, seats=seats).generate_actions([0], 1)
+
+
+def test_over_http_a_request_too_many_is_refused_and_the_others_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapters.agents.chat.MOST_WAITING", 1)
+    model, waits, goes_on = says("a", "b"), threading.Event(), threading.Event()
+    before_each_batch(model, lambda prompts: (waits.set(), goes_on.wait(20)))
+
+    def program(base_url: str, state: Any) -> float:
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(raw, base_url)
+            assert waits.wait(20)
+            status, answer = raw(base_url)
+            goes_on.set()
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+            assert "at most 1 requests may wait at the same time" in answer["error"]["message"]
+            return float(first.result()[0] == raw(base_url)[0] == 200)
+
+    with ChatEndpoint(model) as endpoint:
+        (row,) = converse(model, endpoint.runs(program))
+    assert (row.reward, len(row.turns)) == (1.0, 2)
 
 
 @pytest.mark.parametrize(("words", "ended_by"), [((1, 40), "environment"), ((40, 40), "length")])
