@@ -64,6 +64,8 @@ class ChatEndpoint:
             has what was left out.
         host: The address to listen at. 127.0.0.1 is this computer alone. Sandboxes in containers need another one, such as that
             of the bridge of Docker, 172.17.0.1. Nothing is encrypted, and the token in the URL is all that protects it.
+        public_host: The name or the address in the URL of a conversation, if programs reach this computer by another one than
+            `host`: with `host="0.0.0.0"`, which listens at all addresses, nobody else can use `host` in a URL. None: `host`.
 
     Raises:
         ConfigError: The policy is no language model, or a parameter cannot be ignored.
@@ -82,7 +84,14 @@ class ChatEndpoint:
                 GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward()).train(tasks, num_iterations=100)
     """
 
-    def __init__(self, policy: HFPolicy, *, ignore: Collection[str] = (), host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        policy: HFPolicy,
+        *,
+        ignore: Collection[str] = (),
+        host: str = "127.0.0.1",
+        public_host: str | None = None,
+    ) -> None:
         sampling = getattr(policy, "sampling", None)
         if not isinstance(sampling, SamplingConfig):
             raise ConfigError(
@@ -95,7 +104,8 @@ class ChatEndpoint:
                 f"ChatEndpoint: ignore must be names of parameters that are refused otherwise; got {ignore!r}. Leave out those "
                 f"that are read, and a single text: {sorted(needed.intersection(ignore))}."
             )
-        self._sampling, self._ignore, self._host = sampling, frozenset(ignore), host
+        self._sampling, self._ignore = sampling, frozenset(ignore)
+        self._host, self._public_host = host, public_host or host
         self._server: _Server | None = None
         self._lines: dict[str, _Line] = {}
         self._ended: dict[str, str] = {}
@@ -189,7 +199,7 @@ class ChatEndpoint:
         with self._lock:
             self._server = self._server or _Server(self, self._host)
             self._lines[token] = line
-            return f"http://{self._host}:{self._server.server_address[1]}/{token}/v1"
+            return f"http://{self._public_host}:{self._server.server_address[1]}/{token}/v1"
 
     def _hang_up(self, token: str, ended_by: str) -> None:
         with self._lock:

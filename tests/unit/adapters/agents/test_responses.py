@@ -162,7 +162,8 @@ def test_parameters_may_be_ignored_and_the_conversation_says_which(fails: bool) 
     assert row.info == {"ignored": ignored} | ({"error": "KeyError: 'lost'"} if fails else {})
 
 
-def test_an_endpoint_may_listen_for_containers() -> None:
+@pytest.mark.parametrize(("public_host", "name"), [(None, "0.0.0.0"), ("127.0.0.2", "127.0.0.2")])
+def test_an_endpoint_may_listen_for_containers_and_have_a_public_name(public_host: str | None, name: str) -> None:
     urls = []
 
     def program(base_url: str, state: Any) -> float:
@@ -172,7 +173,7 @@ def test_an_endpoint_may_listen_for_containers() -> None:
         return float(raw(url)[0] == 200)
 
     policy = says("a", sampling=SamplingConfig(max_new_tokens=8))
-    with ChatEndpoint(policy, host="0.0.0.0") as served:
+    with ChatEndpoint(policy, host="0.0.0.0", public_host=public_host) as served:
         ((row,),) = AgentPolicy(policy, served.runs(program)).generate_actions(["you"], 1)
     assert row.reward == 1.0
-    assert urls[0].startswith("http://0.0.0.0:")
+    assert urls[0].startswith(f"http://{name}:")
