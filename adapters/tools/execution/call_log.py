@@ -1,5 +1,6 @@
 """Log of tool calls, one JSON line per call."""
 
+import base64
 import json
 import os
 import re
@@ -21,12 +22,31 @@ SECRET_NAMES = (
 )  # fmt: skip
 """Names of arguments whose values are not logged. Every name that contains one of these names is meant, except for authors.
 
-In the text of other arguments, the user information of URLs, what follows "bearer", and the values of `name=value` with such
-names, as in queries and connection strings, are not logged either."""
+In texts, the values of pairs with such names (`name=value`, `name: value`, JSON) are not logged either, nor what
+`_without_secrets_in` finds without the names.
+
+Every expression takes time linear in the text's length, because a policy may write long texts."""
 
 _REDACTED = "[redacted]"
-_USER_INFORMATION = re.compile(r"(\w://)[^\s/?#@]+@")
-_BEARER = re.compile(r"(?i)\b(bearer\s+)\S+")
+_SECRETS = [
+    re.compile(r"(\w://)[^\s/?#]+(?=@)"),  # the user of a URL
+    re.compile(r"(?i)(\b(?:authorization|cookie)\s*+:\s*+)[^\r\n]+"),  # the line of a header
+    re.compile(r"(?i)([?&](?:key|sig|code|pass|[\w.-]*signature)=)[^;&#\s]+"),  # names that are secret in queries only
+    re.compile(r"(?i)(\b(?:hooks\.slack\.com|discord(?:app)?\.com/api/webhooks|office\.com/webhookb2)/)\S+"),
+    re.compile(r"(?i)(\bbearer\s+)\S+"),
+]
+_BASIC = re.compile(r"(?i)(\bbasic\s+)([\w+/-]+=*)")
+_PAIR = r"""(?isx)
+    (  (?<![\w.-]) (?= [\w.-]*? (?!author(?!i[sz])) (?:{names}) )  # a name that contains one of the names
+       (?! [\w-]+ \. [\w.-]+ :\d )                                 # and is no host with a port
+       [\w.-]++ (?:\\{{0,7}}+["'])? \s*+ (?: :?=[=>]? | :(?!//|:) ) \s*+
+    )
+    (?:  (?P<quote> \\{{0,7}}+["'] ) (?: (?P=quote){{2}} | (?!(?P=quote)) (?: \\. | [^\\] ) )*+ (?P=quote)?
+       | [\[{{] [^\]}}]*+ [\]}}]?
+       | [^;&#\s]+
+    )"""
+"""A name and its value: in quotes, where the quote may be doubled or escaped; in brackets; or one word."""
+
 _MAX_ARGUMENTS = 2_000
 _MAX_MESSAGE = 1_000
 
@@ -46,7 +66,7 @@ class CallLog:
         self._names = [] if callable(redact) else [_plain(name) for name in redact]
         # letters of a name may have "_" and "-" between them
         names = "|".join("[_-]?".join(map(re.escape, name)) for name in self._names)
-        self._assignment = re.compile(rf"(?i)([\w.-]*(?:{names})[\w.-]*\s*=\s*)[^;&#\s]+") if names else None
+        self._pair = re.compile(_PAIR.format(names=names)) if names else None
         self._failed = self._is_partial = False
         try:
             self._file = FileIO(path, "a", opener=_opened)
@@ -105,10 +125,24 @@ class CallLog:
         if isinstance(value, dict):
             hidden = {name for name in value if any(secret in _plain(name) for secret in self._names)}
             return {name: _REDACTED if name in hidden else self._without_secrets(v) for name, v in value.items()}
-        if isinstance(value, str) and self._assignment is not None:
-            value = self._assignment.sub(rf"\1{_REDACTED}", value)
-            value = _BEARER.sub(rf"\1{_REDACTED}", _USER_INFORMATION.sub(rf"\1{_REDACTED}@", value))
+        if isinstance(value, str) and self._pair is not None:
+            return self._pair.sub(rf"\1\g<quote>{_REDACTED}\g<quote>", _without_secrets_in(value))
         return [self._without_secrets(item) for item in value] if isinstance(value, list) else value
+
+
+def _without_secrets_in(text: str) -> str:
+    """A text without the user of URLs, secrets in their queries, addresses of webhooks, and HTTP's logins and cookies."""
+    for secret in _SECRETS:
+        text = secret.sub(rf"\1{_REDACTED}", text)
+    return _BASIC.sub(lambda found: found[1] + _REDACTED if _is_login(found[2]) else found[0], text)
+
+
+def _is_login(word: str) -> bool:
+    """Whether a word is "user:password" in base64. In "basic training" it is not."""
+    try:
+        return ":" in base64.b64decode(word + "==").decode()
+    except ValueError:
+        return False
 
 
 def _opened(path: str, flags: int) -> int:

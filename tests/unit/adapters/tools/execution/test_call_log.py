@@ -28,11 +28,47 @@ from tests.support.tool_executors import CATALOGUE, LONG, call, executor_of, on_
     ("host=db pwd=hunter2 port=1", "host=db pwd=[redacted] port=1"),
     ("AccountName=me;AccountKey=abc==;Suffix=x", "AccountName=me;AccountKey=[redacted];Suffix=x"),
     ("Use Bearer eyJhbGci.x.y now", "Use Bearer [redacted] now"),
-    ("mail me@host or see https://host/@me?page=2", "mail me@host or see https://host/@me?page=2"),
+    ("postgres://me:p@ss@db/x@y", "postgres://[redacted]@db/x@y"),
+    ("https://host/x?key=AIza-1&a=1&sig=abc%3D#c", "https://host/x?key=[redacted]&a=1&sig=[redacted]#c"),
+    ("https://host/?code=abc&X-Amz-Signature=abc", "https://host/?code=[redacted]&X-Amz-Signature=[redacted]"),
+    ("https://host/?pass=abc and https://host/?signature=abc",
+     "https://host/?pass=[redacted] and https://host/?signature=[redacted]"),
+    ("https://hooks.slack.com/services/T0/B0/abc now", "https://hooks.slack.com/[redacted] now"),
+    ("https://discord.com/api/webhooks/1/abc", "https://discord.com/api/webhooks/[redacted]"),
+    ("https://me.webhook.office.com/webhookb2/1@2/abc", "https://me.webhook.office.com/webhookb2/[redacted]"),
+    ("Host: db\nAuthorization: Basic dXNlcjpwYXNz=\nAccept: *", "Host: db\nAuthorization: [redacted]\nAccept: *"),
+    ("Set-Cookie: a=abc; b=abc\r\nAccept: *", "Set-Cookie: [redacted]\r\nAccept: *"),
+    ("Basic dXNlcjpwYXNz", "Basic [redacted]"),
+    ('{"password": "a \\"b; c", "user": "me"}', '{"password": "[redacted]", "user": "me"}'),
+    (r'{"inner": "{\"password\": \"a b\", \"user\": 1}"}', r'{"inner": "{\"password\": \"[redacted]\", \"user\": 1}"}'),
+    ('{"tokens": ["a b", "c d"], "user": 1}', '{"tokens": [redacted], "user": 1}'),
+    ("{'api_key' : 'a b', 'user': 1}", "{'api_key' : '[redacted]', 'user': 1}"),
+    ('Password="a b;c";Pwd="d ""e"" f";Port=1', 'Password="[redacted]";Pwd="[redacted]";Port=1'),
+    ("Pwd={a;b c};Port=1", "Pwd=[redacted];Port=1"),
+    ("password: hunter2, db.password:hunter2", "password: [redacted] db.password:[redacted]"),
+    ("secret => hunter2, token == 'hunter2'", "secret => [redacted] token == '[redacted]'"),
+    ("url=https://host?access_token=abc", "url=https://host?access_token=[redacted]"),
+    ("password='a b", "password='[redacted]'"),
+    *((text, text) for text in (
+        "mail me@host or see https://host/@me?page=2", "the key is under the mat", "monkey=1", "?monkey=1&page=2",
+        "a code: 12", "a code=12", "the passkey: ?", "a secret is a secret", "Basic training, basic JavaScript",
+        "https://auth.example.com:8443/login", "oauth://host auth::login()", "author: me, authors=2", "sig: nature",
+    )),
 ])  # fmt: skip
 def test_secrets_in_the_text_of_an_argument_are_not_logged(tmp_path: Path, text: str, shown: str) -> None:
     (line,) = logged(tmp_path / "log", SECRET_NAMES, call("fetch", inner=[{"text": text}]))
     assert line["arguments"] == {"inner": [{"text": shown}]}
+
+
+def test_long_texts_of_a_policy_hold_up_no_call(tmp_path: Path) -> None:
+    """Matching anew from each letter would take minutes to days, and the time limit of all tests would end it."""
+    parts = (
+        "token", "token.", "author", "a.", " ", "a=", "password ", "password=", "token='", 'auth"', "token[", "\\", "a://",
+        "x://y@", "?a.", "&signature", "?a.signature", "bearer ", " basic aaa=", "cookie ", "cookie:\n", "hooks.",
+    )  # fmt: skip
+    texts = [*(part * (40_000 // len(part)) for part in parts), "token=" + "\\" * 20_000 + '"' + "\\" * 20_000]
+    lines = logged(tmp_path / "log", SECRET_NAMES, *(call("fetch", text=text) for text in texts))
+    assert "<dict>" not in [line["arguments"] for line in lines], "each text has been searched"
 
 
 def entry(tool: str, arguments: Any, output_bytes: int, error: str | None = None, message: str | None = None) -> Any:
