@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import inspect
 import json
 import os
 import re
@@ -19,9 +20,13 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from torch.distributed import HashStore
 
 import grpo
+from adapters.llm.sampling.vllm_server import VLLMServerSampler
 from adapters.tracking import RunFolder
+from grpo._ranks.meetings import Meetings
+from grpo._storage.lock import FolderLock
 from grpo.arguments import install_command
 from grpo.errors import DeadlineError
 from grpo.rewards import ask_for_rewards
@@ -247,6 +252,24 @@ def test_checkpoints_and_run_folders_follow_the_umask(tmp_path: Path) -> None:
         for path in found:
             whole = 0o777 if path.is_dir() else 0o666
             assert path.stat().st_mode & 0o777 == whole & ~umask, path
+
+
+def test_locks_have_no_readers_and_ranks_run_what_others_send_as_the_page_says(tmp_path: Path) -> None:
+    page = " ".join(text_of("SECURITY.md").split())
+    assert (
+        "Lock files are always readable by their owner only, and the weights for vLLM's servers unless `group_" in page
+    )
+    assert "group_readable" in inspect.signature(VLLMServerSampler).parameters
+    assert [*inspect.signature(FolderLock).parameters] == ["path", "purpose"], "no option"
+    with FolderLock(tmp_path / ".lock", tmp_path):
+        assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
+
+    class Runs:
+        def __reduce__(self) -> Any:
+            return len, ("code",)
+
+    assert "They send pickles to each other over gloo, so whoever reaches the port of a group runs code in it." in page
+    assert Meetings(HashStore(), 0, 1, 30.0).exchange("here", Runs()) == [("here", len("code"))]
 
 
 def test_a_process_that_an_async_reward_starts_outlives_its_deadline() -> None:
