@@ -129,6 +129,8 @@ FORGED: list[tuple[str, Any, str]] = [
     ("config", 5, "config must be a dict of settings"),
     ("kinds", 5, "'kinds' must be a dict; got int"),
     ("kinds.policy", 5, "policy is a 5; this trainer's is a TablePolicy"),
+    ("kinds.extra", 5, r"'kinds' must match .* unexpected: \['extra'\]"),
+    ("extra", 5, r"The checkpoint must match .* unexpected: \['extra'\]"),
     ("parts", 5, "'parts' must be a dict; got int"),
     ("parameters", 5, "must be a dict"),
     ("parts.counters.iteration", 10**40, "counters.iteration="),
