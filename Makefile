@@ -37,7 +37,7 @@ test: $(DEV)  ## Run the daily tests, all but the slow ones (more options: ARGS=
 test-slow: $(DEV) $(MCP_SERVERS)  ## Run the slow tests only, without the longest; needs node and npm
 	@$(RUN) pytest -n auto --dist worksteal -m "slow and not faults" $(ARGS)
 
-test-faults: $(DEV)  ## Run the longest tests: kills, damaged files, failing ranks, many seeds (an hour); needs strace
+test-faults: $(DEV)  ## Run the longest tests: kills, damaged files, failing ranks, many seeds (an hour); needs strace, and root or sudo
 	@$(RUN) pytest -n auto --dist load -m faults $(ARGS)
 
 test-all: test test-slow test-faults  ## Run all tests

@@ -1,5 +1,6 @@
 """Runs of 30 iterations of every adapter, stopped at every update and in every collection, end like unbroken runs."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +30,25 @@ def quiet(build: Build) -> Build:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_of_30_iterations_survives_a_stop_at_every_update(
-    name: str, subtests: pytest.Subtests, tmp_path: Path
+    name: str, subtests: pytest.Subtests, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Each process makes one update, or one collection, and is stopped."""
-    unbroken = Unbroken(quiet(RUNS[name]), num_iterations=30)
+    unbroken, num_stops = Unbroken(quiet(RUNS[name]), num_iterations=30), list[int]()
     for phase in ("reward", "score", "loss", "step", "callback"):
         for stop in WAYS:
             with subtests.test(phase=phase, stop=stop.__name__):
                 stops = unbroken.assert_same_after_stops_everywhere(tmp_path / f"{phase} {stop.__name__}", phase, stop)
+                num_stops.append(stops)
                 assert stops >= unbroken.counts[phase] // 2
+    record_property(name, f"{sum(num_stops)} stops in {len(num_stops)} chains")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_kind_of_run_survives_a_stop_at_every_call(case: str, subtests: pytest.Subtests, tmp_path: Path) -> None:
+def test_every_kind_of_run_survives_a_stop_at_every_call(
+    case: str, subtests: pytest.Subtests, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     unbroken = Unbroken(lambda seed: built(case, seed), num_iterations=4)
+    record_property(case, f"{sum(unbroken.counts.values())} stops")
     for phase, num_calls in unbroken.counts.items():
         for at in range(1, num_calls + 1):
             stop = WAYS[at % 2]

@@ -330,6 +330,10 @@ def test_the_longest_tests_run_on_a_schedule_and_print_the_table_of_the_page() -
     commands = {name: [step.get("run", "") for step in job["steps"]] for name, job in jobs["jobs"].items()}
     assert "make test-faults" in commands["faults"]
     assert "make test-frameworks" in commands["frameworks"]
+    before = "".join(commands["faults"][: commands["faults"].index("make test-faults")])
+    assert re.search(r"sudo apt-get install [^\n]*\bstrace\b", before)
+    assert jobs["jobs"]["faults"]["runs-on"].startswith("ubuntu-"), "whose user has sudo without a password, for mount"
+    assert '[*as_root, "mount"' in text_of("tests/faults/test_storage_faults.py")
     only = {name: job["if"].count("==") for name, job in jobs["jobs"].items()}
     assert only == {"ci": 0, "versions": 0, "faults": 2, "frameworks": 2}
     of_page = [name for name, _ in rows("docs/reliability.md", "test") if "make test-frameworks" not in name]
