@@ -336,7 +336,12 @@ def test_the_longest_tests_run_on_a_schedule_and_print_the_table_of_the_page() -
     assert '[*as_root, "mount"' in text_of("tests/faults/test_storage_faults.py")
     only = {name: job["if"].count("==") for name, job in jobs["jobs"].items()}
     assert only == {"ci": 0, "versions": 0, "faults": 2, "frameworks": 2}
-    of_page = [name for name, _ in rows("docs/reliability.md", "test") if "make test-frameworks" not in name]
+    of_page = [name for name, _ in rows("docs/reliability.md", "test")]
+    (elsewhere,) = (name for name in of_page if "make test-frameworks" in name)
+    assert elsewhere.startswith("1,020 conversations with four requests at a time")
+    assert "The test of the 1,020 conversations is in `tests/frameworks/`." in text_of("docs/reliability.md")
+    assert "1,020 in all" in text_of("tests/frameworks/test_soak.py")
+    of_page.remove(elsewhere)
     defined = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests/faults").glob("test_*.py"))
     for name, line in LINES.items():
         assert len([row for row in of_page if row.startswith(line)]) == 1, line
