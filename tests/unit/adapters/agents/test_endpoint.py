@@ -353,8 +353,16 @@ def test_a_strangers_request_costs_no_memory() -> None:
 
 
 def test_slow_and_endless_requests_are_cut_off(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte now and then does not keep a connection open. Neither does a head without end."""
+    """A byte now and then does not keep a connection open. Neither does a head without end. No wait exceeds the limit."""
     monkeypatch.setattr(endpoint, "REQUEST_SECONDS", 0.5)
+    limits, settimeout = list[float | None](), socket.socket.settimeout
+
+    def recorded(connection: socket.socket, seconds: float | None) -> None:
+        if threading.current_thread().name == "chat endpoint":
+            limits.append(seconds)
+        settimeout(connection, seconds)
+
+    monkeypatch.setattr(socket.socket, "settimeout", recorded)
 
     def program(base_url: str, state: Any) -> float:
         whole, slow = request_to(base_url), [b"."] * 1000
@@ -374,6 +382,8 @@ def test_slow_and_endless_requests_are_cut_off(subtests: pytest.Subtests, monkey
         return float(raw(base_url)[0])
 
     assert converse(says("a"), program, timeout=None)[0].reward == 200.0
+    assert len(limits) > 5
+    assert [seconds for seconds in limits if seconds is None or seconds > 0.5] == []
 
 
 def test_the_number_of_connections_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
