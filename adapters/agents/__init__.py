@@ -39,7 +39,7 @@ Example:
 
 from .branching import Branching
 from .chat import Chat, ConversationEnded
-from .conversations import Conversation, Segment, Turn
+from .conversations import Conversation, SeatReply, Segment, Turn
 from .endpoint import ChatEndpoint
 from .environments import Environment
 from .executed_calls import ToolCallLostError
@@ -53,6 +53,6 @@ from .trl import train_with_trl, trl_environment, trl_reward_functions
 
 __all__ = [
     "AgentPolicy", "Branching", "Chat", "ChatEndpoint", "ChatTemplate", "Conversation", "ConversationEnded",
-    "Environment", "EnvironmentReward", "Message", "Seat", "Segment", "ToolCallLostError", "Turn", "save_transcripts",
-    "seat_advantages", "train_with_trl", "transcript_page", "trl_environment", "trl_reward_functions",
+    "Environment", "EnvironmentReward", "Message", "Seat", "SeatReply", "Segment", "ToolCallLostError", "Turn",
+    "save_transcripts", "seat_advantages", "train_with_trl", "transcript_page", "trl_environment", "trl_reward_functions",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from grpo.errors import ContractError, GRPOError
 
 from .branching import Branch, Saved
 from .calls import tool_schemas
-from .conversations import Conversation, EndedBy, Segment, Turn, plain_values
+from .conversations import Conversation, EndedBy, SeatReply, Segment, Turn, plain_values
 from .executed_calls import ExecutedCalls, ToolCallLostError
 from .messages import Message, as_messages, pictures_of, say_the_same, text_of
 from .speakers import Seat, Speaker, said_by
@@ -164,6 +164,23 @@ class _Turn:
         return len(self.messages) < len(messages) and say_the_same(messages[: len(self.messages)], self.messages)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _OtherReply:
+    """A reply of a seat that is not trained."""
+
+    id: str
+    seat: str
+    messages: list[Message]
+    """What was said up to the reply, with the reply."""
+    task: asyncio.Task | None
+    """The task that asked."""
+
+    @property
+    def content(self) -> tuple[int, str]:
+        """Puts replies in an order that does not depend on time. A reply comes after those in its own history."""
+        return len(self.messages), repr((self.seat, self.messages))
+
+
 class Chat:
     """One conversation with the policy. `await chat(messages)` returns the policy's next message.
 
@@ -234,6 +251,7 @@ class Chat:
         self._seats, self._frozen = seats or {}, frozen or {}
         self._limits = limits
         self._turns: list[_Turn] = []
+        self._others: list[_OtherReply] = []
         self._num_equal: Counter[bytes] = Counter()
         self._tasks: list[asyncio.Task | None] = []
         self._num_waiting = self._num_sampled = self._num_functions = self._num_calling = 0
@@ -258,13 +276,20 @@ class Chat:
         """Schemas of the tools of `AgentPolicy(executor=...)`, for `chat(messages, tools=chat.tools)`. Empty without one."""
         return [] if self.executed is None else [tool.schema for tool in self.executed.tools.values()]
 
+    @property
+    def models(self) -> list[str]:
+        """What the `model` of a request over HTTP may be: "policy" for the trained policy in no seat, or a seat. Any other name
+        is the trained policy, too."""
+        return list(dict.fromkeys(["policy", *self._seats]))
+
     def seat_of(self, model: Any) -> dict[str, str]:
         """The argument of `reply` for the `model` of a request over HTTP, if a seat has this name."""
         return {"seat": model} if isinstance(model, str) and model in self._seats else {}
 
     def said_before(self, name: str) -> list[Message] | None:
         """The messages up to the reply with this id, with the reply. None: there is no such reply."""
-        return next((turn.messages for turn in self._turns if turn.id == name), None)
+        said = {turn.id: turn.messages for turn in self._turns} | {other.id: other.messages for other in self._others}
+        return said.get(name)
 
     def restart_clock(self) -> None:
         """Count the time without a request from now on."""
@@ -445,7 +470,7 @@ class Chat:
         max_new_tokens: int | None,
         stop: tuple[str, ...],
     ) -> Reply:
-        """What a frozen model says. Nothing of it is recorded but the count."""
+        """What a frozen model says. Its tokens are not recorded."""
         speaker = self._frozen[seat.name]
         read = speaker.template.render(messages, tools)
         own_limit = speaker.policy.sampling.max_new_tokens
@@ -453,6 +478,7 @@ class Chat:
         name, seed = self._named(read, seat.name, messages, *_end_of(limit, own_limit, stop))
         turn = await self._sampled(speaker.prompt(read, messages), seed, limit, stop, speaker)
         message, *_ = speaker.message(messages, read, turn.token_ids, turn.finish_reason, tools, stop)
+        self._note_other(name, seat.name, messages, message)
         return Reply(
             id=name,
             message=message,
@@ -472,8 +498,14 @@ class Chat:
         finally:
             self._num_functions -= 1
         name, _ = self._named([*message["content"].encode(errors="surrogatepass")], seat.name)
+        self._note_other(name, seat.name, messages, message)
         numbers = {"num_context_tokens": 0, "num_tokens": 0}
         return Reply(id=name, message=message, is_truncated=False, ends_context=False, **numbers)
+
+    def _note_other(self, name: str, seat: str, messages: list[Message], message: Message) -> None:
+        """Note what a seat said that is not trained."""
+        said = [*messages, copy.deepcopy(message)]  # a program may edit it, and the record stays what was said
+        self._others.append(_OtherReply(id=name, seat=seat, messages=said, task=asyncio.current_task()))
 
     async def _sampled(self, *request: Any) -> SampledTurn:
         try:
@@ -603,6 +635,17 @@ class Chat:
             messages=tuple(plain_values(message) for message in messages),
             ended_by=self.ended_by,
             info=plain_values(self.info | ({"ignored": self.ignored} if self.ignored else {})),
+            seat_replies=self._seat_replies(),
+        )
+
+    def _seat_replies(self) -> tuple[SeatReply, ...]:
+        """What the seats said that are not trained. If several tasks asked, the order is that of what they read."""
+        others = self._others
+        if len({other.task for other in others}) > 1:
+            others = sorted(others, key=lambda other: other.content)
+        return tuple(
+            SeatReply(seat=other.seat, asked=plain_values(other.messages[-2]), message=plain_values(other.messages[-1]))
+            for other in others
         )
 
     def _is_ordered(self) -> bool:

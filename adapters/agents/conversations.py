@@ -75,6 +75,18 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SeatReply:
+    """One message of a seat that is not trained. None of its tokens is scored."""
+
+    seat: str
+    """The seat that spoke."""
+    asked: Message = field(hash=False)
+    """The last of the messages that it answered."""
+    message: Message = field(hash=False)
+    """What it said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """A whole conversation of the policy with an environment, or with an agent program."""
 
@@ -89,6 +101,9 @@ class Conversation:
     """Why the conversation ended."""
     info: dict[str, Any] = field(hash=False)
     """The environment's last `info` as plain values. After an error, `info["error"]` describes it."""
+    seat_replies: tuple[SeatReply, ...] = ()
+    """What the seats said that are not trained, in the order of time. If several tasks, or clients over HTTP, asked them, the
+    order is that of what they read, so that it does not depend on time."""
 
     def __str__(self) -> str:
         """A short transcript: who said what, from the policy's first message on, and why the conversation ended. Of several
@@ -142,7 +157,7 @@ class Conversation:
         plain = {each.name: getattr(self, each.name) for each in fields(self)}
         return plain | {
             name: [{each.name: getattr(part, each.name) for each in fields(part)} for part in plain[name]]
-            for name in ("segments", "turns")
+            for name in ("segments", "turns", "seat_replies")
         }
 
     @classmethod
@@ -150,7 +165,9 @@ class Conversation:
         """The inverse of `to_state`."""
         segments = tuple(Segment(**part | {"messages": tuple(part["messages"])}) for part in state["segments"])
         turns = tuple(Turn(**turn) for turn in state["turns"])
-        return cls(**state | {"segments": segments, "turns": turns, "messages": tuple(state["messages"])})
+        others = tuple(SeatReply(**reply) for reply in state.get("seat_replies", ()))
+        lists = {"segments": segments, "turns": turns, "messages": tuple(state["messages"]), "seat_replies": others}
+        return cls(**state | lists)
 
 
 def _line(message: Message) -> str:

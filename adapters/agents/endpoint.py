@@ -166,11 +166,7 @@ class ChatEndpoint:
             ContractError: The chat template does not accept the messages or the tools.
         """
         given = parsed(body)
-        self.require(token)
-        with self._lock:
-            line = self._lines.get(token)
-        if line is None:
-            raise _gone(self._ended.get(token, "error"))
+        line = self._line(token)
         request = as_chat_request(given, partial(_said_before, line.chat)) if is_responses else given
         arguments = read_request(request, self._sampling, self._ignore) | line.chat.seat_of(given.get("model"))
         ignored = {name: request[name] for name in sorted(self._ignore & request.keys()) if request[name] is not None}
@@ -188,12 +184,31 @@ class ChatEndpoint:
         finally:
             line.waiting.discard(future)
 
+    def models(self, token: str) -> bytes:
+        """The response to `GET /v1/models`: who speaks in a conversation.
+
+        Raises:
+            ApiError: The conversation has ended.
+        """
+        models = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "you"} for name in self._line(token).chat.models
+        ]
+        return json.dumps({"object": "list", "data": models}).encode()
+
     def require(self, token: str) -> None:
         """Raise an `ApiError` if there is no conversation with this URL, or no longer."""
         if token in self._ended:
             raise _gone(self._ended[token])
         if token not in self._lines:
             raise ApiError(404, "No conversation has this URL. Use the base_url that the program was called with.")
+
+    def _line(self, token: str) -> _Line:
+        self.require(token)
+        with self._lock:
+            line = self._lines.get(token)
+        if line is None:  # it ended meanwhile
+            raise _gone(self._ended.get(token, "error"))
+        return line
 
     def _open(self, token: str, line: _Line) -> str:
         with self._lock:
@@ -330,8 +345,7 @@ class _Handler(BaseHTTPRequestHandler):
         body, self._unread = self.rfile.read(self._unread), 0
         if method == "POST":
             return self.server.endpoint.answer(token, body, is_responses=path[-1] == "responses")
-        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "you"}
-        return "application/json", json.dumps({"object": "list", "data": [model]}).encode()
+        return "application/json", self.server.endpoint.models(token)
 
     def _skip(self) -> None:
         """Read the rest of the request, so that the client reads the answer. Keep nothing."""

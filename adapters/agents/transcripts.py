@@ -33,9 +33,10 @@ def save_transcripts(
     """Write one JSON object per conversation, one per line.
 
     Each has `title`, `messages`, `rewards` (one for each turn of the policy), `reward`, `ended_by` and `info`. With seats, it
-    also has `seats` (one for each turn of the policy). With several contexts, `contexts` has the messages, rewards and seats of
-    each, and `messages` has those of the last context. A number that JSON does not have, such as the reward of a failed
-    environment, is null. A picture is a link with its data. Token ids are left out.
+    also has `seats` (one for each turn of the policy), and `seat_replies` (what the seats said that are not trained: `seat`,
+    `asked`, the last message that it answered, and `message`). With several contexts, `contexts` has the messages, rewards
+    and seats of each, and `messages` has those of the last context. A number that JSON does not have, such as the reward of a
+    failed environment, is null. A picture is a link with its data. Token ids are left out.
 
     Args:
         path: File to write, for example `transcripts.jsonl`. Its folder is created if it does not exist.
@@ -54,7 +55,8 @@ def save_transcripts(
 def transcript_page(
     conversations: Sequence[Conversation], *, titles: Sequence[str] | None = None, heading: str = "Transcripts"
 ) -> str:
-    """An HTML page with the conversations: who said what, tool calls, the reward and seat of each turn, and why each ended.
+    """An HTML page with the conversations: who said what, tool calls, the reward and seat of each turn, what the seats said
+    that are not trained, and why each conversation ended.
 
     The page needs no other file and runs no script. All text is escaped. Pictures are small copies.
 
@@ -76,6 +78,10 @@ def transcript_page(
             # a context may begin with an assistant's messages that are not the policy's
             turns = [*zip(context["rewards"], context.get("seats", [None] * len(context["rewards"])), strict=True)]
             messages += [_message(message, turns) for message in reversed(context["messages"])][::-1]
+        if record.get("seat_replies"):
+            messages.append("<h2>Seats that are not trained</h2>")
+        for each in record.get("seat_replies", ()):
+            messages += [_message(each["asked"], []), _message(each["message"], [], each["seat"])]
         info = f"<p>info: {_json(record['info'])}</p>" if record["info"] else ""
         title = html.escape(f"{number}. {record['title']}".strip())
         facts = f"<span>reward {_number(record['reward'])}, ended by {record['ended_by']}</span>"
@@ -100,6 +106,10 @@ def _records(
             left = iter(part["seats"])
             for context in contexts:
                 context["seats"] = [next(left) for _ in context["rewards"]]
+        if row.seat_replies:
+            part["seat_replies"] = [
+                {"seat": each.seat, "asked": each.asked, "message": each.message} for each in row.seat_replies
+            ]
     return [_as_json({"title": title, **part}, link_of) for title, part in zip(titles, parts, strict=True)]
 
 
@@ -114,9 +124,12 @@ def _as_json(value: Any, link_of: Callable[[Picture], str]) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _message(message: dict[str, Any], turns: list[tuple[float | None, str | None]]) -> str:
+def _message(
+    message: dict[str, Any], turns: list[tuple[float | None, str | None]], other_seat: str | None = None
+) -> str:
     """A message. If it is the policy's, its reward and its seat are taken from the end of `turns`."""
-    role = about = message["role"]
+    role = message["role"]
+    about = role if other_seat is None else f"{role} ({other_seat})"
     if role == "assistant" and turns:
         reward, seat = turns.pop()
         about = f"{role if seat is None else f'{role} ({seat})'}, reward {_number(reward)}"

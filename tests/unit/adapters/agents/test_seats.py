@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from openai import OpenAI
 
 from adapters.agents import (
     AgentPolicy,
@@ -27,10 +28,10 @@ from adapters.agents.transcripts import save_transcripts, transcript_page
 from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError, ContractError
 from tests.support.agent_parts import conversation, user
-from tests.support.agents import Echo, converse, language_model
+from tests.support.agents import Echo, Scripted, converse, language_model
 from tests.unit.adapters.agents.test_chat import says
 from tests.unit.adapters.agents.test_conversations import text_and_sampled
-from tests.unit.adapters.agents.test_endpoint import raw
+from tests.unit.adapters.agents.test_endpoint import raw, with_client
 
 YOU: list[Message] = [user("you")]
 
@@ -52,6 +53,7 @@ def test_seats_speak_and_what_is_not_trained_is_context(tmp_path: Path) -> None:
         answers = [await chat.reply([*YOU, asked], seat=seat) for seat in ("user", "loud", "late")]
         assert len({answer.id for answer in answers}) == 3
         seen.extend(answer.message["content"] for answer in answers)
+        answers[1].message["content"] += " (edited)"  # the record stays what was said
         await chat.reply([*YOU, asked, user(answers[0].message["content"])], seat="agent")
         await chat.reply(YOU, seat="critic")
         return {"agent": 2.0, "critic": 3.0, "user": 9.0}
@@ -88,7 +90,12 @@ def test_seats_speak_and_what_is_not_trained_is_context(tmp_path: Path) -> None:
     assert said == [
         ("user", "you"), ("assistant (agent), reward 0", "a"), ("user", "frozen"), ("assistant (agent), reward 2", "b"),
         ("user", "you"), ("assistant (critic), reward 3", "c"),
+        ("assistant", "a"), ("assistant (user)", "frozen"), ("assistant", "a"), ("assistant (loud)", "A"),
+        ("assistant", "a"), ("assistant (late)", "later"),
     ]  # fmt: skip
+    # in the order of time, because one task asked
+    others = [(each["seat"], each["asked"]["content"], each["message"]["content"]) for each in record["seat_replies"]]
+    assert others == [("user", "a", "frozen"), ("loud", "a", "A"), ("late", "a", "later")]
 
 
 def test_two_seats_with_the_same_history_have_contexts_of_their_own() -> None:
@@ -108,20 +115,32 @@ def test_two_seats_with_the_same_history_have_contexts_of_their_own() -> None:
     assert sorted(found[0]) == [("a", 1.0), ("b", 0.0), ("b", 2.0)]
 
 
-def test_a_seat_is_the_model_of_a_request_over_http() -> None:
-    def program(base_url: str, state: Any) -> dict[str, float]:
+def test_a_seat_is_the_model_of_a_request_over_http_and_a_frozen_judge_gives_the_reward() -> None:
+    """In both of OpenAI's APIs. A response of any seat goes on from the previous one by its id."""
+
+    def use(client: OpenAI) -> dict[str, float]:
+        assert [model.id for model in client.models.list()] == ["policy", "agent", "loud", "judge"]
         said = {}
         for name in ("agent", "loud", "policy"):
-            status, body = raw(base_url, body={"model": name, "messages": YOU})
-            assert status == 200
-            said[name] = body["choices"][0]["message"]["content"]
+            answer = client.chat.completions.create(model=name, messages=[{"role": "user", "content": "you"}])
+            said[name] = answer.choices[0].message.content
         assert said == {"agent": "a", "loud": "YOU", "policy": "b"}
-        return {"agent": 1.0}
+        for name, texts in (("loud", ["ME", "MORE"]), ("judge", ["0.25", "0.75"])):
+            first = client.responses.create(model=name, input="me")
+            second = client.responses.create(model=name, previous_response_id=first.id, input="more")
+            assert [first.output_text, second.output_text] == texts
+        return {"agent": float(second.output_text)}
 
-    model = says("a", "b")
+    judge = Scripted(lambda text: "0.75" if "assistant\n0.25<|im_end|>" in text else "0.25", max_new_tokens=20).policy
+    model, seats = says("a", "b"), [Seat("agent"), Seat("loud", upper), Seat("judge", judge)]
     with ChatEndpoint(model) as served:
-        (row,) = converse(model, served.runs(program), seats=[Seat(name="agent"), Seat(name="loud", policy=upper)])
-    assert sorted((turn.seat or "", turn.reward) for turn in row.turns) == [("", 0.0), ("agent", 1.0)]
+        (row,) = converse(model, served.runs(with_client(use)), seats=seats)
+    assert sorted((turn.seat or "", turn.reward) for turn in row.turns) == [("", 0.0), ("agent", 0.75)]
+    # requests over HTTP count as several tasks, so the order is that of what they read
+    assert [(each.seat, each.asked["content"], each.message["content"]) for each in row.seat_replies] == [
+        ("judge", "me", "0.25"), ("loud", "me", "ME"), ("loud", "you", "YOU"),
+        ("judge", "more", "0.75"), ("loud", "more", "MORE"),
+    ]  # fmt: skip
 
 
 def test_training_moves_the_policy_and_not_an_older_self_that_plays_over_http() -> None:
