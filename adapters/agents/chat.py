@@ -221,7 +221,8 @@ class Chat:
         self.info: dict[str, Any] = {}
         """Kept as `Conversation.info`."""
         self.ignored: dict[str, Any] = {}
-        """What requests asked for and did not get, by parameter. `Conversation.info["ignored"]` has it, after an error too."""
+        """What requests asked for and did not get: the last value of each parameter. `Conversation.info["ignored"]` has it,
+        after an error too."""
         self.ended_by: EndedBy | None = None
         """Why the conversation ended. None: it goes on."""
         self.limited_by: EndedBy | None = None
