@@ -11,17 +11,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import openai
 import pytest
 import torch
+from openai import OpenAI
 
 from adapters.agents import AgentPolicy, Chat, ChatEndpoint, ConversationEnded, Seat, save_transcripts, transcript_page
 from adapters.llm import RowLimit, SamplingConfig
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ContractError
 from tests.support.agent_parts import before_each_batch, rows_of, sizes_of_batches, user
-from tests.support.agents import Scripted, converse, language_model
+from tests.support.agents import Scripted, converse, language_model, wait_for
 from tests.unit.adapters.agents.test_chat import says
-from tests.unit.adapters.agents.test_endpoint import raw
+from tests.unit.adapters.agents.test_endpoint import client_of, raw, reply
+from tests.unit.adapters.agents.test_responses import final
 
 NAMES = ("you", "they", "we", "she")
 
@@ -211,22 +214,50 @@ def test_all_that_wait_are_one_batch_whatever_their_limits() -> None:
     assert len(sizes) <= 6  # three, unless this machine is busy
     sizes.clear()
     AgentPolicy(model, play, concurrency=16, max_turns=12).generate_actions(list(range(8)), 2)
-    assert max(sizes) == 16  # no batch is larger, and none leaves a conversation out for another's second request
+    assert max(sizes) == 16  # no batch is larger
 
 
-def test_a_batch_has_a_request_of_each_conversation_before_the_second_of_any() -> None:
-    seen = []
+def test_clients_of_one_conversation_over_http_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first batch waits until all 32 clients have asked. A batch waits for each conversation, so this machine's load
+    decides only whether the last of them has just missed the second batch."""
+    monkeypatch.setattr("adapters.agents.rollouts.SHORTEST_WAIT", 20.0)
+    model, asked, real = language_model(max_new_tokens=6), list[int](), Chat.reply
 
-    async def play(chat: Chat, state: int) -> float:
-        asked = [[user(f"{state}{place}")] for place in range(3 if state == 0 else 1)]
-        await asyncio.gather(*(chat(messages, max_new_tokens=1) for messages in asked))
+    async def counted(*args: Any, **options: Any) -> Any:
+        asked.append(1)
+        return await real(*args, **options)
+
+    monkeypatch.setattr(Chat, "reply", counted)
+    before_each_batch(model, lambda prompts: wait_for(lambda: len(asked) >= 32))
+    sizes = sizes_of_batches(model)
+    with ChatEndpoint(model) as endpoint:
+        AgentPolicy(model, endpoint.runs(over_http(lambda: 0.0))).generate_actions([0, 1], 4)
+    assert sum(sizes) == 8 * 4 * 2
+    assert sum(sizes[:2]) >= 31
+    assert len(sizes) <= 8, "each batch has a message of each conversation that goes on, and each has eight"
+
+
+def test_a_batch_has_a_request_of_each_conversation_before_the_second_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation with 20 requests at once, in every place, and one with three in turn. A batch has room for two."""
+    monkeypatch.setattr("adapters.agents.rollouts.SHORTEST_WAIT", 20.0)  # the batch waits for the second conversation
+
+    async def play(chat: Chat, state: str) -> float:
+        if state == "many":
+            await asyncio.gather(*(chat([user(f"{state} {place}")], max_new_tokens=1) for place in range(20)))
+        for place in range(3 if state == "few" else 0):
+            await chat([user(f"{state} {place}")], max_new_tokens=1)
         return 1.0
 
-    model = language_model(max_new_tokens=2)
-    before_each_batch(model, lambda prompts: seen.append([model.tokenizer.decode(prompt) for prompt in prompts]))
-    AgentPolicy(model, play, concurrency=2, max_turns=3).generate_actions([0, 1], 1)
-    assert [len(batch) for batch in seen] == [2, 2]
-    assert sum("user\n1" in text for text in seen[0]) == 1
+    for states in (["many", "few"], ["few", "many"]):
+        model, seen = language_model(max_new_tokens=2), list[list[str]]()
+        decode = model.tokenizer.decode
+        before_each_batch(
+            model, lambda prompts, seen=seen, decode=decode: seen.append([decode(prompt) for prompt in prompts])
+        )
+        AgentPolicy(model, play, concurrency=2, max_turns=20).generate_actions(states, 1)
+        assert sum(map(len, seen)) == 23
+        assert max(map(len, seen)) == 2
+        assert [sum("user\nfew" in text for text in batch) for batch in seen] == [1] * 3 + [0] * (len(seen) - 3)
 
 
 def test_a_truncated_agent_ends_alone() -> None:
@@ -249,27 +280,58 @@ def test_a_truncated_agent_ends_alone() -> None:
     assert row.ended_by == "environment"
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_over_http_a_truncated_agent_gets_its_message_with_the_reason_and_the_others_go_on(fails: bool) -> None:
-    """A program that fails after a limit has the reward 0."""
+def chats(client: OpenAI, name: str, *, streams: bool) -> tuple[str, str | None, list[Any]]:
+    """What an agent says, why its message ended, and the history."""
+    said, reason, _ = reply(client, streams=streams, model="m", messages=[user(name)])
+    return said["content"], reason, [user(name), {"role": "assistant", "content": said["content"]}]
+
+
+def responds(client: OpenAI, name: str, *, streams: bool) -> tuple[str, str | None, list[Any]]:
+    """The same over the responses API."""
+    response = final(client, streams=streams, input=name)
+    details = response.incomplete_details
+    assert details is None or details.reason == "max_output_tokens"
+    reason = {"incomplete": "length", "completed": "stop"}[response.status]
+    return response.output_text, reason, [user(name), {"role": "assistant", "content": response.output_text}]
+
+
+@pytest.mark.parametrize(
+    ("ask", "streams", "fails"),
+    [(chats, False, False), (chats, True, True), (responds, False, True), (responds, True, False)],
+)
+def test_over_http_a_truncated_agent_gets_its_message_with_the_reason_and_the_others_go_on(
+    ask: Any, streams: bool, fails: bool
+) -> None:
+    """Two clients at the same time, one of which reaches the policy's own maximum. A program that fails after a limit has the
+    reward 0."""
 
     def program(base_url: str, state: Any) -> float:
-        status, body = raw(base_url, body={"model": "m", "messages": [user("you")]})
-        assert (status, body["choices"][0]["finish_reason"]) == (200, "length")
-        messages = [user("you"), body["choices"][0]["message"], user("more")]
-        status, refused = raw(base_url, body={"model": "m", "messages": messages})
-        assert (status, refused["error"]["ended_by"]) == (410, "length")
-        status, body = raw(base_url, body={"model": "m", "messages": [user("they")]})
-        assert (status, body["choices"][0]["finish_reason"]) == (200, "stop")
+        both_have_said = threading.Barrier(2, timeout=20)
+
+        def talk(name: str) -> tuple[str, str | None]:
+            with client_of(base_url) as client:
+                text, reason, history = ask(client, name, streams=streams)
+                both_have_said.wait()
+                more: Any = {"model": "m", "messages": [*history, user("more")]}
+                if reason == "stop":
+                    assert client.chat.completions.create(**more).choices[0].message.content == "d"
+                    return text, reason
+                with pytest.raises(openai.APIStatusError, match="The conversation ended by 'length'"):
+                    client.chat.completions.create(**more)
+                return text, reason
+
+        with ThreadPoolExecutor(2) as pool:
+            assert [*pool.map(talk, ("you", "they"))] == [("abcdef", "length"), ("b", "stop")]
         if fails:
             raise KeyError("what the first agent did not say")
         return 1.0
 
-    model = Scripted(("abcdefghij", "b"), max_new_tokens=6).policy
+    turns = {"more": "d", "you": "abcdefghij", "they": "b"}
+    model = Scripted(lambda text: next(turns[key] for key in turns if key in text), max_new_tokens=6).policy
     with ChatEndpoint(model) as endpoint:
         (row,) = converse(model, endpoint.runs(program))
     assert (row.reward, row.ended_by) == ((0.0, "length") if fails else (1.0, "environment"))
-    assert len(row.segments) == 2
+    assert [len(segment.messages) for segment in row.segments] == [4, 2]
     assert row.info == ({"error": "KeyError: 'what the first agent did not say'"} if fails else {})
 
 
