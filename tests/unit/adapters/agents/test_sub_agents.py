@@ -20,9 +20,9 @@ from adapters.agents import AgentPolicy, Chat, ChatEndpoint, ConversationEnded, 
 from adapters.llm import RowLimit, SamplingConfig
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ContractError
+from grpo.judges import ListwiseJudge, RubricJudge
 from tests.support.agent_parts import before_each_batch, rows_of, sizes_of_batches, user
 from tests.support.agents import Scripted, converse, language_model, wait_for
-from tests.unit.adapters.agents.test_chat import says
 from tests.unit.adapters.agents.test_endpoint import client_of, raw, reply
 from tests.unit.adapters.agents.test_responses import final
 
@@ -335,7 +335,7 @@ def test_over_http_a_truncated_agent_gets_its_message_with_the_reason_and_the_ot
     assert row.info == ({"error": "KeyError: 'what the first agent did not say'"} if fails else {})
 
 
-def test_transcripts_and_reward_functions_see_every_context(tmp_path: Path) -> None:
+def test_transcripts_reward_functions_and_judges_see_every_context(tmp_path: Path) -> None:
     async def play(chat: Chat, state: Any) -> dict[str, float]:
         said = await asyncio.gather(*(chat.reply([user(name)]) for name in NAMES[:2]))
         more = [user(NAMES[0]), said[0].message, user("more")]
@@ -353,15 +353,20 @@ def test_transcripts_and_reward_functions_see_every_context(tmp_path: Path) -> N
     judged = []
 
     def judge(states: Any, actions: Any) -> list[float]:
-        judged.extend([message["content"] for message in said] for said, _ in actions[0].contexts)
+        judged.extend([[message["content"] for message in said] for said, _ in row.contexts] for row in actions)
         return [1.0] * len(actions)
 
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=1), policy=AgentPolicy(says("a", "b", "c"), play), reward_model=judge
-    )
-    trainer.collect(["you"])
-    assert [said[0] for said in judged] == ["they", "you"]
-    assert judged[1][-1] == "c"
+    reward_models: list[tuple[Any, list[float]]] = [
+        (judge, [1.0, 1.0]),
+        (RubricJudge(lambda state, row: {"kind": judge([state], [row])[0]}, {"kind": 2.0}), [1.0, 1.0]),
+        (ListwiseJudge(lambda state, rows: (judge([state], rows), [1, 0])[1]), [0.0, 1.0]),
+    ]
+    for reward_model, rewards in reward_models:
+        judged.clear()
+        agent = AgentPolicy(Scripted(lambda text: "c" if "more" in text else "a").policy, play)
+        trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=agent, reward_model=reward_model)
+        assert trainer.collect(["you"]).rewards.tolist() == rewards
+        assert judged == [[["they", "a"], ["you", "a", "more", "c"]]] * 2
     save_transcripts(tmp_path / "said.jsonl", [row])
     (record,) = map(json.loads, (tmp_path / "said.jsonl").read_text().splitlines())
     assert [[message["content"] for message in context["messages"]] for context in record["contexts"]] == texts
