@@ -23,6 +23,7 @@ from grpo.errors import ContractError
 from grpo.judges import ListwiseJudge, RubricJudge
 from tests.support.agent_parts import before_each_batch, rows_of, sizes_of_batches, user
 from tests.support.agents import Scripted, converse, language_model, wait_for
+from tests.unit.adapters.agents.test_chat import says
 from tests.unit.adapters.agents.test_endpoint import client_of, raw, reply
 from tests.unit.adapters.agents.test_responses import final
 
