@@ -20,7 +20,8 @@ SECRET_NAMES = (
     "password", "passwd", "passphrase", "token", "api_key", "secret", "authorization", "credential", "cookie",
     "private_key", "access_key", "account_key", "pwd", "auth", "bearer", "jwt", "dsn", "connection_string", "conn_str",
 )  # fmt: skip
-"""Names of arguments whose values are not logged. Every name that contains one of these names is meant, except for authors.
+"""Names of arguments whose values are not logged. Every name that contains one of these names is meant, but authors are no
+"auth".
 
 In texts, the values of pairs with such names (`name=value`, `name: value`, JSON) are not logged either, nor what
 `_without_secrets_in` finds without the names.
@@ -28,6 +29,7 @@ In texts, the values of pairs with such names (`name=value`, `name: value`, JSON
 Every expression takes time linear in the text's length, because a policy may write long texts."""
 
 _REDACTED = "[redacted]"
+_NO_AUTHOR = "(?!or(?!i[sz]))"
 _SECRETS = [
     re.compile(r"(\w://)[^\s/?#]+(?=@)"),  # the user of a URL
     re.compile(r"(?i)(\b(?:authorization|cookie)\s*+:\s*+)[^\r\n]+"),  # the line of a header
@@ -37,7 +39,7 @@ _SECRETS = [
 ]
 _BASIC = re.compile(r"(?i)(\bbasic\s+)([\w+/-]+=*)")
 _PAIR = r"""(?isx)
-    (  (?<![\w.-]) (?= [\w.-]*? (?!author(?!i[sz])) (?:{names}) )  # a name that contains one of the names
+    (  (?<![\w.-]) (?= [\w.-]*? (?:{names}) )  # a name that contains one of the names
        (?! [\w-]+ \. [\w.-]+ :\d )                                 # and is no host with a port
        [\w.-]++ (?:\\{{0,7}}+["'])? \s*+ (?: :?=[=>]? | :(?!//|:) ) \s*+
     )
@@ -65,7 +67,7 @@ class CallLog:
         self._redact = redact
         self._names = [] if callable(redact) else [_plain(name) for name in redact]
         # letters of a name may have "_" and "-" between them
-        names = "|".join("[_-]?".join(map(re.escape, name)) for name in self._names)
+        names = "|".join("[_-]?".join(map(re.escape, name)) + _NO_AUTHOR * (name == "auth") for name in self._names)
         self._pair = re.compile(_PAIR.format(names=names)) if names else None
         self._failed = self._is_partial = False
         try:
@@ -123,7 +125,7 @@ class CallLog:
 
     def _without_secrets(self, value: Any) -> Any:
         if isinstance(value, dict):
-            hidden = {name for name in value if any(secret in _plain(name) for secret in self._names)}
+            hidden = {name for name in value if any(_contains(_plain(name), secret) for secret in self._names)}
             return {name: _REDACTED if name in hidden else self._without_secrets(v) for name, v in value.items()}
         if isinstance(value, str) and self._pair is not None:
             return self._pair.sub(rf"\1\g<quote>{_REDACTED}\g<quote>", _without_secrets_in(value))
@@ -154,5 +156,9 @@ def _opened(path: str, flags: int) -> int:
 
 
 def _plain(name: str) -> str:
-    """A name without case, "_" and "-", and without authors, who are no authorization."""
-    return re.sub("author(?!i[sz])", "", re.sub("[_-]", "", name).lower())
+    """A name without case, "_" and "-"."""
+    return re.sub("[_-]", "", name).lower()
+
+
+def _contains(name: str, secret: str) -> bool:
+    return re.search("auth" + _NO_AUTHOR, name) is not None if secret == "auth" else secret in name

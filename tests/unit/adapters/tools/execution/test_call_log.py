@@ -197,6 +197,9 @@ def test_other_names_or_a_function_may_decide_what_is_left_out(tmp_path: Path) -
     given = call("pay", card="4111", password="hunter2", amount=5)
     [line] = logged(tmp_path / "names", ["card"], given)
     assert line["arguments"] == {"card": "[redacted]", "password": "hunter2", "amount": 5}
+    named = call("cite", text="author=Ann, year=3", author="Ann", word="kept")
+    [line] = logged(tmp_path / "authors", ["author"], named)
+    assert line["arguments"] == {"text": "author=[redacted] year=3", "author": "[redacted]", "word": "kept"}
     [line] = logged(tmp_path / "none", [], given)
     assert line["arguments"] == given.arguments
 
