@@ -28,11 +28,12 @@ LINKS = {
 
 
 def lay_files(folder: Path) -> None:
-    """Make the files and links that hostile paths attack."""
+    """Make the files and links that hostile paths attack. They may be there: a call that another has disturbed runs twice."""
     (folder / "harmless").write_text("harmless")
-    (folder / "inside").mkdir()
+    (folder / "inside").mkdir(exist_ok=True)
     for name, target in LINKS.items():
-        (folder / name).symlink_to(target)
+        if not (folder / name).is_symlink():
+            (folder / name).symlink_to(target)
 
 
 def lay_files_here() -> str:

@@ -225,11 +225,12 @@ def write_files(number: int, kibibytes: int, folder: str = ".", keep: bool = Tru
     return number
 
 
-def write_for_ever(folder: str = ".") -> None:
-    """Write one file after another."""
+def write_for_ever(folder: str = ".", pause: float = 0.0) -> None:
+    """Write one file of a mebibyte after another, with a pause in seconds after each."""
     Path(folder).mkdir(exist_ok=True)
     for i in range(10**9):
         Path(folder, f"file-{i}").write_bytes(bytes(2**20))
+        time.sleep(pause)
 
 
 def remove_files() -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -20,7 +21,7 @@ from tests.support.agent_parts import changed, user
 from tests.support.agents import Echo, Scripted, converse, language_model, lookup, says_call
 from tests.support.tool_executors import LINUX, LONG, OWN_USERS, number_here, soon
 from tests.unit.adapters.tools.execution.test_hostile_calls import CATALOGUE as HOSTILE
-from tests.unit.adapters.tools.execution.test_hostile_calls import DAILY, KINDS, LIMITS, Case
+from tests.unit.adapters.tools.execution.test_hostile_calls import DAILY, KINDS, LIMITS, RUNS, Case
 
 pytestmark = LINUX
 
@@ -50,6 +51,7 @@ LIMITED = ExecutorOptions(timeout=LONG, max_output_bytes=1000, max_folder_bytes=
 @pytest.fixture(scope="module")
 def executor() -> Iterator[ToolExecutor]:
     with ToolExecutor(CATALOGUE, num_workers=2, options=LIMITED) as made:
+        assert made.confinement == "bubblewrap"
         yield made
 
 
@@ -184,6 +186,28 @@ def test_a_server_that_is_gone_for_good_ends_the_run(executor: ToolExecutor) -> 
         policy.generate_actions(["you"], 40)
 
 
+def test_a_conversation_that_fills_the_folder_of_all_costs_later_ones_their_rewards_until_it_is_emptied() -> None:
+    """A call writes beside its conversation's folder, and is ended. Nobody knows whose these files are, so they stay."""
+    most, honest = 2**24, [calls(("add", {"a": 1})), "done"]
+    options = ExecutorOptions(timeout=10 * LONG, max_root_bytes=most)
+    with ToolExecutor(CATALOGUE, num_workers=2, options=options) as executor:
+
+        def rewards(*turns: str) -> list[float]:
+            (rows,) = AgentPolicy(says(*turns), Plain, executor=executor, concurrency=1).generate_actions(["you"], 3)
+            lost = [row.info["error"] for row in rows if row.ended_by == "error"]
+            assert all(said.startswith("ToolCallLostError: RootFullError") for said in lost)
+            return [row.reward for row in rows if row.ended_by == "environment"] + [0.0] * len(lost)
+
+        fills = calls(("write_for_ever", {"folder": "../beside", "pause": 0.02}))
+        assert rewards(*honest, fills, honest[0]) == [1.0, 0.0, 0.0]
+        assert [path.name for path in executor.root.iterdir()] == ["beside"]
+        # at most 5 MiB between two measurements, of which a busy machine may miss 40
+        assert most < sum(path.stat().st_size for path in executor.root.rglob("file-*")) < most + 200 * 2**20
+        shutil.rmtree(executor.root / "beside")
+        assert rewards(*honest * 3) == [1.0] * 3
+        assert list(executor.root.iterdir()) == []
+
+
 def test_a_program_calls_tools_by_the_chat(executor: ToolExecutor) -> None:
     async def play(chat: Chat, state: Any) -> float:
         messages = [user("you")]
@@ -218,8 +242,24 @@ def test_what_does_not_fit_together_is_refused(executor: ToolExecutor, subtests:
 
 # --- the hostile calls of the executor's own tests, said by a model
 
-MOST = 3000  # characters of a call
-RUNS = [pytest.param(kind, marks=[] if kind in DAILY else [pytest.mark.slow]) for kind in KINDS]
+MOST = 110_000
+"""Most characters of a call: more than its arguments may have."""
+NOT_SAID = {
+    "the arguments are no object": (
+        "arguments", "list, none, text, bytes, number, raising, raising an exit, cancelling, endless"),
+    "JSON has no such value": (
+        "arguments", "bytes within, set, complex, object, class, circle, raising at depth, endless at depth"),
+    "JSON has no such key": ("arguments", "number as key, none as key, bytes as key, tuple as key, boolean as key"),
+    "Python reads no such number from a text": ("arguments", "huge integer"),
+    "longer than any turn": ("arguments", "long text, long key, wide, laughs, many keys"),
+    "a longer name than any turn": ("unknown", f"'{'x' * 29}"),
+    "the name is no text": ("unknown", "None, 5, b'add', ['add'], {'a': 1}, ('add',), int, list, dict, Raises, object, Name"),
+    "the name is more than a text": ("a", "known name of a class of its own"),
+    "JSON has no bytes": ("not allowed", "b''"),
+}  # fmt: skip
+"""Why no text of a model makes these calls: their group and their names."""
+SAID = [run for run in RUNS if run.values[0] == "bubblewrap" or run.values[1] in DAILY]
+"""All kinds of calls in the first confinement, and in the others those that depend on the confinement the most."""
 
 
 def as_text(case: Case) -> str | None:
@@ -228,7 +268,8 @@ def as_text(case: Case) -> str | None:
         return None
     try:
         text = "".join(islice(json.JSONEncoder().iterencode(case.arguments), MOST))  # some never end
-        is_said = len(text) + len(case.tool) <= MOST and json.loads(text) == case.arguments
+        # by what they are written as, because NaN is not equal to itself
+        is_said = len(text) + len(case.tool) <= MOST and repr(json.loads(text)) == repr(case.arguments)
     except (TypeError, ValueError, RecursionError):
         return None
     return says_call(json.dumps(case.tool)[1:-1], text) if is_said else None
@@ -242,22 +283,36 @@ def as_value(text: str) -> Any:
         return text
 
 
-@pytest.mark.parametrize("kind", RUNS)
-def test_each_hostile_call_of_a_model_ends_as_required(kind: str, subtests: pytest.Subtests) -> None:
-    """The corpus of `test_hostile_calls`: its tools, its limits and its ends. What a model cannot say is left out."""
+def test_a_model_says_every_hostile_call_that_json_can_say_in_one_turn() -> None:
+    cases = [case for kind in KINDS.values() for case in kind]
+    left_out = [case.name for case in cases if as_text(case) is None]
+    expected = [f"{group} {name}" for group, names in NOT_SAID.values() for name in names.split(", ")]
+    assert sorted(left_out) == sorted(expected)
+    page = (Path(__file__).resolve().parents[4] / "docs/agents.md").read_text(encoding="utf-8")
+    assert f"{len(cases) - len(left_out)} of {len(cases)} hostile calls" in page
+
+
+@pytest.mark.parametrize(("confinement", "kind"), SAID)
+def test_each_hostile_call_of_a_model_ends_as_required_and_harms_no_other_conversation(
+    confinement: Any, kind: str, subtests: pytest.Subtests
+) -> None:
+    """The corpus of `test_hostile_calls`: its tools, its limits and its ends. Every second conversation is an honest one."""
     spoken = [(case, as_text(case)) for case in KINDS[kind] if OWN_USERS or not case.own_user]
     said = [(case, text) for case, text in spoken if text is not None]
-    assert len(said) > len(spoken) / 3
     lost = [case.ends is WorkerLostError for case, _ in said]
     lay, after = says_call("lay_files_here", "{}"), says_call("add", '{"a": 41}')
     catalogue = HOSTILE.with_tools(Tool.from_function(hostile_tools.lay_files_here))
-    options = ExecutorOptions(timeout=LONG, limits=LIMITS)
+    options = ExecutorOptions(timeout=LONG, limits=LIMITS, confinement=confinement)
     model = language_model(max_new_tokens=MOST + 500, positions=1_000_000)
     with ToolExecutor(catalogue, allow=[*set(catalogue) - {"nap"}], num_workers=4, options=options) as executor:
-        # one after another: a call that closes the worker's output would make a later call fail
-        policy = AgentPolicy(model, Plain, executor=executor, concurrency=1)
+        assert executor.confinement == confinement
+        policy = AgentPolicy(model, Plain, executor=executor, concurrency=4)
         scripts = [[lay, text, after, "done"] for (_, text), is_lost in zip(said, lost, strict=True) if not is_lost]
-        rows = iter(policy.replay(["you"] * len(scripts), scripts) if scripts else [])
+        both = [script for hostile in scripts for script in (hostile, [after, after, "done"])]
+        replayed = policy.replay(["you"] * len(both), both) if both else []
+        rows = iter(replayed[::2])
+        honest = [(results(row), row.reward, row.ended_by) for row in replayed[1::2]]
+        assert honest == [(["42", "42"], 1.0, "environment")] * len(scripts)
         for (case, text), is_lost in zip(said, lost, strict=True):
             if is_lost:
                 (row,) = converse(says(text), Plain, executor=executor)

@@ -169,6 +169,13 @@ def test_names_that_are_no_folder_of_root_are_refused(subtests: pytest.Subtests)
 NAMES = ("add", "write_files", "write_for_ever", "remove_files", "link_files")
 WRITERS = ToolCatalogue([Tool.from_function(getattr(tool_functions, name)) for name in NAMES])
 FOLDER, ROOT = 4 * 2**20, 16 * 2**20
+PAUSE, OVER = 0.02, 200 * 2**20
+"""With this pause, a call writes at most 5 MiB between two measurements. A busy machine may miss 40 of these."""
+
+
+def size_of(folder: Path) -> int:
+    """The bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 @contextmanager
@@ -182,9 +189,10 @@ def limited(**options: Any) -> Iterator[ToolExecutor]:
 @pytest.mark.parametrize("folder", ["a", None])
 def test_a_call_that_writes_for_ever_is_ended_and_told_and_harms_no_other(kind: Any, folder: str | None) -> None:
     with limited(confinement=kind, max_root_bytes=None) as made:
-        calls = [call("write_for_ever"), *[call("add", a=i) for i in range(20)]]
+        calls = [call("write_for_ever", pause=PAUSE), *[call("add", a=i) for i in range(20)]]
         endless, *others = made.run(calls, [folder, *["b"] * 20])
         assert error_of(endless) is FolderFullError
+        assert FOLDER < size_of(made.root) < FOLDER + OVER
         assert str(endless.error) == (
             "write_for_ever: the files in its folder take more than 4194304 bytes, so the call was ended. Its files stay; "
             "remove some, or write less."
@@ -243,7 +251,8 @@ def test_files_that_were_there_before_and_links_do_not_count() -> None:
 
 def test_calls_are_lost_if_the_folder_of_all_is_full_and_none_of_them_is_to_blame() -> None:
     with limited(max_folder_bytes=None) as made:
-        filled = ran(made, "a", "write_for_ever")
+        filled = ran(made, "a", "write_for_ever", pause=PAUSE)
+        assert ROOT < size_of(made.root) < ROOT + OVER
         others = made.run([call("add", a=1)] * 2, ["b", None])
         assert [error_of(result) for result in (filled, *others)] == [RootFullError] * 3
         assert issubclass(RootFullError, LostCallError)

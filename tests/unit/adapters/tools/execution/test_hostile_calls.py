@@ -213,6 +213,7 @@ KINDS: dict[str, list[Case]] = {
             "object": {"a": object()}, "class": {"a": int}, "number as key": {1: 1}, "none as key": {None: 1},
             "bytes as key": {b"a": 1}, "tuple as key": {(1, 2): 1}, "boolean as key": {"a": {True: 1}},
             "huge integer": {"a": 10**5000}, "long text": {"a": "x" * 10**7}, "long key": {"x" * 10**7: 1},
+            "text that a model can say": {"a": "x" * 100_001},
             "wide": {"a": [0] * 10**6}, "deep": {"a": NESTED}, "circle": CIRCLE, "laughs": {"a": LAUGHS},
             "many keys": {str(i): i for i in range(50_000)}, "raising": Raises(KeyError("a")),
             "raising an exit": Raises(SystemExit()), "raising at depth": {"a": Raises(OSError())},
