@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from adapters.agents import AgentPolicy, Conversation
 from tests.support.agents import Scripted
+from tests.unit.adapters.agents.test_conversations import sampled_runs
 
 pytest.importorskip("verifiers", reason="the frameworks need a separate environment: make test-frameworks")
 
@@ -82,8 +84,11 @@ def test_an_environment_of_openenv_is_played_over_its_server(server: str) -> Non
 def test_an_environment_of_verifiers_is_an_agent_program(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own harness asks the endpoint, and the environment of OpenEnv rewards what was said."""
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")  # uv is there
-    rows = held("import verifiers", answering(), ("http://127.0.0.1:8000", server))
+    script = answering()
+    rows = held("import verifiers", script, ("http://127.0.0.1:8000", server))
     assert len(rows) == 2
+    recorded = Counter(tuple(run) for row in rows for segment in row.segments for run in sampled_runs(segment))
+    assert recorded == Counter(map(tuple, script.said)), "every sampled token is recorded"
     for row in rows:
         assert row.ended_by == "environment", row.info
         assert len(row.turns) == 2

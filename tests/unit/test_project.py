@@ -103,9 +103,11 @@ def test_vllm_is_tested_with_versions_that_are_declared() -> None:
 def test_frameworks_are_tested_with_the_torch_and_transformers_of_the_daily_tests() -> None:
     own, daily = ({pin.name: str(pin.specifier) for pin in some} for some in (FRAMEWORK_PINS, PINS))
     assert all(own[name] == daily[name] for name in ("torch", "transformers"))
-    (installed,) = re.findall(r'\.\[llm\]" (beartype .*?)\n\t@', MAKEFILE, re.DOTALL)
-    names = [Requirement(name).name for name in re.sub(r'[\\"]', "", installed).split()]
-    assert {"verifiers", "langchain"} <= set(names) <= own.keys()
+    # what make installs, without options and continued lines
+    lines = re.findall(r"^\t@\$\(INSTALL\)((?:.*\\\n)*.*)", MAKEFILE.partition("$(FRAMEWORKS): pyproject")[2], re.MULTILINE)
+    words = re.sub(r'[\\"]|(?<!\S)-\S+|\.\[llm\]', " ", " ".join(lines)).split()
+    names = {canonicalize_name(Requirement(word).name) for word in words}
+    assert {"verifiers", "langchain", "trl"} <= names <= {canonicalize_name(name) for name in own}
 
 
 def test_the_servers_of_the_tests_are_pinned_and_make_installs_them_before_the_slow_tests() -> None:
