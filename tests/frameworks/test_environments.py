@@ -9,6 +9,8 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,15 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]  #
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def held(package: str, script: Scripted, state: tuple[str, str]) -> list[Conversation]:
+def held(package: str, script: Scripted, *replaced: tuple[str, str]) -> list[Conversation]:
     """The conversations of the page's code that imports a package. The first of two texts is replaced by the second."""
     page = (ROOT / "docs/agents.md").read_text(encoding="utf-8")
     (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if package in code)
     names: dict[str, Any] = {"AgentPolicy": AgentPolicy, "model": script.policy}
-    assert state[0] in code
-    exec(code.replace(*state), names)
+    for old, new in replaced:
+        assert old in code
+        code = code.replace(old, new)
+    exec(code, names)
     (rows,) = names["conversations"]
     return rows
 
@@ -96,8 +100,23 @@ def test_an_environment_of_verifiers_is_an_agent_program(server: str, monkeypatc
         assert "a digit please" in row.messages[0]["content"]
 
 
-def test_a_game_of_textworld_is_won_with_its_walkthrough(tmp_path: Path) -> None:
-    """Two moves win it. The last one adds the only point."""
+def won(file: str, moves: list[str], *replaced: tuple[str, str]) -> list[Conversation]:
+    """Eight conversations that play a game of TextWorld with these moves."""
+
+    def plays(text: str) -> str:
+        return moves[text.count("<|im_start|>assistant") - 1]
+
+    return held("class TextWorld", Scripted(plays, max_new_tokens=100, positions=16_384), ("game.z8", file), *replaced)
+
+
+def errors_in_parallel(file: str, moves: list[str]) -> list[str]:
+    """The errors of games that are played at the same time."""
+    return [row.info["error"] for row in won(file, moves, (", one_at_a_time=True", "")) if row.ended_by == "error"]
+
+
+def test_a_game_of_textworld_is_won_with_its_walkthrough_but_not_beside_others(tmp_path: Path) -> None:
+    """Two moves win it. The last one adds the only point. Its parser is not safe in several threads, and keeps what it has
+    read, so the games that are played at the same time have a process of their own."""
     from textworld import GameOptions, make
 
     options = GameOptions()
@@ -107,11 +126,10 @@ def test_a_game_of_textworld_is_won_with_its_walkthrough(tmp_path: Path) -> None
     moves = game.metadata["walkthrough"]
     assert len(moves) == 2
 
-    def plays(text: str) -> str:
-        return moves[text.count("<|im_start|>assistant") - 1]
-
-    rows = held("class TextWorld", Scripted(plays, max_new_tokens=100, positions=16_384), ("game.z8", file))
+    rows = won(file, moves)
     assert len(rows) == 8
     for row in rows:
         assert (row.ended_by, row.rewards) == ("environment", (0.0, 1.0)), row.info
         assert "Your score has just gone up by one point." in row.messages[-1]["content"]
+    with ProcessPoolExecutor(1, get_context("spawn")) as other:
+        assert other.submit(errors_in_parallel, file, moves).result()
