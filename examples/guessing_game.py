@@ -2,11 +2,12 @@
 
     python -m examples.guessing_game               # three seeds, some minutes each on one core; nothing is downloaded
     python -m examples.guessing_game --seeds 0
+    python -m examples.guessing_game --user model  # the user is a frozen language model
 
 A conversation has two seats. The agent is the trained policy: a Qwen3 model of 0.05 million parameters with 18 tokens, without
-any warm-up. The user is a plain function of the messages, and is not trained. With `Seat(name="user", policy=model)`, it would
-be a frozen language model. The user has a number from 0 to 9 in mind, and the agent has four guesses. Its reward is 1 for the
-right number, and 0.1 less for each guess before.
+any warm-up. The user is a plain function of the messages, or a second model, which has first imitated the function. Either way,
+what the user says is context for the agent, and training the agent does not change the user. The user has a number from 0 to 9
+in mind, and the agent has four guesses. Its reward is 1 for the right number, and 0.1 less for each guess before.
 
 Without listening, four guesses find four numbers of ten. Binary search finds all ten. The script prints how often the number is
 found by the untrained agent, without listening, by GRPO and by binary search, and shows a game.
@@ -14,6 +15,7 @@ found by the untrained agent, without listening, by GRPO and by binary search, a
 
 import argparse
 import time
+from collections.abc import Callable
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -46,14 +48,14 @@ async def play(chat: Chat, number: int) -> float:
     messages: list[Message] = [{"role": "user", "content": "yes"}]  # ready
     for num_before in range(NUM_GUESSES):
         guess = (await chat.reply(messages, seat="agent")).message
-        answer = (await chat.reply([secret, guess], seat="user")).message["content"]
+        answer = (await chat.reply([secret, {**guess, "role": "user"}], seat="user")).message["content"]
         if answer == "yes":
             return 1 - 0.1 * num_before
         messages = [*messages, guess, {"role": "user", "content": answer}]
     return 0.0
 
 
-def make_policy() -> AgentPolicy:
+def make_model() -> HFPolicy:
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, "<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -76,9 +78,28 @@ def make_policy() -> AgentPolicy:
         bos_token_id=None,
         eos_token_id=1,
     )
-    model = HFPolicy(Qwen3ForCausalLM(config), chats, sampling=SamplingConfig(max_new_tokens=3))
-    seats = [Seat(name="agent"), Seat(name="user", policy=user)]
-    return AgentPolicy(model, play, seats=seats, max_turns=NUM_GUESSES, concurrency=256)
+    return HFPolicy(Qwen3ForCausalLM(config), chats, sampling=SamplingConfig(max_new_tokens=3))
+
+
+def make_frozen_user(num_iterations: int = 120) -> HFPolicy:
+    """A model that answers each guess for each number as `user` does."""
+    model = make_model()
+    asked = [
+        [{"role": "system", "content": str(number)}, {"role": "user", "content": str(guess)}]
+        for number in NUMBERS
+        for guess in NUMBERS
+    ]
+    given = model.demonstrations(asked, [user(messages) for messages in asked])
+    trainer = GRPOTrainer(
+        config=GRPOConfig(learning_rate=1e-2), policy=model, reward_model=lambda _, rows: [0.0] * len(rows)
+    )
+    trainer.train(None, demonstrations=given, num_iterations=num_iterations)
+    return model
+
+
+def make_policy(who: HFPolicy | Callable[[list[Message]], str] = user) -> AgentPolicy:
+    seats = [Seat(name="agent"), Seat(name="user", policy=who)]
+    return AgentPolicy(make_model(), play, seats=seats, max_turns=NUM_GUESSES, concurrency=256)
 
 
 def share_found(policy: AgentPolicy, num_games: int = 30) -> float:
@@ -96,10 +117,10 @@ def halving(low: int = 0, high: int = 9, num_guesses: int = NUM_GUESSES) -> int:
     return 1 + halving(low, middle - 1, num_guesses - 1) + halving(middle + 1, high, num_guesses - 1)
 
 
-def train(seed: int, iterations: int) -> tuple[float, float, Conversation]:
+def train(seed: int, iterations: int, *, is_model: bool = False) -> tuple[float, float, Conversation]:
     """How often the number is found before and after, and a game about 7."""
     torch.manual_seed(seed)
-    policy = make_policy()
+    policy = make_policy(make_frozen_user() if is_model else user)
     before = share_found(policy)
     config = GRPOConfig(
         group_size=16,
@@ -120,13 +141,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--iterations", type=int, default=160, help="iterations of GRPO (default: %(default)s)")
+    parser.add_argument("--user", choices=["function", "model"], default="function", help="who answers")
     args = parser.parse_args()
     torch.set_num_threads(1)  # more threads do not help a model this small
     deaf, best = NUM_GUESSES / len(NUMBERS), halving() / len(NUMBERS)
     lines = ["| seed | untrained | without listening | GRPO | binary search | seconds |", "|---|---|---|---|---|---|"]
     for seed in args.seeds:
         start = time.perf_counter()
-        before, after, game = train(seed, args.iterations)
+        before, after, game = train(seed, args.iterations, is_model=args.user == "model")
         seconds = time.perf_counter() - start
         lines.append(f"| {seed} | {before:.0%} | {deaf:.0%} | {after:.0%} | {best:.0%} | {seconds:.0f} |")
         print("\n" + "\n".join(lines) + "\n", flush=True)

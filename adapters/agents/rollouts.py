@@ -55,7 +55,7 @@ class Job:
     """Seed of the policy's turns."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
     """A context that waits for a turn."""
 

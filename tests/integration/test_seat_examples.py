@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.agents import AgentPolicy, Conversation
+from adapters.agents import AgentPolicy, Conversation, EnvironmentReward
+from adapters.llm import HFPolicy
 from examples import guessing_game, proposer_and_solver
+from grpo import GRPOConfig, GRPOTrainer
 from tests.support.example_runs import NUMBER
+from tests.support.policies import digest, weights_of
 
 
 def played(policy: AgentPolicy, state: Any, *turns: str) -> Conversation:
@@ -34,8 +37,18 @@ def test_a_proposer_and_a_solver_have_rewards_of_their_own() -> None:
     assert [(turn.seat, turn.reward) for turn in alone.turns] == [("solver", 1.0)]
 
 
-def test_the_user_answers_without_being_trained() -> None:
-    policy = guessing_game.make_policy()
+@pytest.mark.parametrize("is_model", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_user_answers_without_being_trained(is_model: bool) -> None:
+    torch.manual_seed(0)
+    user = guessing_game.make_frozen_user() if is_model else guessing_game.user
+    policy = guessing_game.make_policy(user)
+    if isinstance(user, HFPolicy):
+        weights = digest(weights_of(user))
+        trainer = GRPOTrainer(
+            config=GRPOConfig(group_size=8), policy=policy, reward_model=EnvironmentReward(per_turn=True)
+        )
+        assert trainer.step(guessing_game.NUMBERS)["train/num_updates"] == 1
+        assert digest(weights_of(user)) == weights
     for number, turns, answers, rewards in (
         (7, ["7"], ["yes"], [1.0]),
         (7, ["3", "8", "7"], ["higher", "lower", "yes"], [0.0, 0.0, 0.8]),
@@ -56,16 +69,19 @@ def test_binary_search_finds_all_numbers_with_four_guesses_and_seven_with_three(
 
 
 @pytest.mark.parametrize(
-    ("example", "shares"),
+    ("example", "options", "shares"),
     [
-        (proposer_and_solver, rf"\| 0 \| both together \| {NUMBER}% \| {NUMBER}% \|"),
-        (guessing_game, r"\| 0 \| \d+% \| 40% \| \d+% \| 100% \|"),
+        (proposer_and_solver, [], rf"\| 0 \| both together \| {NUMBER}% \| {NUMBER}% \|"),
+        (guessing_game, [], r"\| 0 \| \d+% \| 40% \| \d+% \| 100% \|"),
+        pytest.param(
+            guessing_game, ["--user", "model"], r"\| 0 \| \d+% \| 40% \| \d+% \| 100% \|", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_short_form_trains_and_prints_its_table(
-    example: Any, shares: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: Any, options: list[str], shares: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", [example.__name__, "--seeds", "0", "--iterations", "1"])
+    monkeypatch.setattr("sys.argv", [example.__name__, "--seeds", "0", "--iterations", "1", *options])
     example.main()
     assert re.search(shares, capsys.readouterr().out)
 

@@ -104,7 +104,9 @@ def test_frameworks_are_tested_with_the_torch_and_transformers_of_the_daily_test
     own, daily = ({pin.name: str(pin.specifier) for pin in some} for some in (FRAMEWORK_PINS, PINS))
     assert all(own[name] == daily[name] for name in ("torch", "transformers"))
     # what make installs, without options and continued lines
-    lines = re.findall(r"^\t@\$\(INSTALL\)((?:.*\\\n)*.*)", MAKEFILE.partition("$(FRAMEWORKS): pyproject")[2], re.MULTILINE)
+    lines = re.findall(
+        r"^\t@\$\(INSTALL\)((?:.*\\\n)*.*)", MAKEFILE.partition("$(FRAMEWORKS): pyproject")[2], re.MULTILINE
+    )
     words = re.sub(r'[\\"]|(?<!\S)-\S+|\.\[llm\]', " ", " ".join(lines)).split()
     names = {canonicalize_name(Requirement(word).name) for word in words}
     assert {"verifiers", "langchain", "trl"} <= names <= {canonicalize_name(name) for name in own}

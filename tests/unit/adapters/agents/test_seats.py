@@ -58,7 +58,7 @@ def test_seats_speak_and_what_is_not_trained_is_context(tmp_path: Path) -> None:
         await chat.reply(YOU, seat="critic")
         return {"agent": 2.0, "critic": 3.0, "user": 9.0}
 
-    frozen = says("frozen")
+    frozen = says("frozen", "frozen")
     seats = [
         Seat("agent"),
         Seat("critic"),
@@ -76,6 +76,8 @@ def test_seats_speak_and_what_is_not_trained_is_context(tmp_path: Path) -> None:
     assert spoken == [("agent", "a", 0.0), ("agent", "b", 2.0), ("critic", "c", 3.0)]
     texts = [[message["content"] for message in said] for said, _ in row.contexts]
     assert texts == [["you", "a", "frozen", "b"], ["you", "c"]]
+    (again,) = agent.replay(["you"], [["a", "b", "c"]])
+    assert (again.messages, again.seat_replies) == (row.messages, row.seat_replies), "a script is for the policy alone"
     found = {name.removeprefix("agents/"): value for name, value in sampled.metrics.items() if "_of/" in name}
     turns = {"turns_of/agent": 2, "turns_of/critic": 1, "turns_of/user": 1, "turns_of/loud": 1, "turns_of/late": 1}
     assert found == turns | {"rewards_of/agent": 2.0, "rewards_of/critic": 3.0}
