@@ -197,8 +197,40 @@ def resident_memory() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
+class Mallinfo(ctypes.Structure):
+    """What glibc's `mallinfo2` returns."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
+def memory_in_use() -> float:
+    """MB that are allocated, at most: Python's small blocks count 512 bytes each.
+
+    The resident memory also has what is free between allocated blocks, which grows for a while without a leak.
+    """
+    mallinfo2 = ctypes.CDLL("libc.so.6").mallinfo2
+    mallinfo2.restype = Mallinfo
+    found = mallinfo2()
+    return (found.uordblks + found.hblkhd + 512 * sys.getallocatedblocks()) / 1e6
+
+
 def measure(program: Callable[[str], Any], conversations: int) -> None:
-    """Hold conversations, in 20 rounds, and print the most open files after a round, and the MB that ten rounds need.
+    """Hold conversations, in 20 rounds, and print the most open files after a round, and the MB that ten rounds need more:
+    resident, and in use.
 
     All rounds are equal, so the number of conversations is rounded up to a multiple of 20.
     Memory goes up and down by 10 MB between rounds, so the lowest of rounds 16 to 20 is compared with the lowest of 6 to 10.
@@ -206,7 +238,7 @@ def measure(program: Callable[[str], Any], conversations: int) -> None:
     tokenizer = make_tokenizer(500)
     model = make_model(TINY["tiny"], "cpu", vocab_size=500, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
     policy = Says(model, tokenizer, sampling=SamplingConfig(max_new_tokens=8))
-    files, memory = list[int](), list[float]()
+    files, memory, in_use = list[int](), list[float](), list[float]()
     with ChatEndpoint(policy) as endpoint:
         agent = AgentPolicy(policy, endpoint.runs(lambda base_url, _: program(base_url)), concurrency=8, timeout=600)
         for _ in range(20):
@@ -214,7 +246,9 @@ def measure(program: Callable[[str], Any], conversations: int) -> None:
             assert [row.reward for row in held] == [1.0] * len(held), held[0].info
             files.append(open_files())
             memory.append(resident_memory())
-    print(f"{max(files):>10} {min(memory[15:]) - min(memory[5:10]):>+21.1f}")
+            in_use.append(memory_in_use())
+    grown = [min(each[15:]) - min(each[5:10]) for each in (memory, in_use)]
+    print(f"{max(files):>10} {grown[0]:>+21.1f} {grown[1]:>+9.1f}")
 
 
 def main() -> None:
@@ -229,14 +263,14 @@ def main() -> None:
         measure(program, options.conversations)
         return
     print(f"{options.conversations} conversations with {TURNS} turns")
-    print(f"{'':<24}open files   MB in ten rounds     lines of errors")
+    print(f"{'':<24}open files   MB in ten rounds    in use     lines of errors")
     for name, (package, _) in PROGRAMS.items():
         if importlib.util.find_spec(package) is not None:
             command = [sys.executable, "-m", "benchmarks.agent_clients", "--only", name]
             command += ["--conversations", str(options.conversations)]
             environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would be fetched
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            print(f"{name:<24}{done.stdout.rstrip() or 'failed':<32} {len(done.stderr.splitlines()):>17}", flush=True)
+            print(f"{name:<24}{done.stdout.rstrip() or 'failed':<42} {len(done.stderr.splitlines()):>17}", flush=True)
             if done.returncode:
                 raise SystemExit(done.stderr)
 
