@@ -202,7 +202,7 @@ def test_a_conversation_that_fills_the_folder_of_all_costs_later_ones_their_rewa
         assert rewards(*honest, fills, honest[0]) == [1.0, 0.0, 0.0]
         assert [path.name for path in executor.root.iterdir()] == ["beside"]
         # at most 5 MiB between two measurements, of which a busy machine may miss 40
-        assert most < sum(path.stat().st_size for path in executor.root.rglob("file-*")) < most + 200 * 2**20
+        assert sum(path.stat().st_size for path in executor.root.rglob("file-*")) < most + 200 * 2**20
         shutil.rmtree(executor.root / "beside")
         assert rewards(*honest * 3) == [1.0] * 3
         assert list(executor.root.iterdir()) == []
