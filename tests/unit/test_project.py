@@ -342,9 +342,8 @@ def test_the_longest_tests_run_on_a_schedule_and_print_the_table_of_the_page() -
     assert only == {"ci": 0, "versions": 0, "faults": 2, "frameworks": 2}
     of_page = [name for name, _ in rows("docs/reliability.md", "test")]
     (elsewhere,) = (name for name in of_page if "make test-frameworks" in name)
-    assert elsewhere.startswith("1,020 conversations with four requests at a time")
-    assert "The test of the 1,020 conversations is in `tests/frameworks/`." in text_of("docs/reliability.md")
-    assert "1,020 in all" in text_of("tests/frameworks/test_soak.py")
+    assert elsewhere.startswith("1,000 conversations each with LangChain, LiteLLM and OpenAI's Agents SDK")
+    assert "LangChain and others are in\n`tests/frameworks/`." in text_of("docs/reliability.md")
     of_page.remove(elsewhere)
     defined = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests/faults").glob("test_*.py"))
     for name, line in LINES.items():
