@@ -180,8 +180,8 @@ def converse(policy: Any, make: Any, state: Any = "you", *, size: int = 1, **opt
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds, at most for ten seconds."""
-    until = time.monotonic() + 10
+    """Wait until a condition holds, at most for a minute."""
+    until = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)

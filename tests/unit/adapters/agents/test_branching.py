@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -19,6 +18,7 @@ from grpo.errors import ConfigError, ContractError
 from grpo.types import ExperienceBatch
 from tests.support.agent_parts import before_each_batch, changed, model_with, rows_of
 from tests.support.agents import CHATML, FORGETFUL, Echo, Scripted, Tools, language_model, says_call, scores_one_by_one
+from tests.support.clocks import ConversationClocks
 from tests.support.llm_models import FLOAT32_GRADIENT, forward_shapes, gradients, relative_difference
 
 BINARY = Branching(at=(1, 2), width=(2, 2))
@@ -202,9 +202,9 @@ def test_a_failure_loses_the_rows_below_it(method: str, turns: str, lost: list[b
 
 def test_a_hanging_branch_loses_its_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollouts, "GRACE_SECONDS", 0.05)
-    release = threading.Event()
+    release, clocks = threading.Event(), ConversationClocks(monkeypatch)
 
-    hangs = changed(Forkable, restore=lambda self, state: release.wait(20))
+    hangs = changed(Forkable, restore=lambda self, state: (clocks.move(), release.wait(60)))
     rows, metrics = scripted(list("abc"), hangs, timeout=0.2)
     release.set()
     assert [row.ended_by for row in rows] == ["environment", "timeout"]
@@ -212,10 +212,10 @@ def test_a_hanging_branch_loses_its_row_only(monkeypatch: pytest.MonkeyPatch) ->
     assert metrics["agents/abandoned"] == 1
 
 
-def test_a_branch_that_waits_for_its_turn_has_not_timed_out() -> None:
+def test_a_branch_that_waits_for_its_turn_has_not_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """One conversation at a time: the second branch begins after more than the timeout."""
-    policy = Scripted(list("abcde"), max_new_tokens=100).policy
-    before_each_batch(policy, lambda prompts: time.sleep(0.15))
+    policy, clocks = Scripted(list("abcde"), max_new_tokens=100).policy, ConversationClocks(monkeypatch)
+    before_each_batch(policy, lambda prompts: clocks.move())
     _, sampled = branched(policy, states=["you"], size=2, branch=ONCE, concurrency=1, timeout=0.2)
     assert [row.ended_by for row in rows_of(sampled.actions)] == ["environment"] * 2
 

@@ -30,6 +30,7 @@ from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError
 from tests.support.agent_parts import before_each_batch, user
 from tests.support.agents import THINKS, Scripted, chat_tokenizer, language_model, says_call, wait_for
+from tests.support.clocks import ConversationClocks
 from tests.unit.adapters.agents.test_conversations import text_and_sampled
 
 USER: Any = user("you")
@@ -530,12 +531,13 @@ def test_a_request_that_waits_when_the_program_returns_is_refused() -> None:
 
 def test_a_program_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollouts, "GRACE_SECONDS", 0.05)
-    release, late = threading.Event(), []
+    release, late, clocks = threading.Event(), [], ConversationClocks(monkeypatch)
 
     def program(base_url: str, state: Any) -> float:
         raw(base_url)
         if state == "bad":
-            release.wait(20)
+            clocks.move(0)
+            release.wait(60)
             late.append(raw(base_url))
         return 1.0
 

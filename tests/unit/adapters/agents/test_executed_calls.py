@@ -19,6 +19,7 @@ from grpo.errors import ConfigError, ContractError
 from tests.support import hostile_tools, tool_functions
 from tests.support.agent_parts import changed, user
 from tests.support.agents import Echo, Scripted, converse, language_model, lookup, says_call
+from tests.support.clocks import ConversationClocks
 from tests.support.tool_executors import LINUX, LONG, OWN_USERS, number_here, soon
 from tests.unit.adapters.tools.execution.test_hostile_calls import CATALOGUE as HOSTILE
 from tests.unit.adapters.tools.execution.test_hostile_calls import DAILY, KINDS, LIMITS, RUNS, Case
@@ -98,8 +99,17 @@ def test_results_and_errors_of_calls_are_messages_in_the_order_of_the_calls(exec
     assert row.messages[-2]["content"] == "done"
 
 
-def test_an_endless_loop_ends_at_its_deadline_and_the_conversation_goes_on(executor: ToolExecutor) -> None:
+def test_an_endless_loop_ends_at_its_deadline_and_the_conversation_goes_on(
+    executor: ToolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The deadline of the tool is later than that of the environment: waiting for a call is not the environment's time."""
+    clocks, run = ConversationClocks(monkeypatch), executor.run_async
+
+    async def run_for_an_hour(*given: Any) -> Any:
+        clocks.move()
+        return await run(*given)
+
+    monkeypatch.setattr(executor, "run_async", run_for_an_hour)
     turns = [calls(("hang", {"how": "busy"}), ("add", {"a": 1})), calls(("add", {"a": 2})), "done"]
     row = converse(says(*turns), Plain, executor=executor, timeout=0.3)[0]
     assert results(row) == ["Error: ToolTimeoutError: hang: no answer within 0.4 s; the worker was killed.", "2", "3"]

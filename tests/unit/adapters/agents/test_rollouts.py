@@ -39,6 +39,7 @@ from tests.support.agents import (
     says_call,
     wait_for,
 )
+from tests.support.clocks import ConversationClocks, skipping_clock
 from tests.unit.adapters.agents.test_endpoint import raw
 
 
@@ -60,12 +61,17 @@ def one_with(method: str, does: Callable[..., Any]) -> type[Counting]:
     return changed(Counting, **{method: lambda self, *args, **kwargs: does()}, num_closed=0)
 
 
-def waits_if_bad(release: threading.Event) -> type[Counting]:
-    """An environment whose `step` waits for an event if the state is "bad"."""
+def waits_if_bad(release: threading.Event, clocks: ConversationClocks, num_bad: int = 1) -> type[Counting]:
+    """An environment whose `step` waits for an event if the state is "bad". Bad conversations are the first. They are late as
+    soon as all of them wait."""
+    waiting = []
 
     def step(self: Any, action: Any) -> Any:
-        if self.state == "bad":
-            release.wait(20)
+        if self.state == "bad" and not release.is_set():
+            waiting.append(self)
+            if len(waiting) == num_bad:
+                clocks.move(*range(num_bad))
+            release.wait(60)
         return Counting.step(self, action)
 
     return changed(Counting, step=step, num_closed=0)
@@ -389,7 +395,7 @@ def test_an_environment_that_breaks_the_protocol_ends_the_run(method: str, does:
 def test_a_hanging_environment_is_given_up_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollouts, "GRACE_SECONDS", 0.05)
     release = threading.Event()
-    hangs = waits_if_bad(release)
+    hangs = waits_if_bad(release, ConversationClocks(monkeypatch))
     agent = AgentPolicy(says(*"abcdefgh"), hangs, timeout=0.3)
     sampled = agent.sample_actions(["bad", "you"], 1)
     (bad,), (good,) = sampled.actions
@@ -404,7 +410,7 @@ def test_a_state_that_hangs_costs_its_rows_and_is_not_held_again(monkeypatch: py
     """Ten rows of one state keep ten threads. The next iteration, and the retries, would keep more of them."""
     monkeypatch.setattr(rollouts, "GRACE_SECONDS", 0.05)
     release, made = threading.Event(), []
-    hangs = waits_if_bad(release)
+    hangs = waits_if_bad(release, ConversationClocks(monkeypatch), num_bad=10)
     make = lambda state: (made.append(state), hangs(state, turns=1))[1]  # noqa: E731
     agent = AgentPolicy(says(*"abcdefgh" * 8), make, timeout=1.0, num_retries=1)
     for num_made, error in ((10, "no answer within 1 s"), (0, "an earlier environment of this state still hangs")):
@@ -432,11 +438,12 @@ def test_hanging_environments_of_too_many_states_end_the_run(monkeypatch: pytest
     release.set()
 
 
-def test_an_awaiting_program_is_cancelled_in_time() -> None:
-    cancelled: list[bool] = []
+def test_an_awaiting_program_is_cancelled_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled, clocks = [], ConversationClocks(monkeypatch)
 
     async def play(chat: Chat, state: Any) -> float:
         await chat([user(state)])
+        clocks.move()
         try:
             await asyncio.sleep(60)
         finally:
@@ -448,9 +455,9 @@ def test_an_awaiting_program_is_cancelled_in_time() -> None:
     assert found == ("timeout", 0, [True])
 
 
-def test_the_time_of_the_model_is_not_the_programs() -> None:
-    policy = says(*"abc")
-    before_each_batch(policy, lambda prompts: time.sleep(0.2))
+def test_the_time_of_the_model_is_not_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, clocks = says(*"abc"), ConversationClocks(monkeypatch)
+    before_each_batch(policy, lambda prompts: (clocks.move(), time.sleep(0.2)))
     (row,) = AgentPolicy(policy, Echo, timeout=0.15).generate_actions(["you"], 1)[0]
     assert row.ended_by == "environment"
 
@@ -544,20 +551,21 @@ def test_a_request_after_the_end_is_refused() -> None:
 
 
 def test_seconds_in_which_nothing_could_run_are_not_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop stands still for longer than the timeout, as if the process were stopped."""
+    """The loop stands still for longer than the timeout, as if the process were stopped: for two minutes by the clock."""
     monkeypatch.setattr(rollouts, "BEAT_SECONDS", 0.05)
+    skip = skipping_clock(monkeypatch)
 
     async def play(chat: Chat, state: Any) -> float:
         await chat([user(state)])
         if state == "stops":
             await asyncio.sleep(0.1)
-            time.sleep(2.0)  # on purpose
+            skip(120.0)
         else:
             for _ in range(4):
                 await asyncio.sleep(0.1)
         return 1.0
 
-    rows = AgentPolicy(says(*"ab"), play, timeout=1.5).generate_actions(["stops", "works"], 1)
+    rows = AgentPolicy(says(*"ab"), play, timeout=60.0).generate_actions(["stops", "works"], 1)
     assert [(row.ended_by, row.reward) for (row,) in rows] == [("environment", 1.0)] * 2
 
 

@@ -29,6 +29,7 @@ from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError, ContractError
 from tests.support.agent_parts import conversation, user
 from tests.support.agents import Echo, Scripted, converse, language_model
+from tests.support.clocks import ConversationClocks
 from tests.unit.adapters.agents.test_chat import says
 from tests.unit.adapters.agents.test_conversations import text_and_sampled
 from tests.unit.adapters.agents.test_endpoint import raw, with_client
@@ -200,7 +201,7 @@ def test_functions_of_seats_do_not_hold_up_other_conversations() -> None:
 
 def test_a_function_that_hangs_ends_its_conversation_and_keeps_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adapters.agents.rollouts.GRACE_SECONDS", 0.05)
-    release, states, num_calls = threading.Event(), ["you"], []
+    release, states, num_calls, clocks = threading.Event(), ["you"], [], ConversationClocks(monkeypatch)
 
     async def play(chat: Chat, state: Any) -> float:
         await chat.reply(YOU, seat="hangs")
@@ -208,7 +209,8 @@ def test_a_function_that_hangs_ends_its_conversation_and_keeps_one_thread(monkey
 
     def hangs(messages: Any) -> str:
         num_calls.append(1)
-        return "late" if release.wait(20) else ""
+        clocks.move()
+        return "late" if release.wait(60) else ""
 
     agent = AgentPolicy(says("a"), play, seats=[Seat(name="hangs", policy=hangs)], timeout=0.3)
     for error, num_abandoned in (
