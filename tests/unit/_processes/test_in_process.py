@@ -24,6 +24,7 @@ from grpo._processes.process import Process
 from grpo._processes.worker import LENGTH
 from grpo.errors import CallError, DeadlineError
 from grpo.rewards import Call, call_in_process
+from tests.support.clocks import CallsClock
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.reward_faults import children, eventually, is_alive, write_process, written
 from tests.support.threads import run_together
@@ -240,11 +241,13 @@ def test_an_answer_that_still_arrives_at_the_deadline_is_late(monkeypatch: pytes
         call(bytes, 100 << 16, timeout=0.5)
 
 
-def test_the_deadline_is_per_call_and_names_the_call() -> None:
-    seconds = [0.2] * 3 + [99]
-    calls = [Call(name=f"row {n}", function=time.sleep, arguments=(each,)) for n, each in enumerate(seconds)]
-    with pytest.raises(DeadlineError, match=r"^row 3 did not answer within 0\.5 s$"):
-        call_in_process(calls, timeout=0.5)
+def test_the_deadline_is_per_call_and_names_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three calls of 40 seconds by an imitated clock, and one that does not answer within its 60 seconds."""
+    clock = CallsClock(monkeypatch)
+    functions = [*[partial(clock.move, 40.0)] * 3, clock.hang]
+    calls = [Call(name=f"row {n}", function=function) for n, function in enumerate(functions)]
+    with pytest.raises(DeadlineError, match=r"^row 3 did not answer within 60 s$"):
+        call_in_process(calls, timeout=60.0)
 
 
 def start_processes(folder: Path, then: Callable[[], Any]) -> Any:

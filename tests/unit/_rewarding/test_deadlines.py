@@ -19,6 +19,7 @@ from grpo import RewardConfig, WeightedRewards
 from grpo._retrying.calls import RetriedCalls
 from grpo._rewarding.deadlines import Call, await_all, is_async
 from grpo.errors import CallError, DeadlineError, RewardRaisedError, RewardTimeoutError
+from tests.support.clocks import skipping_clock
 from tests.support.reward_faults import asked, children, counts, eventually
 
 FAST = 0.1
@@ -93,9 +94,15 @@ def test_a_call_that_hangs_is_cancelled_and_named() -> None:
     assert isinstance(caught.value.__cause__, TimeoutError)
 
 
-def test_the_deadline_counts_from_the_start_of_each_call() -> None:
-    """Six calls of 0.2 seconds, one at a time, with a second for each."""
-    assert await_all(calls_of(echo, [(n, 0.2) for n in range(6)]), timeout=1.0, max_concurrent=1) == list(range(6))
+def test_the_deadline_counts_from_the_start_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six calls of 40 seconds by an imitated clock, one at a time, with 80 seconds for each."""
+    skip = skipping_clock(monkeypatch)
+
+    async def slow(value: int) -> int:
+        skip(40.0)
+        return await echo(value, 0.01)
+
+    assert await_all(calls_of(slow, [(n,) for n in range(6)]), timeout=80.0, max_concurrent=1) == list(range(6))
 
 
 def test_a_call_that_turns_its_cancellation_into_an_error_has_missed_its_deadline() -> None:
@@ -318,17 +325,18 @@ def test_a_reward_that_never_answers_ends_at_its_deadline_and_leaves_no_process(
     assert children() == before
 
 
-def test_timeouts_are_counted_retried_and_dropped() -> None:
+def test_timeouts_are_counted_retried_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call hangs, and a call with row 2 alone. The call after the first raises."""
-    asked_for: list[int] = []
+    asked_for, skip = [], skipping_clock(monkeypatch)
 
     async def reward(states: Any, actions: Any) -> list[float]:
         asked_for.append(len(actions))
         if len(asked_for) == 1 or [*actions] == [2]:
+            skip(90.0)
             await asyncio.sleep(3600)
         return [1.0] * len(actions) if len(asked_for) > 2 else 1 / 0
 
-    found = asked(reward, timeout=0.5, num_retries=1, on_failure="drop")
+    found = asked(reward, timeout=60.0, num_retries=1, on_failure="drop")
     assert found.kept.tolist() == [True, True, False, True]
     assert found.metrics == counts(timeouts=2, failed_calls=3, retries=1, dropped=1)
 

@@ -13,6 +13,7 @@ from grpo._rewarding.calls import KeptRewards
 from grpo.errors import ConfigError, ContractError, RewardError
 from grpo.judges import JudgeReport, KnownPair, ListwiseJudge, RubricJudge, measure_judge
 from grpo.rewards import ask_for_rewards
+from tests.support.clocks import skipping_clock
 from tests.support.policies import TablePolicy
 
 pytestmark = pytest.mark.usefixtures("without_type_checks")
@@ -122,12 +123,16 @@ def test_a_judge_that_fails_everywhere_is_a_failed_call() -> None:
         ask(ListwiseJudge(lambda state, actions: "?"), list("ab"), [0, 0], num_retries=0)
 
 
-def test_deadlines_end_calls_of_both_kinds() -> None:
+def test_deadlines_end_calls_of_both_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip = skipping_clock(monkeypatch)
+
     async def slow(state: str, actions: list[str]) -> list[int]:
-        await asyncio.sleep(60 if state == "state 1" else 0)
+        if state == "state 1":
+            skip(90.0)
+            await asyncio.sleep(3600)
         return [0, 1]
 
-    found = ask(ListwiseJudge(slow), list("abcd"), [0, 0, 1, 1], timeout=0.3, num_retries=0, on_failure="drop")
+    found = ask(ListwiseJudge(slow), list("abcd"), [0, 0, 1, 1], timeout=60.0, num_retries=0, on_failure="drop")
     assert (found.values.tolist(), found.metrics["rows/dropped"]) == ([1.0, 0.0], 2)
     plain = ask(ListwiseJudge(lambda state, actions: [1, 0]), list("ab"), [0, 0], timeout=60.0)
     assert plain.values.tolist() == [0.0, 1.0]

@@ -5,7 +5,6 @@ import functools
 import inspect
 import math
 import os
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from grpo._retrying.calls import RetriedCalls
 from grpo.checks import check_reward_model
 from grpo.errors import ConfigError, ContractError, ProtocolError, RewardError, RewardTimeoutError
 from grpo.rewards import ask_for_rewards
+from tests.support.clocks import CallsClock, skipping_clock
 from tests.support.reward_faults import children
 
 
@@ -317,35 +317,43 @@ def test_async_calls_run_together_up_to_the_limit(limit: Any, most: Any) -> None
     assert len(judge.loops) == 1  # one loop for all calls, so open clients stay usable
 
 
-def test_a_slow_awaited_call_times_out_and_names_its_row() -> None:
+def test_a_slow_awaited_call_times_out_and_names_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip = skipping_clock(monkeypatch)
+
     async def slow(completion: str) -> float:
-        await asyncio.sleep(60.0 if completion == "bb" else 0.0)
+        if completion == "bb":
+            skip(90.0)
+            await asyncio.sleep(3600)
         return 1.0
 
-    message = r"exceeded reward\.timeout=0\.05: slow at row 1 did not answer within 0\.05 s for rows 0 to 2, in 1 call"
+    message = r"exceeded reward\.timeout=60: slow at row 1 did not answer within 60 s for rows 0 to 2, in 1 call"
     with pytest.raises(RewardTimeoutError, match=message):
-        retried(CompletionRewards(slow), timeout=0.05)
-    dropped = retried(CompletionRewards(slow), timeout=0.05, on_failure="drop")
+        retried(CompletionRewards(slow), timeout=60)
+    dropped = retried(CompletionRewards(slow), timeout=60, on_failure="drop")
     assert dropped.values.tolist() == [1.0, 1.0]
 
 
-def test_each_row_of_a_plain_function_has_the_whole_time_limit() -> None:
-    """Three rows of 0.6 seconds, one after another, with 1.5 seconds for each."""
+def test_each_row_of_a_plain_function_has_the_whole_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows of 40 seconds by an imitated clock, one after another, with 80 seconds for each."""
+    clock = CallsClock(monkeypatch)
 
     def steady(completion: str) -> float:
-        time.sleep(0.6)
+        clock.move(40.0)
         return float(len(completion))
 
-    assert retried(CompletionRewards(steady), timeout=1.5).values.tolist() == [1.0, 2.0, 3.0]
+    assert retried(CompletionRewards(steady), timeout=80).values.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_a_slow_plain_call_times_out_and_names_its_row() -> None:
+def test_a_slow_plain_call_times_out_and_names_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = CallsClock(monkeypatch)
+
     def slow(completion: str) -> float:
-        time.sleep(60.0 if completion == "bb" else 0.0)
+        if completion == "bb":
+            clock.hang()
         return 1.0
 
-    with pytest.raises(RewardTimeoutError, match=r"slow at row 1 did not answer within 0\.5 s for rows 0 to 2"):
-        retried(CompletionRewards({"slow": slow, "right": right}), timeout=0.5)
+    with pytest.raises(RewardTimeoutError, match=r"slow at row 1 did not answer within 60 s for rows 0 to 2"):
+        retried(CompletionRewards({"slow": slow, "right": right}), timeout=60)
     assert children() == set()
 
 
