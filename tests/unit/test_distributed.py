@@ -18,7 +18,9 @@ from grpo._ranks.shared_errors import shared_by_all
 from grpo.distributed import Replicated
 from grpo.engine import Engine, OneProcess
 from grpo.errors import RankError, TrainingInterrupted
+from tests.support.clocks import skipping_clock
 from tests.support.gloo_threads import Group, groups, on_ranks, on_threads
+from tests.support.reward_faults import eventually
 
 __all__ = ["groups"]  # a fixture
 pytestmark = pytest.mark.usefixtures("groups")
@@ -175,14 +177,24 @@ def test_tensors_on_an_accelerator_travel_over_the_group_itself(monkeypatch: pyt
     assert used == ["all_reduce 0", "all_gather 0"]
 
 
-def test_a_rank_that_waits_for_something_else_may_come_later_than_the_timeout() -> None:
-    def body(engine: Replicated) -> list[Any]:
-        if engine.rank == 1:
-            with engine.waiting(30.0, "the judge is ill"):
-                time.sleep(2.0)
-        return engine.gather_objects(engine.rank)
+def test_a_rank_that_waits_for_something_else_may_come_later_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes 32 seconds later, in steps of an imitated clock. At each step, rank 0 has heard again that rank 1 is busy."""
+    skip, watches = skipping_clock(monkeypatch), []
 
-    assert on_ranks(2, body, timeout=1.0) == [[0, 1], [0, 1]]
+    def body(engine: Replicated) -> list[Any]:
+        if engine.rank == 0:
+            watches.append(engine._meetings._watch)
+            return engine.gather_objects(0)
+        with engine.waiting(3600.0, "the judge is ill"):
+            for _ in range(8):
+                now = time.monotonic()
+                eventually(
+                    lambda now=now: watches and watches[0].busy_at.get(1, ("", now))[1] > now, "rank 0 has heard it"
+                )
+                skip(4.0)
+        return engine.gather_objects(1)
+
+    assert on_ranks(2, body, timeout=20.0) == [[0, 1], [0, 1]]
 
 
 def test_gradients_and_a_value_are_added_up_over_all_ranks() -> None:

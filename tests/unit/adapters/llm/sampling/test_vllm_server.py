@@ -2,7 +2,8 @@
 
 import importlib.util
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from adapters.llm.sampling.vllm_requests import Answer, request_settings, requir
 from adapters.llm.sampling.vllm_server import VLLMServerSampler
 from adapters.llm.sampling.vllm_worker import VLLMWorker
 from grpo.errors import ConfigError, GRPOWarning
+from tests.support.reward_faults import eventually
 from tests.support.vllm_stand import Stand, running_stand
 
 CONFIG = SamplingConfig(max_new_tokens=4)
@@ -142,20 +144,42 @@ def test_a_missing_server_is_awaited_and_the_error_says_how_to_start_it() -> Non
             VLLMWorker(url, timeout=10).get("/health")
 
 
-def test_a_request_that_times_out_is_not_repeated(stand: Stand) -> None:
-    stand.delay = 0.5
+@pytest.fixture
+def hangs(stand: Stand) -> Iterator[Callable[[str], None]]:
+    """Lets the server answer one path never, as long as the test runs."""
+    answer, has_ended = stand.answer, threading.Event()
+
+    def hang_at(hanging: str) -> None:
+        def hang(path: str, body: Any) -> Any:
+            if path != hanging:
+                return answer(path, body)
+            stand.heard.append((path, body))
+            has_ended.wait()
+            return None
+
+        stand.answer = hang  # type: ignore[method-assign]
+
+    yield hang_at
+    has_ended.set()
+
+
+def test_a_request_that_times_out_is_not_repeated(stand: Stand, hangs: Callable[[str], None]) -> None:
+    hangs("/weight_info")
     with pytest.raises(SamplerError, match=r"did not answer /weight_info within 0\.1 s. Raise timeout"):
         VLLMWorker(stand.url, timeout=0.1).get("/weight_info")
-    assert len(stand.heard) == 1
+    eventually(lambda: stand.heard != [], "the server has read the request")
+    assert stand.paths() == ["/weight_info"]
 
 
-def test_a_slow_server_that_runs_is_not_lost(stand: Stand, tmp_path: Path) -> None:
+def test_a_slow_server_that_runs_is_not_lost(stand: Stand, hangs: Callable[[str], None], tmp_path: Path) -> None:
     """To repeat the request would take as long again."""
-    sampler = VLLMServerSampler(stand.url, weights_folder=tmp_path, timeout=0.1)
+    sampler = VLLMServerSampler(stand.url, weights_folder=tmp_path)
     sample(sampler, 1)
-    stand.delay = 0.15
+    hangs("/inference/v1/generate")
+    sampler._workers[0]._timeout = 0.1  # only the request that hangs has a short limit
     with pytest.raises(SamplerError, match=r"did not answer /inference/v1/generate within 0\.1 s. Raise timeout"):
         sample(sampler, 1)
+    eventually(lambda: stand.paths().count("/inference/v1/generate") > 1, "the server has read the request")
     assert stand.paths().count("/inference/v1/generate") == 2
 
 

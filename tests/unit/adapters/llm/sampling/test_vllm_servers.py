@@ -269,20 +269,21 @@ def test_a_server_that_was_started_again_with_other_options_is_refused(stands: l
 
 def test_a_server_that_hangs_is_lost(stands: list[Stand], tmp_path: Path) -> None:
     """It answers neither the request nor the question for its version."""
-    sampler = synced(stands[:2], tmp_path, timeout=0.2)
-    answer, is_hanging = stands[1].answer, False
+    sampler = synced(stands[:2], tmp_path)
+    answer, is_hanging, has_ended = stands[1].answer, False, threading.Event()
 
     def hang(path: str, body: Any) -> Any:
         nonlocal is_hanging
         is_hanging = is_hanging or "generate" in path
-        if is_hanging:
-            time.sleep(0.3)
-            return None
-        return answer(path, body)
+        if "generate" in path:
+            has_ended.wait()
+        return None if is_hanging else answer(path, body)
 
     stands[1].answer = hang  # type: ignore[method-assign]
+    sampler._workers[1]._timeout = 0.2  # the other server may take its time
     with pytest.warns(GRPOWarning, match=rf"{stands[1].url}.* Its 6 rows are sampled again"):
         assert_sampled(sampler, 1.0)
+    has_ended.set()
     assert len(seeds_of(stands[0])) == 12
 
 

@@ -172,17 +172,6 @@ def test_an_error_raised_by_a_remote_tool_becomes_a_result() -> None:
     assert "none: TypeError" in str(last.error)
 
 
-async def block(seconds: float) -> str:
-    """Block the loop of the remote tools."""
-    time.sleep(seconds)
-    return "blocked"
-
-
-async def block_in_a_task(seconds: float) -> str:
-    """Block the loop in a task of its own."""
-    return await asyncio.create_task(block(seconds))
-
-
 async def rest(seconds: float) -> str:
     """Wait as a remote tool should."""
     for _ in range(4):
@@ -191,16 +180,37 @@ async def rest(seconds: float) -> str:
 
 
 @pytest.mark.parametrize("blocking", ["block", "block_in_a_task"])
-def test_a_remote_tool_that_blocks_fails_only_its_own_call(blocking: str) -> None:
-    tools = [Tool.from_function(each, remote=True, timeout=0.5) for each in (block, block_in_a_task, rest)]
-    catalogue = ToolCatalogue([*tools, Tool.from_function(tool_functions.nap, timeout=0.5)])
+def test_a_remote_tool_that_blocks_fails_only_its_own_call(blocking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It blocks the loop for an hour, by a clock that stands still otherwise, once two other calls have begun."""
+    now, begun, has_blocked = [0.0], [], asyncio.Event()
+    clocked = partial(RemoteTools, clock=lambda: now[0])
+    monkeypatch.setattr("adapters.tools.execution.executor.RemoteTools", clocked)
+
+    async def rest() -> str:
+        begun.append(1)
+        await has_blocked.wait()
+        await asyncio.sleep(0.01)
+        return "rested"
+
+    async def block(seconds: float) -> str:
+        while len(begun) < 2:
+            await asyncio.sleep(0.01)
+        now[0] += seconds
+        has_blocked.set()
+        return "blocked"
+
+    async def block_in_a_task(seconds: float) -> str:
+        return await asyncio.create_task(block(seconds))
+
+    functions = (rest, block, block_in_a_task)
+    tools = [Tool.from_function(each, remote=True, timeout=60.0, description="Do it.") for each in functions]
+    catalogue = ToolCatalogue([*tools, Tool.from_function(tool_functions.nap, timeout=LONG)])
     with ToolExecutor(catalogue, num_workers=2) as made:
-        assert output_of(made, "rest", seconds=0) == "rested"
-        calls = [call("rest", seconds=0.2), call("nap", seconds=0.1), call(blocking, seconds=1.0)]
-        resting, sleeping, blocked, waiting = made.run([*calls, call("rest", seconds=0.2)])
+        calls = [call("rest"), call("nap", seconds=0.1), call(blocking, seconds=3600), call("rest")]
+        resting, sleeping, blocked, waiting = made.run(calls)
         assert (resting.output, waiting.output) == ("rested", "rested")
         assert sleeping.ok
-        assert str(blocked.error) == f"{blocking}: no answer within 0.5 s; the call was cancelled."
+        assert str(blocked.error) == f"{blocking}: no answer within 60 s; the call was cancelled."
         assert output_of(made, blocking, seconds=0) == "blocked"
 
 
