@@ -37,6 +37,7 @@ def test_a_sampler_writes_a_line_for_each_size_with_all_weights_and_lora(sampler
         assert (len(line), line[:2], line[-1]) == (len(gpu.COLUMNS), ["ours", sampler], "-")
         of_token, whole, sample, score, update, _, divergence = map(float, line[4:-1])
         assert abs(divergence) < 1e-4
+        # equal on any machine but for their rounding: `update` is the rest of the whole
         assert of_token == pytest.approx(1e3 * sample / 4, abs=3)
         assert sample + score + update == pytest.approx(whole, abs=0.02)
 

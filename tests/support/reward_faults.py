@@ -87,7 +87,7 @@ def children() -> set[int]:
     return found
 
 
-def eventually(holds: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+def eventually(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     """Wait until something holds."""
     deadline = time.monotonic() + seconds
     while not holds():

@@ -169,9 +169,10 @@ def test_the_time_of_the_last_answer_moves_while_the_store_answers_and_with_each
 
     watch = Watch(Slow(), 0, 2, PERIOD)
     watch.answered_at -= 100.0
+    before = time.monotonic()
     watch.wait_at(1)
     begun = watch.answered_at
-    assert time.monotonic() - begun < 10.0
+    assert begun >= before
     watch.wait_at(1)
     assert watch.answered_at == begun
     answers.set()

@@ -8,7 +8,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from adapters.tracking import MLflowSink, OptunaPruning, TensorBoardSink, Tracki
 from adapters.tracking.tracker_sink import TrackerSink
 from adapters.tracking.values import flat, histogram_of, markdown_table
 from grpo import ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, MetricSink, Samples, with_settings
+from tests.support.reward_faults import eventually
 from tests.support.tracked_runs import (
     FIRST_ROW,
     STATES,
@@ -316,7 +316,8 @@ def test_trackio_warns_if_it_cannot_write_and_the_run_goes_on(tmp_path: Path, tr
     class Breaking:
         def on_iteration(self, trainer: Any, metrics: Any) -> None:
             if trainer.iteration == 1:
-                time.sleep(0.7)  # trackio has written
+                logged = lambda: any("train/samples" in row for row in rows("broken", sink._run))  # noqa: E731
+                eventually(logged, "trackio has written the iteration")
                 (trackio_folder / "broken.db").unlink()
                 (trackio_folder / "broken.db").mkdir()
 

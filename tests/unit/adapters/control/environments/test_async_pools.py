@@ -156,10 +156,8 @@ def test_lost_workers_are_named_and_the_pool_continues(
                 if command == Command.HANG:  # only the member that hangs is asked, whose answer cannot come in time
                     patch.setattr(pool, "_timeout", 0.2)
                     members, actions = [1], [command]
-                started = time.monotonic()
                 with pytest.raises(WorkerLost, match=f"Lost the worker of member 1, which {reason}") as lost:
                     pool.step(np.array(members), np.array(actions))
-                assert time.monotonic() - started < 50.0  # the worker sleeps for 60 seconds
             assert lost.value.members == [1]
             assert pool.num_rebuilds == rebuilds + 1
             with pytest.raises(ContractError, match=r"members \[0, 1\] have none"):
@@ -203,10 +201,10 @@ def test_answers_to_an_interrupted_call_are_not_used_for_the_next_call(pool: Asy
 
 
 class NeverCloses(Scripted):
-    """Hangs when its worker closes it."""
+    """Hangs for ever when its worker closes it."""
 
     def close(self) -> None:
-        if multiprocessing.parent_process() is not None:
+        while multiprocessing.parent_process() is not None:
             time.sleep(60)
 
 
@@ -226,9 +224,7 @@ def test_closing_does_not_wait_for_dead_or_hanging_workers(monkeypatch: pytest.M
     pool = AsyncPool([Scripted, NeverCloses])
     pool.reset([0, 1], starts_of(0, 1))
     kill_worker(pool, 0)
-    started = time.monotonic()
     pool.close()
-    assert time.monotonic() - started < 50.0
     pool.close()
     with pytest.raises(ConfigError, match="AsyncPool: the pool is closed"):
         pool.step(np.array([1]), np.array([FINE]))
