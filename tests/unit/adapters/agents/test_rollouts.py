@@ -101,14 +101,33 @@ def asking(*texts: str, catches: bool = True, then: Callable[[], Any] = lambda: 
     return play
 
 
-def late_after_one(text: str) -> str:
-    """What a model says that is late with its second message."""
+def hours_pass(skip: Callable[[float], None], is_over: Callable[[], bool]) -> None:
+    """Let time pass until something holds, at most for a minute.
+
+    In steps, because a limit may begin after the model was asked, and the last step may come after `is_over` holds: alone it
+    must not exceed the next limit of 60 seconds.
+    """
+    for _ in range(1200):
+        if is_over():
+            return
+        skip(40.0)
+        time.sleep(0.05)
+
+
+def late_after_one(skip: Callable[[float], None], text: str) -> str:
+    """What a model says that is late with its second message to an `Echo`."""
+    num_closed = len(Echo.closed)
     if "I heard" in text:
-        time.sleep(2.0)
+        hours_pass(skip, lambda: len(Echo.closed) > num_closed)
     return "a"
 
 
-HANGS = partial(asyncio.sleep, 60)
+async def hangs() -> None:
+    """Hang for an hour, by the `ConversationClocks` of a test."""
+    rollouts._LoopClock().move()  # type: ignore[attr-defined]
+    await asyncio.sleep(60)
+
+
 ENDS: list[tuple[EndedBy, Any, Any, dict[str, Any], list[str], list[float]]] = [
     ("environment", Echo, ["a", "b", "c"], {}, HEARD, [1.0, 2.0, 3.0]),
     ("environment", Echo, ["a", "b", "c"], {"max_turns": 3}, HEARD, [1.0, 2.0, 3.0]),  # exactly at the limit
@@ -123,9 +142,9 @@ ENDS: list[tuple[EndedBy, Any, Any, dict[str, Any], list[str], list[float]]] = [
     ("length", asking("x", "y"), ["a", LONG], {}, ["y", LONG], [0.0, 7.0]),
     ("length", asking("x", "y", catches=False), [LONG], {}, ["x", LONG], [0.0]),
     ("length", asking("x", "y" * ROOM), ["a"], {"max_tokens": ROOM}, ["x", "a"], [7.0]),
-    ("timeout", one_with("step", HANGS), ["a"], {"timeout": 0.3}, HEARD[:2], [math.nan]),
-    ("timeout", asking("x", then=HANGS), ["a"], {"timeout": 0.3}, ["x", "a"], [math.nan]),
-    ("timeout", Echo, late_after_one, {"turn_timeout": 1.0}, HEARD[:2], [math.nan]),
+    ("timeout", one_with("step", hangs), ["a"], {"timeout": 0.3}, HEARD[:2], [math.nan]),
+    ("timeout", asking("x", then=hangs), ["a"], {"timeout": 0.3}, ["x", "a"], [math.nan]),
+    ("timeout", Echo, late_after_one, {"turn_timeout": 60.0}, HEARD[:2], [math.nan]),
     ("error", one_with("step", fails), ["a"], {}, HEARD[:2], [math.nan]),
     ("error", asking("x", "y", then=fails), ["a"], {"max_turns": 1}, ["x", "a"], [math.nan]),
 ]
@@ -147,12 +166,15 @@ def test_the_limits_of_the_page_have_their_defaults() -> None:
     assert told == {name: given[name] for name in names} | others
 
 
-def test_every_way_to_end_is_a_line_of_the_page(subtests: pytest.Subtests) -> None:
+def test_every_way_to_end_is_a_line_of_the_page(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the other side said last stays in the transcript. A truncated message is not answered."""
+    ConversationClocks(monkeypatch)
+    skip = skipping_clock(monkeypatch)
     lines = [name for name, *_ in lines_of("`ended_by`")]
     assert lines == list(get_args(EndedBy)) == list(dict.fromkeys(ended_by for ended_by, *_ in ENDS))
     for ended_by, make, turns, options, messages, rewards in ENDS:
         with subtests.test(ended_by=ended_by, turns=turns, **options):
+            turns = partial(turns, skip) if turns is late_after_one else turns
             policy = Scripted(turns, max_new_tokens=8).policy
             sampled = AgentPolicy(policy, make, **options).sample_actions(["you"], 1)
             (row,) = sampled.actions[0]
@@ -230,9 +252,12 @@ def test_rows_without_a_reward_follow_the_setting_and_the_run_goes_on(rule: Any,
         assert math.isfinite(metrics["rewards/mean"])
 
 
-@pytest.mark.parametrize("goes_wrong", [fails, HANGS], ids=["fails", "hangs"])
-def test_a_conversation_that_failed_is_held_again_with_the_same_random_numbers(goes_wrong: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("goes_wrong", [fails, hangs])
+def test_a_conversation_that_failed_is_held_again_with_the_same_random_numbers(
+    goes_wrong: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tries: list[str] = []
+    ConversationClocks(monkeypatch)
 
     async def play(chat: Chat, state: Any) -> float:
         messages = [user("you")]
@@ -688,8 +713,8 @@ def test_a_turn_returns_when_it_ends_and_not_when_the_longest_ends(loop: Any) ->
     assert held() == found, "the early turns are those of the whole batch"
 
 
-def test_a_turn_that_takes_too_long_leaves_other_conversations_alone() -> None:
-    policy, late = says(*"ab"), threading.Event()
+def test_a_turn_that_takes_too_long_leaves_other_conversations_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, late, skip = says(*"ab"), threading.Event(), skipping_clock(monkeypatch)
 
     async def play(chat: Chat, state: Any) -> float:
         while state == "later" and not late.is_set():
@@ -701,19 +726,19 @@ def test_a_turn_that_takes_too_long_leaves_other_conversations_alone() -> None:
             raise
         return 1.0
 
-    before_each_batch(policy, lambda prompts: late.wait(20))
-    (now,), (later,) = AgentPolicy(policy, play, turn_timeout=2.0).generate_actions(["now", "later"], 1)
+    before_each_batch(policy, lambda prompts: hours_pass(skip, late.is_set))
+    (now,), (later,) = AgentPolicy(policy, play, turn_timeout=60.0).generate_actions(["now", "later"], 1)
     assert (now.ended_by, len(now.turns)) == ("timeout", 0)
     assert (later.ended_by, len(later.turns), later.reward) == ("environment", 1, 1.0)
 
 
 @pytest.mark.parametrize("who", ["the policy", "the policy over HTTP", "a frozen seat"])
 def test_a_turn_that_takes_too_long_ends_its_conversation_and_says_so(
-    who: str, caplog: pytest.LogCaptureFixture
+    who: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy, late, causes = says(*"abcd"), threading.Event(), []
+    policy, late, causes, skip = says(*"abcd"), threading.Event(), [], skipping_clock(monkeypatch)
     seats = [Seat(name="slow", policy=says(*"abcd"))] if who == "a frozen seat" else []
-    before_each_batch(seats[0].policy if seats else policy, lambda prompts: late.wait(20))
+    before_each_batch(seats[0].policy if seats else policy, lambda prompts: hours_pass(skip, late.is_set))
 
     async def play(chat: Chat, state: Any) -> float:
         try:
@@ -734,7 +759,7 @@ def test_a_turn_that_takes_too_long_ends_its_conversation_and_says_so(
         return 1.0
 
     with ChatEndpoint(policy) as endpoint:
-        options: dict[str, Any] = {"turn_timeout": 0.5, "seats": seats}
+        options: dict[str, Any] = {"turn_timeout": 60.0, "seats": seats}
         held = endpoint.runs(program) if who == "the policy over HTTP" else play
         agent = AgentPolicy(policy, held, num_retries=1, **options)
         assert agent.generate_actions(["you"], 1)[0][0].reward == 1.0, "held again"
@@ -745,7 +770,7 @@ def test_a_turn_that_takes_too_long_ends_its_conversation_and_says_so(
     assert causes == ["timeout"] * 2
     [told] = EnvironmentReward().explain_missing(["you"], [row])
     assert told == (
-        "State 'you': the model sent no message within turn_timeout=0.5 s. Raise AgentPolicy(turn_timeout=...), or lower "
+        "State 'you': the model sent no message within turn_timeout=60 s. Raise AgentPolicy(turn_timeout=...), or lower "
         "max_new_tokens or concurrency."
     )
     gc.collect()
