@@ -46,7 +46,7 @@ def test_an_error_in_any_phase_is_raised_on_all_ranks(
     engine: str, phases: list[str], num_ranks: int, tmp_path: Path, subtests: pytest.Subtests, record_property: Record
 ) -> None:
     cases = [
-        Case(phase=phase, fault=fault, culprit=culprit, num_ranks=num_ranks, timeout=60.0, engine=engine)
+        Case(phase=phase, fault=fault, culprit=culprit, num_ranks=num_ranks, timeout=20.0, engine=engine)
         for phase in phases[1:]  # before there is an engine, nothing can be told
         for fault in RAISED
         for culprit in range(num_ranks)

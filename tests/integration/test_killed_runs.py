@@ -17,6 +17,7 @@ def assert_nothing_is_lost(folder: Path, num_kills: int, num_signals: int, seed:
     assert (kills["killed"], kills["older"], kills["mixed"]) == (num_kills, 0, 0)
     assert (signals["signals"], signals["wrong codes"]) == (num_signals, [])
     assert (signals["older"], signals["different ends"]) == (0, 0)
+    assert signals["longest"] < 25
     return counts
 
 
