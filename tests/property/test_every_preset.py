@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import fields, replace
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -66,8 +66,8 @@ def by_group_in_any_parts_and_order(name: str, dtype: torch.dtype = torch.float6
     return update(EVERY[name], shuffled(Rows.example(dtype)), kind=Both, plan=partition, extra=1)
 
 
-def in_micro_batches_padded(name: str) -> Done:
-    return update(replace(EVERY[name], micro_batch_size=7), Rows.example(), extra=3)
+def in_micro_batches_padded(name: str, size: int) -> Done:
+    return update(replace(EVERY[name], micro_batch_size=size), Rows.example(), extra=3)
 
 
 def assert_same(one: Done, other: Done, tolerance: float) -> None:
@@ -99,9 +99,12 @@ def test_any_split_into_forwards_gives_the_same_update(name):
 
 
 def test_micro_batches_and_padding_give_the_same_update(subtests):
-    for name in [*EVERY][::5]:
-        with subtests.test(name=name):
-            assert_same(as_a_whole(name), in_micro_batches_padded(name), TOLERANCE[torch.float64])
+    selections = ["top_entropy", "kl_cov", "clip_cov"]
+    sums_apart = ["entropy_apart", "ratio_row_sum", "kl_k3"]
+    cases = [*((name, 7) for name in [*EVERY][::5]), *product([*selections, *sums_apart], [1, 2])]
+    for name, size in cases:
+        with subtests.test(name=name, size=size):
+            assert_same(as_a_whole(name), in_micro_batches_padded(name, size), TOLERANCE[torch.float64])
 
 
 @pytest.mark.slow
@@ -119,7 +122,7 @@ def test_several_updates_per_pass_do_not_depend_on_row_order_or_splitting(subtes
     twice = replace(
         rows.take([*range(8), *range(7, -1, -1)]), group_ids=[0] * 4 + [1] * 4 + [2] * 4 + [3] * 4, states=[0, 1] * 8
     )
-    for name in PRESETS:
+    for name in [*PRESETS, "kl_cov"]:
         with subtests.test(name=name):
             config = replace(EVERY[name], batch_size=8)
             whole = update(config, twice)

@@ -128,11 +128,11 @@ def test_no_split_changes_the_gradient(
         observation_coef=0.2,
     )
 
-    def gradient(policy: Any, given: list[ExperienceBatch], **options: Any) -> tuple[Tensor, float]:
+    def gradient(policy: Any, given: list[ExperienceBatch], **options: Any) -> tuple[Tensor, list[float]]:
         (found,), metrics = updated(policy, *given, objective=objective, **options)
-        return found, metrics["train/total_loss"]
+        return found, [metrics["train/total_loss"], metrics["train/observation_loss"]]
 
-    whole, loss = gradient(Signalling(), batches(sampled, shown))
+    whole, losses = gradient(Signalling(), batches(sampled, shown))
     assert bool(whole.isfinite().all())
     for found, same in (
         gradient(Signalling(), batches(sampled, shown), micro_batch_size=size),
@@ -140,14 +140,14 @@ def test_no_split_changes_the_gradient(
         gradient(Signalling(), batches(sampled[::-1], shown[::-1])),
     ):
         assert_same(found, whole)
-        assert same == pytest.approx(loss)
+        assert same == pytest.approx(losses)
     at = min(cut, len(shown) - 1)
     shares = [batches(here, shown[:at]), batches(there, shown[at:])]
     start = Signalling()
 
-    def on_rank(engine: ImitatedRank) -> tuple[Tensor, float]:
+    def on_rank(engine: ImitatedRank) -> tuple[Tensor, list[float]]:
         return gradient(copy.deepcopy(start), shares[engine.rank], engine=engine, micro_batch_size=size)
 
     for found, same in on_ranks(2, on_rank):
         assert_same(found, whole)
-        assert same == pytest.approx(loss)
+        assert same == pytest.approx(losses)
