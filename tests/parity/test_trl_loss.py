@@ -162,21 +162,6 @@ def with_sampler(settings: TRLSettings, choose: random.Random, mode: trl_code.Sa
 
 
 @pytest.mark.slow
-def test_the_loss_with_a_sampler_correction_equals_trls(subtests: pytest.Subtests) -> None:
-    """From rewards and sampler log-probs, NaN ones among them, to the loss, through TRL's `_generate_and_score_completions`."""
-    for loss_type, mode in PAIRS:
-        with subtests.test(loss_type=loss_type, mode=mode):
-            for seed, choose, generator in draws(4, 12):
-                settings = with_sampler(random_settings(choose, loss_type, choose.choice(LEVELS)), choose, mode)
-                case, inputs = generated(
-                    random_case(seed, choose, generator, num_rows=2 * choose.randint(1, 3)), settings
-                )
-                leaves = leaves_of(case)
-                theirs = trl_code.loss(inputs, *leaves, settings)
-                assert_same(our_loss(case, *leaves, settings), theirs, case, settings, *leaves)
-
-
-@pytest.mark.slow
 def test_the_loss_with_all_terms_selections_and_corrections_equals_trls(subtests: pytest.Subtests) -> None:
     """All terms, selections and corrections together; the off-policy mask then looks at the sampler's log-probs."""
     for loss_type in LOSS_TYPES:

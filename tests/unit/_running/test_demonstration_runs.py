@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import ConfigError, ExperienceBatch, GRPOConfig, GRPOTrainer, JSONLSink, ObjectiveConfig, TrainingInterrupted
+from grpo import ConfigError, ExperienceBatch, GRPOConfig, GRPOTrainer, JSONLSink, ObjectiveConfig
 from grpo._running.demonstrations import DemonstrationSource
 from tests.support.imitated_ranks import ImitatedRank, on_ranks
 from tests.support.policies import RowScoring, TablePolicy, weights_of
-from tests.support.stopped_runs import Calls, by_signal
-from tests.support.trainers import by_hand, state_of, trainer_of, without_time
+from tests.support.stopped_runs import Unbroken, by_signal
+from tests.support.trainers import by_hand, trainer_of
 
 SEQUENCES = ExperienceBatch.from_demonstrations([2, 0, 3, 1, 0], [(2, 1), (1,), (1, 2, 1, 1), (2, 2, 0), (1, 1)])
 
@@ -96,6 +96,7 @@ def test_what_is_no_demonstration_is_refused(states, given, message):
         by_hand()[0].train(states, demonstrations=given, num_iterations=1, progress=False)
 
 
+@pytest.mark.usefixtures("without_type_checks")
 @pytest.mark.parametrize("has_states", [True, False])
 @pytest.mark.parametrize("at", [1, 4, 6])
 def test_a_stopped_run_continues_to_the_bit(has_states: bool, at: int, tmp_path: Path) -> None:
@@ -108,18 +109,9 @@ def test_a_stopped_run_continues_to_the_bit(has_states: bool, at: int, tmp_path:
         return trainer_of(RowScoring(), lambda s, a: [float(sum(x)) for x in a], seed=0, **settings, **batches)
 
     states = [0, 1, 2, 3] if has_states else None
-    options: dict[str, Any] = {"demonstrations": SEQUENCES, "num_iterations": 3, "progress": False}
-    whole = trainer()
-    history = whole.train(states, **options)
-    stopped = trainer()
-    Calls(stopped, "step", by_signal, at=at)
-    with pytest.raises(TrainingInterrupted):
-        stopped.train(states, **options, checkpoint_dir=tmp_path)
-    resumed = trainer()
-    rest = resumed.train(states, **options, checkpoint_dir=tmp_path, resume="auto")
-    assert state_of(resumed) == state_of(whole)
-    expected = [without_time(metrics) for metrics in history[len(history) - len(rest) :]]
-    assert [without_time(metrics) for metrics in rest] == [pytest.approx(each, nan_ok=True, abs=0) for each in expected]
+    options = {"demonstrations": SEQUENCES, "progress": False}
+    unbroken = Unbroken(lambda _: (trainer(), states, options), num_iterations=3)
+    unbroken.assert_same_after_a_stop(tmp_path, "step", at, by_signal)
 
 
 def test_two_ranks_take_their_shares_of_the_demonstrations() -> None:

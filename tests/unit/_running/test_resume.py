@@ -2,7 +2,6 @@
 
 import math
 import random
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.support.policies import TablePolicy, digest, weights_of
 from tests.support.stopped_runs import (
     Calls,
     StoppingCallback,
+    Unbroken,
     assert_same_metrics,
     by_exception,
     by_signal,
@@ -254,14 +254,8 @@ def moving(kind: Any) -> GRPOTrainer:
 
 
 def test_a_run_with_objects_as_actions_is_stopped_and_continued(tmp_path: Path) -> None:
-    whole = moving(Move)
-    whole.train(["a", "b"], num_iterations=2, progress=False)
-    for number in range(6):
-        trainer = moving(Move)
-        Calls(trainer, "loss", by_exception, at=2)
-        with stopped() if number < 5 else nullcontext():
-            trainer.train(["a", "b"], num_iterations=2, checkpoint_dir=tmp_path, resume="auto", progress=False)
-    assert end_of(trainer) == end_of(whole)
+    unbroken = Unbroken(lambda _: (moving(Move), ["a", "b"], {"progress": False}), num_iterations=2)
+    assert unbroken.assert_same_after_stops_everywhere(tmp_path, "loss", by_exception) == 5
 
 
 def test_actions_that_no_checkpoint_can_hold_are_refused_in_the_first_iteration(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Observations in updates: their cross-entropy by hand, their own denominator and mask, and who is asked for them."""
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,12 +19,10 @@ from grpo import (
     ObjectiveConfig,
     ObjectiveOutput,
     SampledActions,
-    TrainingInterrupted,
 )
-from tests.support.imitated_ranks import ImitatedRank, on_ranks
 from tests.support.policies import EpisodePolicy, TablePolicy
-from tests.support.stopped_runs import Calls, by_signal
-from tests.support.trainers import assert_same, state_of, trainer_of, updated, without_time
+from tests.support.stopped_runs import Unbroken, by_signal
+from tests.support.trainers import assert_same, trainer_of, updated
 
 SCRIPT = [[(0, 1), (1, 0, 1)], [(1,), (0, 1)]]
 """Two moves in each of two states, each with what the environment answered: 1, 2, 0 and 1 observations."""
@@ -40,10 +37,8 @@ ROWS: dict[str, Any] = {
 class Foreseeing(TablePolicy):
     """A table policy that also foresees what the environment answers, from a table of its own. Padding is NaN.
 
-    An action is a move and the answers to it. `extra` columns of padding are added to the observations.
+    An action is a move and the answers to it.
     """
-
-    extra = 0
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -51,7 +46,7 @@ class Foreseeing(TablePolicy):
 
     def score_actions(self, states: Any, actions: Any) -> ActionScores:
         log_probs = self.get_log_probabilities(states, [move for move, *_ in actions]).unsqueeze(1)
-        width = max(len(answers) for _, *answers in actions) + self.extra
+        width = max(len(answers) for _, *answers in actions)
         foreseen = self.answers[[self.places[state] for state in states]].log_softmax(1)
         rows = [[foreseen[row, answer] for answer in answers] for row, (_, *answers) in enumerate(actions)]
         nan = torch.tensor(math.nan, dtype=torch.float64)
@@ -115,32 +110,6 @@ def test_a_policy_foresees_its_environment_also_where_no_row_has_an_advantage() 
     assert_same(gradient[:4], torch.zeros(4, dtype=torch.float64))
     assert float(gradient[4:].abs().sum()) > 0
     assert policy.calls["score with gradient"] == 1
-
-
-@pytest.mark.parametrize(
-    ("size", "extra", "order"), [*((size, 0, []) for size in (1, 2, 3)), (None, 3, []), (None, 0, [2, 3, 1, 0])]
-)
-def test_no_split_no_padding_and_no_other_order_changes_the_gradient(size, extra, order) -> None:
-    expected, metrics, _ = learned()
-    policy = Foreseeing()
-    policy.extra = extra
-    found, same, _ = learned(sampled(*order), policy=policy, micro_batch_size=size)
-    assert_same(found, expected)
-    assert same["train/observation_loss"] == pytest.approx(metrics["train/observation_loss"])
-
-
-def test_two_ranks_make_the_update_of_one_process() -> None:
-    """Rows of 1 and 2 observations on one rank, and of 0 and 1 on the other."""
-    start, halves = Foreseeing(), [sampled(0, 1), sampled(2, 3)]
-
-    def on_rank(engine: ImitatedRank) -> tuple[Tensor, dict[str, float]]:
-        gradient, metrics, _ = learned(halves[engine.rank], policy=copy.deepcopy(start), engine=engine)
-        return gradient, metrics
-
-    expected, metrics, _ = learned()
-    for gradient, found in on_ranks(2, on_rank):
-        assert_same(gradient, expected)
-        assert found["train/observation_loss"] == pytest.approx(metrics["train/observation_loss"])
 
 
 def test_demonstrations_have_observations_too() -> None:
@@ -212,6 +181,7 @@ def test_the_policy_learns_the_answers_of_a_run_that_samples_ahead() -> None:
     assert policy.answers.softmax(1)[:, 1].min() > 0.9
 
 
+@pytest.mark.usefixtures("without_type_checks")
 @pytest.mark.parametrize("at", [2, 3, 4])
 def test_a_stopped_run_continues_to_the_bit(at: int, tmp_path: Path) -> None:
     """With replayed rows, stopped before or between updates."""
@@ -222,17 +192,9 @@ def test_a_stopped_run_continues_to_the_bit(at: int, tmp_path: Path) -> None:
         return trainer_of(Foreseeing(), seed=0, batch_size=6, replay_iterations=1, objective=objective)
 
     given = ExperienceBatch.from_demonstrations(["b"], [(1, 1)])
-    options: dict[str, Any] = {"num_iterations": 2, "demonstrations": given, "progress": False}
-    whole = trainer()
-    history = whole.train(["a", "b"], **options)
-    stopped = trainer()
-    Calls(stopped, "step", by_signal, at=at)
-    with pytest.raises(TrainingInterrupted):
-        stopped.train(["a", "b"], **options, checkpoint_dir=tmp_path)
-    resumed = trainer()
-    rest = resumed.train(["a", "b"], **options, checkpoint_dir=tmp_path, resume="auto")
-    assert state_of(resumed) == state_of(whole)
-    assert without_time(rest[-1]) == pytest.approx(without_time(history[-1]), abs=0, nan_ok=True)
+    options = {"demonstrations": given, "progress": False}
+    unbroken = Unbroken(lambda _: (trainer(), ["a", "b"], options), num_iterations=2)
+    unbroken.assert_same_after_a_stop(tmp_path, "step", at, by_signal)
 
 
 class Wrong(Foreseeing):

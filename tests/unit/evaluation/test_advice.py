@@ -4,7 +4,6 @@ import copy
 import logging
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +25,6 @@ from tests.support.policies import TablePolicy
 from tests.support.trainers import SCRIPT, by_hand
 
 pytestmark = pytest.mark.usefixtures("without_type_checks")
-
-ROOT = Path(__file__).parents[3]
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -364,9 +361,7 @@ def test_imitating_rows_that_were_given_is_no_collapse_and_no_lack_of_clipping(c
     assert said(caplog) == []
 
 
-def test_the_debugging_page_contains_every_advice() -> None:
-    page = " ".join((ROOT / "docs" / "debugging.md").read_text().split())  # wherever its lines are broken
-    assert [rule.sign for rule in RULES if rule.sign not in page] == []
+def test_the_settings_that_an_advice_names_exist() -> None:
     names = re.findall(r"\b(?:group_size|dynamic_sampling_rounds|reference_sync_every|reference_mix)\b", str(RULES))
     assert all(hasattr(GRPOConfig(), name) for name in names)
     assert hasattr(ObjectiveConfig(), "entropy_coef")
