@@ -96,38 +96,42 @@ def test_nested_observations_are_those_of_the_environment() -> None:
         pool.close()
 
 
-def test_values_that_are_not_finite_are_named_without_a_rebuild(pool: AsyncPool, subtests: pytest.Subtests) -> None:
-    rebuilds = pool.num_rebuilds
-    for command, fault in (
-        (Command.NAN, "the observation contains NaN or infinity"),
-        (Command.INFINITE_REWARD, "the reward must be finite, also as float32; got -inf"),
-    ):
-        with subtests.test(command=command):
-            pool.reset([0, 1], starts_of(0, 1))
-            pool.step(np.array([0, 1]), np.array([FINE, FINE]))
-            with pytest.raises(ContractError, match=f"Scripted, member 1, step 2, seed 1: {fault}"):
-                pool.step(np.array([0, 1]), np.array([FINE, command]))
-    with pytest.raises(ContractError, match="Scripted, member 1, step 0, seed None: the observation contains NaN"):
-        pool.reset([1], [EpisodeStart(options={"observation": np.array([0, np.inf], dtype=np.float32)})])
-    assert pool.num_rebuilds == rebuilds
+WRONG_SHAPE = r"the observation must be float32 \[2\]; got float32"
+FAULTS = [
+    (Command.NAN, "the observation contains NaN or infinity", False),
+    (Command.INFINITE_REWARD, "the reward must be finite, also as float32; got -inf", False),
+    (Command.WRONG_SHAPE, rf"{WRONG_SHAPE} \[2, 1\]", True),
+    (Command.WRONG_DTYPE, r"the observation must be float32 \[2\]; got complex64 \[2\]", True),
+    (Command.NO_REWARD, "the reward must be a number; got 'much'", True),
+]
+"""What is said, and whether the worker is replaced."""
+FAULTS_OF_A_RESET = [
+    (np.array([0, np.inf], dtype=np.float32), "the observation contains NaN", False),
+    (np.float32(1.0), rf"{WRONG_SHAPE} \[\]", True),
+]
 
 
-def test_faults_that_a_worker_finds_are_named(pool: AsyncPool, subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("kind", ["serial", "async"])
+def test_faulty_values_are_named_and_the_pool_remains_usable(
+    kind: str, pool: AsyncPool, subtests: pytest.Subtests
+) -> None:
     """Shared memory would accept an observation of a wrong shape, so the worker checks it."""
-    for command, fault in (
-        (Command.WRONG_SHAPE, r"the observation must be float32 \[2\]; got float32 \[2, 1\]"),
-        (Command.NO_REWARD, "the reward must be a number; got 'much'"),
-    ):
+    tested: Any = pool if kind == "async" else make_pool(Scripted, 2)
+    for command, fault, is_replaced in FAULTS:
         with subtests.test(command=command):
-            pool.reset([0, 1], starts_of(0, 1))
-            with pytest.raises(ContractError, match=f"Scripted, member 1, step 1, seed 1: {fault}"):
-                pool.step(np.array([0, 1]), np.array([FINE, command]))
-            pool.reset([0, 1], starts_of(0, 1))
-            pool.step(np.array([0, 1]), np.array([FINE, FINE]))
-    with pytest.raises(
-        ContractError, match=r"Scripted, member 1, step 0, seed None: the observation .*\[2\]; got float32 \[\]"
-    ):
-        pool.reset([1], [EpisodeStart(options={"observation": np.float32(1.0)})])
+            tested.reset([0, 1], starts_of(0, 1))
+            tested.step(np.array([0, 1]), np.array([FINE, Command.NARROWED]))
+            rebuilds = pool.num_rebuilds
+            with pytest.raises(ContractError, match=f"Scripted, member 1, step 2, seed 1: {fault}"):
+                tested.step(np.array([0, 1]), np.array([FINE, command]))
+            assert pool.num_rebuilds - rebuilds == (is_replaced and kind == "async")
+    for observation, fault, is_replaced in FAULTS_OF_A_RESET:
+        with subtests.test(observation=observation):
+            tested.reset([0, 1], starts_of(0, 1))
+            rebuilds = pool.num_rebuilds
+            with pytest.raises(ContractError, match=f"Scripted, member 1, step 0, seed 7: {fault}"):
+                tested.reset([1], [EpisodeStart(seed=7, options={"observation": observation})])
+            assert pool.num_rebuilds - rebuilds == (is_replaced and kind == "async")
 
 
 def test_a_snapshot_of_another_environment_is_not_a_lost_worker(pool: AsyncPool) -> None:

@@ -13,23 +13,6 @@ from adapters.control.environments.snapshots import take_snapshot
 from grpo.errors import ConfigError, ContractError
 from tests.support.control_pools import assert_same_rows, starts_of, stepped_by_hand, stepped_by_pool
 
-# CartPole-v0 is used for its limit of 200 steps.
-pytestmark = pytest.mark.filterwarnings("ignore:.*CartPole-v0 is out of date:DeprecationWarning")
-
-
-def test_whole_episodes_equal_the_single_environment(subtests: pytest.Subtests) -> None:
-    starts = starts_of(*range(5))
-    starts[3] = EpisodeStart(seed=3, options={"low": -0.2, "high": 0.1})
-    starts[4] = EpisodeStart(seed=4, options={"low": -0.01})
-    for env_id in ("CartPole-v1", "CartPole-v0"):
-        single = gymnasium.make(env_id)
-        for num_members in (1, 3, 64):  # the arithmetic does not depend on the number of columns
-            with subtests.test(env_id=env_id, num_members=num_members):
-                pool = make_pool(env_id, num_members, vectorization="native")
-                assert isinstance(pool, NativeCartPole)
-                for number, episode in enumerate(stepped_by_pool(pool, starts)):
-                    assert_same_rows(episode, stepped_by_hand(single, starts[number], number))
-
 
 def test_the_sutton_barto_reward_is_minus_one_at_the_fall() -> None:
     pool = make_pool("CartPole-v1", 1, sutton_barto_reward=True)
@@ -41,16 +24,6 @@ def test_the_sutton_barto_reward_is_minus_one_at_the_fall() -> None:
         rewards.append(step.rewards[0])
         ended = step.terminated[0]
     assert rewards == [0.0] * (len(rewards) - 1) + [-1.0]
-
-
-def test_a_reset_without_a_seed_continues_the_members_generator() -> None:
-    pool, single = NativeCartPole(2), gymnasium.make("CartPole-v1")
-    pool.reset([0, 1], starts_of(5, 6))
-    again, _ = pool.reset([1], [EpisodeStart()])
-    single.reset(seed=6)
-    np.testing.assert_array_equal(again[0], single.reset()[0])
-    again, _ = pool.reset([1], [EpisodeStart()])
-    np.testing.assert_array_equal(again[0], single.reset()[0])
 
 
 def test_actions_other_than_0_and_1_are_refused() -> None:
