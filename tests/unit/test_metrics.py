@@ -1,13 +1,10 @@
-"""Streaming statistics by hand and against numpy, and the lines a JSONL file gets."""
+"""Streaming statistics, by hand and against numpy."""
 
-import json
 import math
-import unicodedata
 
 import pytest
 import torch
 
-from grpo import JSONLSink, MetricSink
 from grpo._objective.metrics import Measured, all_moments
 from grpo.metrics import Meter, reward_statistics
 
@@ -18,10 +15,6 @@ def row(count: float, total: float, squares: float) -> torch.Tensor:
 
 def measured(num_steps: int) -> Measured:
     return Measured(terms={}, per_step={"ratio": 2.0}, mask=torch.ones(1, num_steps, dtype=torch.bool))
-
-
-def read_jsonl(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(("added", "num_updates", "expected"), [
@@ -124,37 +117,3 @@ def test_reward_statistics_equal_hand_worked_values():
     statistics = reward_statistics(torch.tensor([0.5]))
     assert statistics.pop("rewards/std") == 0
     assert set(statistics.values()) == {0.5}
-
-
-def test_a_sink_writes_one_line_per_iteration_at_once_and_appends_to_an_existing_file(tmp_path):
-    path = tmp_path / "made" / "on the way" / "metrics.jsonl"
-    with JSONLSink(path) as sink:
-        assert isinstance(sink, MetricSink)
-        sink.log({"rewards/mean": 0.5, "train/kl_mean": 0.1}, iteration=1)
-        assert read_jsonl(path) == [{"iteration": 1, "rewards/mean": 0.5, "train/kl_mean": 0.1}]
-    with JSONLSink(str(path)) as sink:
-        sink.log({"rewards/mean": 0.75}, iteration=2)
-    assert path.read_text() == (
-        '{"iteration": 1, "rewards/mean": 0.5, "train/kl_mean": 0.1}\n{"iteration": 2, "rewards/mean": 0.75}\n'
-    )
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_values_that_json_cannot_hold_become_null(value, tmp_path):
-    with JSONLSink(tmp_path / "metrics.jsonl") as sink:
-        sink.log({"a": value, "b": 1.0}, iteration=1)
-    found = json.loads(sink.path.read_text(), parse_constant=pytest.fail)
-    assert found == {"iteration": 1, "a": None, "b": 1.0}
-
-
-def test_no_name_can_break_a_line_or_reach_a_terminal(tmp_path):
-    control = [chr(c) for c in range(0x2100) if unicodedata.category(chr(c)) in ("Cc", "Zl", "Zp")]
-    forged = ['"}\n{"iteration": 9, "forged": 1', "\\n", "\x1b[2J", "naïve ✓"]
-    metrics = {name: float(n) for n, name in enumerate([*(f"a{character}b" for character in control), *forged])}
-    with JSONLSink(tmp_path / "metrics.jsonl") as sink:
-        sink.log(metrics, iteration=1)
-        sink.log({"a": 1.0}, iteration=2)
-    written = sink.path.read_bytes()
-    assert written.count(b"\n") == 2
-    assert all(0x20 <= byte < 0x7F for byte in written.replace(b"\n", b""))
-    assert read_jsonl(sink.path) == [{"iteration": 1, **metrics}, {"iteration": 2, "a": 1.0}]

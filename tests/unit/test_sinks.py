@@ -1,8 +1,9 @@
-"""Sinks: which iterations they record, what they do after a resume, and tables of samples."""
+"""Sinks: the lines of a file, which iterations they record, what they do after a resume, and tables of samples."""
 
 import json
 import math
 import re
+import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo import ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, JSONLSink, Samples
+from grpo import ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, JSONLSink, MetricSink, Samples
 from grpo.sinks import LONGEST_TEXT, GuardedSinks, as_text, continue_lines, replace_text
 from tests.support.policies import TablePolicy
 from tests.support.trainers import by_hand
@@ -79,6 +80,32 @@ def test_a_resumed_run_continues_its_file_and_repeats_no_iteration(tmp_path: Pat
     assert 9.0 not in [line["rewards/mean"] for line in lines_of(path)]
 
 
+def test_a_sink_writes_one_line_per_iteration_at_once_and_appends_to_an_existing_file(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "on the way" / "metrics.jsonl"
+    with JSONLSink(path) as sink:
+        assert isinstance(sink, MetricSink)
+        sink.log({"rewards/mean": 0.5, "train/kl_mean": 0.1}, iteration=1)
+        assert lines_of(path) == [{"iteration": 1, "rewards/mean": 0.5, "train/kl_mean": 0.1}]
+    with JSONLSink(str(path)) as sink:
+        sink.log({"rewards/mean": 0.75}, iteration=2)
+    assert path.read_text() == (
+        '{"iteration": 1, "rewards/mean": 0.5, "train/kl_mean": 0.1}\n{"iteration": 2, "rewards/mean": 0.75}\n'
+    )
+
+
+def test_no_name_can_break_a_line_or_reach_a_terminal(tmp_path: Path) -> None:
+    control = [chr(c) for c in range(0x2100) if unicodedata.category(chr(c)) in ("Cc", "Zl", "Zp")]
+    forged = ['"}\n{"iteration": 9, "forged": 1', "\\n", "\x1b[2J", "naïve ✓"]
+    metrics = {name: float(n) for n, name in enumerate([*(f"a{character}b" for character in control), *forged])}
+    with JSONLSink(tmp_path / "metrics.jsonl") as sink:
+        sink.log(metrics, iteration=1)
+        sink.log({"a": 1.0}, iteration=2)
+    written = sink.path.read_bytes()
+    assert written.count(b"\n") == 2
+    assert all(0x20 <= byte < 0x7F for byte in written.replace(b"\n", b""))
+    assert lines_of(sink.path) == [{"iteration": 1, **metrics}, {"iteration": 2, "a": 1.0}]
+
+
 def test_a_new_run_keeps_the_lines_of_earlier_runs_under_numbered_names(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for run in (1.0, 2.0, 3.0):
@@ -108,9 +135,9 @@ def test_a_file_is_made_with_the_first_line_and_not_before(tmp_path: Path) -> No
     sink = JSONLSink(tmp_path / "new" / "metrics.jsonl")
     assert list(tmp_path.iterdir()) == []
     sink.close()
-    sink.log({"x": math.inf}, 1)
+    sink.log({"x": math.inf, "y": -math.inf, "z": math.nan}, 1)
     sink.close()
-    assert lines_of(sink.path) == [{"iteration": 1, "x": None}]
+    assert lines_of(sink.path) == [{"iteration": 1, "x": None, "y": None, "z": None}], "JSON has no such numbers"
 
 
 def test_log_every_counts_iterations_and_adds_evaluations_and_the_last() -> None:
