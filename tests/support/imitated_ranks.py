@@ -1,4 +1,4 @@
-"""Ranks as threads of one process that exchange values in memory: an engine without processes and without connections."""
+"""Ranks without processes and without connections: threads that exchange values in memory, and a rank with an equal twin."""
 
 import threading
 from collections.abc import Callable
@@ -12,6 +12,21 @@ from grpo._ranks.processes import SeveralProcesses
 from grpo._ranks.shared_errors import error_for_all, problem_of, shared_by_all
 
 SECONDS = 60
+
+
+class Twin(SeveralProcesses):
+    """An `Engine` of the first of two ranks that do the same."""
+
+    num_ranks = 2
+
+    def sum(self, values: Tensor) -> Tensor:
+        return 2 * values
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
+        return torch.cat([rows, rows]), 0
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, value]
 
 
 class ImitatedRank(SeveralProcesses):

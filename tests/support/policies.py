@@ -6,6 +6,7 @@ Nothing here is shared with the code under test but its public data classes.
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -209,6 +210,30 @@ class RowScoring(SequencePolicy):
 
     def score_actions(self, states: Any, actions: Any) -> ActionScores:
         return self._scores(states, actions)
+
+
+class Changing(RowScoring):
+    """Its scores in updates are changed by a function."""
+
+    def __init__(self, change: Callable[[ActionScores], ActionScores]) -> None:
+        super().__init__()
+        self.change = change
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        scores = super().score_actions(states, actions)
+        return self.change(scores) if torch.is_grad_enabled() else scores
+
+
+class Critic(RowScoring):
+    """Also gives a value for each position in a sequence. The values are a view of a parameter."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.value = nn.Parameter(torch.zeros(self.max_steps, dtype=self.head.weight.dtype))
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        scores = super().score_actions(states, actions)
+        return replace(scores, values=self.value[: scores.mask.shape[1]].expand(scores.mask.shape))
 
 
 class GroupScoring(RowScoring):

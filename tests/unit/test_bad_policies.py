@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo import ActionScores, ConfigError, ContractError, ProtocolError
-from tests.support.policies import RowScoring, TablePolicy, digest
+from tests.support.policies import Changing, TablePolicy, digest
 from tests.support.trainers import by_hand, state_of, trainer_of
 
 
@@ -131,18 +131,6 @@ def test_a_non_finite_log_prob_of_a_sampled_action_is_refused(bad: float, first:
     assert torch.isfinite(policy.logits).all()
 
 
-class Masks(RowScoring):
-    """Its scores pass through a function when a gradient is wanted."""
-
-    def __init__(self, change: Callable[[ActionScores], Any]) -> None:
-        super().__init__()
-        self.change = change
-
-    def score_actions(self, states: Any, actions: Any) -> Any:
-        scores = super().score_actions(states, actions)
-        return self.change(scores) if torch.is_grad_enabled() else scores
-
-
 def widened(scores: ActionScores, *, counts: bool) -> ActionScores:
     """One more column, which counts or does not."""
     log_probs, mask = nn.functional.pad(scores.log_probs, (0, 1)), nn.functional.pad(scores.mask, (0, 1), value=counts)
@@ -166,5 +154,5 @@ OTHER_STEPS: dict[str, Callable[[ActionScores], ActionScores]] = {
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("case", OTHER_STEPS)
 def test_scoring_other_steps_in_an_update_than_at_collection_is_refused(case: str, epochs: int) -> None:
-    message = r"Masks must score the batch's steps, but the masks differ: .*score the same steps every time"
-    refuses(Masks(OTHER_STEPS[case]), message, (0, 1), num_epochs_per_update=epochs)
+    message = r"Changing must score the batch's steps, but the masks differ: .*score the same steps every time"
+    refuses(Changing(OTHER_STEPS[case]), message, (0, 1), num_epochs_per_update=epochs)

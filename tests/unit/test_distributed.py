@@ -1,5 +1,6 @@
 """Engines: what a single process does, what `Replicated` sends and returns, and that ranks start from equal weights."""
 
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -425,27 +426,10 @@ def holding(parameters: dict[str, Tensor]) -> Any:
     return SimpleNamespace(get_parameters=lambda: parameters)
 
 
-class Ranks(SeveralProcesses):
-    """Three ranks; the others start from these parameters."""
-
-    num_ranks = 3
-
-    def __init__(self, *others: dict[str, Tensor]) -> None:
-        self.others = others
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        sent: list[Any] = []
-
-        class Listening(SeveralProcesses):
-            num_ranks = 2
-
-            def gather_objects(self, value: Any) -> list[Any]:
-                sent.append(value)
-                return [value]
-
-        for parameters in self.others:
-            Listening().require_equal_weights(holding(parameters), None)
-        return [value, *sent]
+def compared(*ranks: dict[str, Tensor]) -> list[Any]:
+    """What each rank raises, or None, where the ranks start from these parameters."""
+    policies = [holding(parameters) for parameters in ranks]
+    return on_ranks(len(ranks), lambda engine: engine.require_equal_weights(policies[engine.rank], None))
 
 
 def parameters(*, scale: float = 1.0) -> dict[str, Tensor]:
@@ -456,7 +440,7 @@ def parameters(*, scale: float = 1.0) -> dict[str, Tensor]:
 
 
 def test_a_rank_with_other_weights_is_refused_and_its_difference_named() -> None:
-    Ranks(parameters(), parameters()).require_equal_weights(holding(parameters()), None)  # equal weights are accepted
+    assert compared(parameters(), parameters(), parameters()) == [None] * 3
     swapped = parameters() | {"weight": torch.tensor([[2.0, 1.0], [3.0, 4.0]])}
     all_differ = {name: value.detach() + 1 for name, value in parameters().items()} | {"empty": torch.ones(1)}
     fewer = {name: value for name, value in parameters().items() if name != "gain"}
@@ -468,8 +452,9 @@ def test_a_rank_with_other_weights_is_refused_and_its_difference_named() -> None
         ((parameters(), all_differ), rf"rank 2 differs from rank 0 {first_three}"),
         ((fewer, parameters()), r"rank 0 in gain \(bfloat16\[\] 2\.0 on rank 0, absent on rank 1\)\. Build"),
     ]:
-        with pytest.raises(ConfigError, match=message):
-            Ranks(*others).require_equal_weights(holding(parameters()), None)
+        for error in compared(parameters(), *others):
+            assert type(error) is ConfigError
+            assert re.search(message, str(error))
 
 
 class Layers(torch.nn.Module):

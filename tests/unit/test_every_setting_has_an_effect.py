@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from grpo import AdvantageConfig, EntropyControl, GRPOConfig, KLControl, ObjectiveConfig, RewardConfig, WeightedRewards
 from grpo.arguments import Settings
@@ -21,7 +21,7 @@ from grpo.errors import GRPOError
 from grpo.surrogates import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, KlCov, Reinforce, Sapo, Vespo
 from grpo.trainer import GRPOTrainer
 from grpo.types import ActionScores, ExperienceBatch, SampledActions
-from tests.support.policies import ExactSampling, digest, weights_of
+from tests.support.policies import Critic, ExactSampling, digest, weights_of
 from tests.support.trainers import trainer_of
 
 pytestmark = pytest.mark.usefixtures("without_type_checks")
@@ -41,16 +41,8 @@ class Sampler(ExactSampling):
         return super().to(*arguments, **keywords)
 
 
-class Critic(Sampler):
+class SamplingCritic(Critic, Sampler):
     """The policy above, with a value for each position in a sequence."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.value = nn.Parameter(torch.zeros(self.max_steps, dtype=self.head.weight.dtype))
-
-    def score_actions(self, states: Any, actions: Any) -> ActionScores:
-        scores = super().score_actions(states, actions)
-        return dataclasses.replace(scores, values=self.value[: scores.mask.shape[1]].repeat(len(actions), 1))
 
 
 class Observing(Sampler):
@@ -186,7 +178,7 @@ PLAIN = Scene()
 STEPS, DEAD, GIVEN = Scene(per_step=True), Scene(dead_group=True), Scene(demonstrations=True)
 NAN, RAISES, AWAITED = Scene(first_is_nan=True), Scene(calls_that_raise=1), Scene(awaited=True)
 OUTAGE = Scene(calls_that_raise=20)  # of 16 rows: a call for all rows, one for each row, and three more
-TRAINED_CRITIC = Scene(policy=Critic, credit="gae")
+TRAINED_CRITIC = Scene(policy=SamplingCritic, credit="gae")
 
 
 @dataclass(frozen=True)
@@ -210,7 +202,7 @@ CASES: dict[type[Settings], dict[str, Any]] = {
         "std_ddof": Case(0, shared={"scale": "group"}), "std_eps": Case(0.5, shared={"scale": "group"}),
         "k": Case(3, shared={"baseline": "max_at_k", "k": 2}),
         "several_rewards": Case("normalize_each", Scene(several_rewards=True)), "gamma": Case(0.5, STEPS),
-        "gae_lambda": Case(0.5, Scene(policy=Critic), {"credit": "gae"}),
+        "gae_lambda": Case(0.5, Scene(policy=SamplingCritic), {"credit": "gae"}),
         "gigpo_weight": Case(2.0, Scene(policy=Keyed), {"credit": "gigpo"}), "upweight_live_groups": Case(True, DEAD),
         "positive_weight": 0.5, "negative_only": True, "clip": 0.05, "reward_clip": 0.5, "normalize_rewards": True},
     ObjectiveConfig: {"surrogate": "reinforce", "top_entropy_fraction": 0.5, "off_policy_threshold": 0.1,

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from grpo import ConfigError, ExperienceBatch, GRPOConfig, GRPOTrainer, RewardConfig
-from grpo._ranks.processes import SeveralProcesses
 from grpo.errors import GRPOWarning
 from grpo.learner import Learner
+from tests.support.imitated_ranks import Twin
 from tests.support.launches import printed_by
 from tests.support.policies import ExactSampling, TablePolicy, digest, weights_of
 from tests.support.trainers import by_hand, without_time
@@ -128,26 +128,26 @@ def test_a_trainer_says_once_what_step_does_not_honour() -> None:
     told.train([0, 1], num_iterations=2, progress=False)
 
 
-class Counted(SeveralProcesses):
-    """Two ranks that do the same. Counts how often they meet."""
+class Counted(Twin):
+    """Counts how often the ranks meet."""
 
-    num_ranks, num_meetings = 2, 0
+    num_meetings = 0
 
     def met(self, value: Any) -> Any:
         self.num_meetings += 1
         return value
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return self.met([value, value])
+        return self.met(super().gather_objects(value))
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        return self.met(2 * values)
+        return self.met(super().sum(values))
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        return 2 * values  # after a meeting, which has told all ranks what comes
+        return super().sum(values)  # after a meeting, which has told all ranks what comes
 
     def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        return self.met((torch.cat([rows, rows]), 0))
+        return self.met(super().gather(rows))
 
     def agree(self, error: BaseException | None = None) -> None:
         super().agree(self.met(error))

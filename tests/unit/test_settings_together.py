@@ -10,7 +10,7 @@ import torch
 from grpo import ActionScores, ConfigError, ContractError, ExperienceBatch, GRPOTrainer, ObjectiveOutput
 from grpo.config import AdvantageConfig, EntropyControl, ObjectiveConfig, RewardConfig
 from grpo.rewards import WeightedRewards
-from tests.support.policies import RowScoring, TablePolicy
+from tests.support.policies import Critic, RowScoring, TablePolicy
 from tests.support.trainers import by_hand, trainer_of
 
 DROP = RewardConfig(non_finite="drop")
@@ -18,18 +18,6 @@ DROP = RewardConfig(non_finite="drop")
 
 def totals(states: Any, actions: Any) -> list[float]:
     return [float(sum(action)) for action in actions]
-
-
-class Critic(RowScoring):
-    """Its values are a view of a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
-
-    def score_actions(self, states: Any, actions: Any) -> ActionScores:
-        scores = super().score_actions(states, actions)
-        return dataclasses.replace(scores, values=self.value[: scores.mask.shape[1]].expand(scores.mask.shape))
 
 
 class Keyed(RowScoring):

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -32,7 +31,7 @@ from grpo.engine import OneProcess
 from grpo.errors import ConfigError, RewardError
 from grpo.rewards import Call, call_in_process
 from tests.support.checkpoint_runs import CountingNetwork, NoisyReward
-from tests.support.policies import ExactSampling, TablePolicy, VectorPolicy, digest, weights_of
+from tests.support.policies import Critic, ExactSampling, TablePolicy, VectorPolicy, digest, weights_of
 from tests.support.trainers import by_hand, without_time
 
 pytestmark = pytest.mark.usefixtures("without_type_checks")
@@ -451,18 +450,13 @@ def test_an_objective_of_your_own_gets_the_behaviour_log_probs_and_no_warning() 
 
 
 def test_values_and_keys_are_those_at_the_start_of_the_iteration_that_uses_the_rows() -> None:
-    class Critic(ExactSampling):
-        def __init__(self) -> None:
-            super().__init__()
-            self.value = torch.nn.Parameter(torch.zeros(self.max_steps, dtype=self.head.weight.dtype))
-
-        def score_actions(self, states: Any, actions: Any) -> Any:
-            scores = super().score_actions(states, actions)
-            return replace(scores, values=self.value[: scores.mask.shape[1]].repeat(len(actions), 1))
+    class SamplingCritic(Critic, ExactSampling): ...
 
     settings = {"advantage": AdvantageConfig(credit="gae"), "objective": ObjectiveConfig(sampler_correction="none")}
     config = {"iterations_ahead": 1, "group_size": 2, "seed": 0, **settings}
-    trainer, policy = by_hand(policy=Critic(), rewards=lambda states, actions: [1.0] * len(actions), config=config)
+    trainer, policy = by_hand(
+        policy=SamplingCritic(), rewards=lambda states, actions: [1.0] * len(actions), config=config
+    )
     seen = noted_inputs(trainer, lambda inputs: (inputs.old_values[:, 0], float(policy.value[0].detach())))
     trainer.train([0, 1], num_iterations=3, progress=False)
     assert len({now for _, now in seen}) == 3

@@ -20,6 +20,7 @@ from grpo.checkpoint import Checkpoint
 from grpo.engine import OneProcess
 from grpo.errors import CheckpointError, GRPOWarning, RankError
 from grpo.surrogates import Clip
+from tests.support.imitated_ranks import Twin
 from tests.support.launches import printed_by
 from tests.support.policies import TablePolicy
 
@@ -94,19 +95,8 @@ def test_arguments_of_train_are_compared_where_ranks_would_meet_at_different_pla
     assert (source["the number of states"], repr(source["checkpoint_dir"])) == ("list_iterator", "given")
 
 
-class Listening(SeveralProcesses):
-    """Two ranks with equal values. Whatever is shared is raised as a `RankError`."""
-
-    num_ranks = 2
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        return 2 * values
-
-    def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        return torch.cat([rows, rows]), 0
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value, value]
+class Listening(Twin):
+    """Whatever is shared is raised as a `RankError`."""
 
     def agree(self, error: BaseException | None = None) -> None:
         if error is not None:

@@ -25,10 +25,10 @@ from grpo import (
     ObjectiveOutput,
     ProtocolError,
 )
-from grpo._ranks.processes import SeveralProcesses
 from grpo._updating.preparation import prepare
 from grpo._updating.requirements import is_function
 from grpo.engine import OneProcess
+from tests.support.imitated_ranks import Twin
 from tests.support.layered import Layered
 from tests.support.policies import DuckPolicy, RecordingSGD, RowScoring, TablePolicy, digest, weights_of
 from tests.support.sharded_ranks import CASES, rows_of
@@ -336,24 +336,9 @@ def test_a_parameter_group_that_is_added_later_is_cleared_counted_and_clipped(bo
     assert policy.bias.grad is None
 
 
-class TwoAlike(SeveralProcesses):
-    """Two ranks that do the same."""
-
-    num_ranks = 2
-
-    def sum(self, values: Tensor) -> Tensor:
-        return 2 * values
-
-    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
-        return torch.cat([rows, rows]), 0
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value, value]
-
-
 def test_two_identical_ranks_make_the_update_of_one_process() -> None:
     """Each rank's weights are halved by the number of all rows, and the gradients of both are added up."""
-    trainer, policy = by_hand(engine=TwoAlike(), advantages=lambda batch: torch.tensor([0.5, -0.5, 0.0, 0.0]))
+    trainer, policy = by_hand(engine=Twin(), advantages=lambda batch: torch.tensor([0.5, -0.5, 0.0, 0.0]))
     metrics = trainer.step(["a", "b"])
     assert policy.logits.tolist() == [[0.125, -0.125], [0.0, 0.0]]
     assert metrics["train/grad_norm"] == pytest.approx(NORM / math.sqrt(2))

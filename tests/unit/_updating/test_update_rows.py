@@ -16,7 +16,7 @@ from grpo._running.in_progress import IterationInProgress
 from grpo._updating.update import Update
 from grpo._updating.update_rows import UpdateRows
 from grpo.surrogates import Steps
-from tests.support.policies import Planning, RecordingSGD, RowScoring, TablePolicy, flat
+from tests.support.policies import Changing, Critic, Planning, RecordingSGD, RowScoring, TablePolicy, flat
 from tests.support.trainers import ROLLOUTS, SCRIPT, by_hand, quarters
 
 
@@ -73,14 +73,6 @@ def test_no_row_is_skipped_where_another_term_or_surrogate_may_have_a_gradient(s
     (update,) = rows.updates()
     assert [rows_of(rows, micro) for micro in update.micro_batches()] == [list(range(7))]
     assert (rows.num_skipped, rows.num_dead) == (0, 0)
-
-
-class Critic(RowScoring):
-    """Its values are 0."""
-
-    def score_actions(self, states: Any, actions: Any) -> ActionScores:
-        scores = super().score_actions(states, actions)
-        return replace(scores, values=0.0 * scores.log_probs)
 
 
 def test_no_row_is_skipped_where_a_critic_is_trained() -> None:
@@ -350,18 +342,6 @@ def test_rows_that_are_restored_keep_their_plan_without_a_meeting() -> None:
     assert again is not rows
     assert [len(torch.arange(4)[update.selected]) for update in again.updates()] == [2, 0, 0, 0]
     assert again.num_planned == 5
-
-
-class Changing(RowScoring):
-    """Its scores in updates are changed by a function."""
-
-    def __init__(self, change: Any) -> None:
-        super().__init__()
-        self.change = change
-
-    def score_actions(self, states: Any, actions: Any) -> ActionScores:
-        scores = super().score_actions(states, actions)
-        return self.change(scores) if self.training else scores
 
 
 def test_log_probs_above_0_are_refused_in_an_update_by_a_surrogate_of_probabilities() -> None:
