@@ -1,6 +1,7 @@
 """Selecting rows of a batch, joining batches, and fields that only some batches or ranks have."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +15,7 @@ from grpo import ActionScores, ContractError, ExperienceBatch
 from grpo._collecting.batches import gather_rewards, join_batches, select_batch
 from grpo._collecting.out_of_memory import PassSizes
 from grpo._collecting.scoring import ReferenceScorer, Scorer, batch_fields, score_in_parts
-from grpo._ranks.processes import SeveralProcesses
+from tests.support.imitated_ranks import on_ranks
 from tests.support.policies import GroupScoring, RowScoring, TablePolicy
 
 
@@ -48,27 +49,16 @@ def test_selected_rows_keep_all_their_fields() -> None:
     assert part.values.tolist() == [[4, 5], [0, 1]]
 
 
-class TwoRanks(SeveralProcesses):
-    """This rank's rows, and the same rows on a second rank, changed by `differ`."""
-
-    num_ranks = 2
-
-    def __init__(self, differ: Callable[[Any], Any], rank: int = 0) -> None:
-        self.differ, self.rank = differ, rank
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        of_ranks = [value, self.differ(value)]
-        return of_ranks[::-1] if self.rank else of_ranks
-
-
-def changed(**fields: Any) -> Callable[[ExperienceBatch], ExperienceBatch]:
-    return lambda own: dataclasses.replace(own, **fields)
+def gathered_by(*batches: ExperienceBatch) -> list[Any]:
+    """What `gather_rewards` returns or raises on ranks with these batches."""
+    return on_ranks(len(batches), lambda engine: gather_rewards(batches[engine.rank], engine))
 
 
 def test_ranks_with_different_fields_are_refused() -> None:
     message = r"Every rank's batch must hold the same fields; they hold \[\[\], \['values'\]\]"
-    with pytest.raises(ContractError, match=message):
-        gather_rewards(batch_of([1.0], [0]), TwoRanks(changed(values=torch.ones(1, 2))))
+    for error in gathered_by(batch_of([1.0], [0]), batch_of([1.0], [0], values=torch.ones(1, 2))):
+        assert type(error) is ContractError
+        assert re.search(message, str(error))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -76,15 +66,15 @@ def test_missing_final_values_of_a_rank_are_gathered_as_zeros_in_the_dtype_of_va
     """Rewards may have another dtype than the critic's values."""
     batch = batch_of([1.0], [0], values=torch.ones(1, 2, dtype=dtype))
     assert batch.rewards.dtype == torch.float64
-    gathered, own = gather_rewards(batch, TwoRanks(changed(final_values=torch.tensor([5.0], dtype=dtype))))
+    other = dataclasses.replace(batch, final_values=torch.tensor([5.0], dtype=dtype))
+    (gathered, own), _ = gathered_by(batch, other)
     assert (gathered.final_values.tolist(), gathered.final_values.dtype) == ([0.0, 5.0], dtype)
     assert own == slice(0, 1)
 
 
 def test_rows_of_all_ranks_are_joined_in_rank_order_and_their_groups_stay_separate() -> None:
-    """Rank 0 has three rows of two steps, and rank 1, which calls, two rows of one step. All ranks have a group 0."""
-    other = batch_of([3.0, 4.0, 5.0], [0, 0, 7])
-    gathered, own = gather_rewards(batch_of([1.0, 2.0], [0, 0], width=1), TwoRanks(lambda own: other, rank=1))
+    """Rank 0 has three rows of two steps, and rank 1 two rows of one step. Both ranks have a group 0."""
+    _, (gathered, own) = gathered_by(batch_of([3.0, 4.0, 5.0], [0, 0, 7]), batch_of([1.0, 2.0], [0, 0], width=1))
     assert (gathered.rewards.tolist(), gathered.group_ids.tolist()) == ([3, 4, 5, 1, 2], [0, 0, 1, 2, 2])
     assert (gathered.mask.tolist(), own) == ([[True, True]] * 3 + [[True, False]] * 2, slice(3, 5))
 
@@ -94,7 +84,7 @@ def test_the_batch_of_all_ranks_has_no_rows_of_one_rank_only() -> None:
     scores = torch.zeros(2, 2)
     names = ("old_log_probs", "behaviour_log_probs", "ref_log_probs", "entropy")
     batch = batch_of([1.0, 2.0], [0, 0], reward_weights={"part": 2.0}, **dict.fromkeys(names, scores))
-    gathered, _ = gather_rewards(batch, TwoRanks(lambda own: own))
+    (gathered, _), _ = gathered_by(batch, batch)
     assert gathered.rewards.tolist() == [1, 2, 1, 2]
     assert (len(gathered.states), len(gathered.actions)) == (0, 0)
     assert [getattr(gathered, name) for name in names] == [None] * 4
@@ -103,8 +93,8 @@ def test_the_batch_of_all_ranks_has_no_rows_of_one_rank_only() -> None:
 
 def test_rank_metrics_are_summed_except_averaged_means_and_local_seconds() -> None:
     own_metrics = {"rows/dropped": 2.0, "rewards/mean_drawn": 1.0, "time/sample": 3.0}
-    engine = TwoRanks(changed(metrics={"rows/dropped": 5.0, "rewards/mean_drawn": 4.0, "time/sample": 9.0}))
-    gathered, _ = gather_rewards(batch_of([1.0], [0], metrics=own_metrics), engine)
+    others = {"rows/dropped": 5.0, "rewards/mean_drawn": 4.0, "time/sample": 9.0}
+    (gathered, _), _ = gathered_by(*(batch_of([1.0], [0], metrics=metrics) for metrics in (own_metrics, others)))
     assert gathered.metrics == {"rows/dropped": 7.0, "rewards/mean_drawn": 2.5, "time/sample": 3.0}
 
 

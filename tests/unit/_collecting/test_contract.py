@@ -31,7 +31,7 @@ SAMPLED = SampledActions(actions=[[0, 1]], mask=MASK)
 @pytest.mark.parametrize(
     ("check", "returned", "message"),
     [
-        # shapes and dtypes within the scores: `test_tensors.py`
+        # `ActionScores` itself checks shapes and dtypes
         (check_scores, STEPS, r" must return ActionScores; got \[2, 3\] float32"),
         (
             check_scores,

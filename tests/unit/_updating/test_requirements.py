@@ -91,33 +91,23 @@ def test_arguments_that_contradict_the_settings_are_refused(config, arguments, m
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("config", "expected", "with_own_loss"),
     [
-        (GRPOConfig(), set()),
-        (GRPOConfig(replay_iterations=1), {"old_log_probs"}),
-        (of_objective(top_entropy_fraction=0.9), {"old_log_probs", "entropy"}),
-        (of_objective(surrogate="kl_cov"), {"old_log_probs"}),
-        (of_objective(surrogate="clip_cov"), {"old_log_probs"}),
-        (GRPOConfig(advantage=AdvantageConfig(credit="gae")), {"values"}),
-        (GRPOConfig(advantage=AdvantageConfig(credit="gigpo")), {"state_keys"}),
-        (GRPOConfig(advantage=AdvantageConfig(credit="return_to_go")), set()),
+        (GRPOConfig(), set(), set()),
+        (GRPOConfig(replay_iterations=1), {"old_log_probs"}, {"old_log_probs"}),
+        (of_objective(top_entropy_fraction=0.9), {"old_log_probs", "entropy"}, set()),
+        (of_objective(surrogate="kl_cov"), {"old_log_probs"}, set()),
+        (of_objective(surrogate="clip_cov"), {"old_log_probs"}, set()),
+        (GRPOConfig(advantage=AdvantageConfig(credit="gae")), {"values"}, {"values"}),
+        (GRPOConfig(advantage=AdvantageConfig(credit="gigpo")), {"state_keys"}, {"state_keys"}),
+        (GRPOConfig(advantage=AdvantageConfig(credit="return_to_go")), set(), set()),
     ],
 )
-def test_required_scores_follow_from_the_config(config, expected):
+def test_required_scores_follow_from_the_config_and_a_user_loss_requires_none_for_selecting_steps(
+    config, expected, with_own_loss
+):
     assert required_scores(config, has_own_loss=False) == expected
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (of_objective(top_entropy_fraction=0.9), set()),
-        (of_objective(surrogate="kl_cov"), set()),
-        (GRPOConfig(replay_iterations=1), {"old_log_probs"}),
-        (GRPOConfig(advantage=AdvantageConfig(credit="gae")), {"values"}),
-    ],
-)
-def test_a_user_loss_requires_no_scores_for_selecting_steps(config, expected):
-    assert required_scores(config, has_own_loss=True) == expected
+    assert required_scores(config, has_own_loss=True) == with_own_loss
 
 
 def test_a_reference_that_shares_trainable_parameters_is_refused_and_three_are_named() -> None:

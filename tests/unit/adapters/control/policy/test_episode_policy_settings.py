@@ -37,6 +37,8 @@ def test_settings_that_cannot_work_are_refused(subtests: pytest.Subtests) -> Non
     mixed = lambda: Spaces(spaces.Tuple((IMAGE, UNIT)), spaces.Discrete(2))  # noqa: E731
     for environment, settings, message in (
         (Chance, {"max_episode_steps": 0}, "EpisodeOptions.max_episode_steps must be >= 1; got 0"),
+        (Chance, {"action_mask": lambda observations: observations > 0},
+         r"action_mask needs actions with categories, .* or leave action_mask out"),
         (Chance, {"action_mask": "infos"}, r"action_mask must be 'info', a callable .* got 'infos'"),
         (Chance, {"torso": nn.Flatten(0)}, r"Flatten: a torso must map \[n, \*observation\] to features \[n, F\]"),
         (Chance, {"torso": nn.LSTM(3, 4)}, "LSTM: a torso must have no memory"),
@@ -89,11 +91,6 @@ def test_the_number_of_members_is_that_of_the_pool_or_vector_environment() -> No
 def test_states_must_be_episode_starts() -> None:
     with pytest.raises(ContractError, match=r"states must be EpisodeStart objects; got int. Use episode_starts"):
         EpisodePolicy(Chance).sample_actions([3], 2)  # type: ignore[list-item]
-
-
-def test_a_mask_needs_a_distribution_with_categories() -> None:
-    with pytest.raises(ConfigError, match=r"action_mask needs actions with categories, .* or leave action_mask out"):
-        EpisodePolicy(Chance, action_mask=lambda observations: observations > 0)
 
 
 def test_a_network_on_another_device_computes_there() -> None:
