@@ -22,7 +22,6 @@ from benchmarks import (
     against,
     agent_learning,
     agent_vs_trl,
-    agents,
     control_fitted,
     control_learning,
     control_speed,
@@ -83,7 +82,7 @@ TYPED = {
     "overhead": "--rows 64 128 --repeats 3",
     "scale": "--ranks 2 --hidden-size 64 --layers 2 --iterations 2",
     "sharded": "--layers 1 --iterations 2",
-    "tool_fill": "",
+    "tool_fill": "--parts validation",
     "tool_speed": "--quick",
     "trl_curves": "--seeds 1 --iterations 4",
     "tools_few": "--seeds 1 --encoders WordLlama --numbers 2 --catalogues NumPy --parts fit grpo threshold",
@@ -107,7 +106,12 @@ def test_a_benchmark_runs_as_typed_without_a_warning(name: str, tmp_path: Path) 
     if name in ("agent_learning", "control_fitted"):
         typed += ["--file", tmp_path / "runs.jsonl"]
     folder = {"TMPDIR": str(tmp_path)} if name == "control_speed" else {}  # Stable-Baselines3 leaves folders there
-    assert printed_by(*STRICT, "-m", f"benchmarks.{name}", *typed, **folder).count("\n") >= 3
+    printed = printed_by(*STRICT, "-m", f"benchmarks.{name}", *typed, **folder)
+    assert printed.count("\n") >= 3
+    if name == "tool_fill":
+        assert "| validation | 116 | 87 |" in printed
+        assert "\nvalidation:\n\n| type |" in printed
+        assert "held_out" not in printed
 
 
 def test_every_benchmark_has_a_short_run() -> None:

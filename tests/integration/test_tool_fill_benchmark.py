@@ -4,8 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from adapters.tools import Tool
 from adapters.tools.text.fill import fill_from_request
 from benchmarks import tool_fill
@@ -56,18 +54,6 @@ def test_parameters_are_counted_by_type_and_by_need() -> None:
     ]
     asked_for = [question("a", {"n": [1]}, [])]
     assert "| integer | - | 0.000 (1) | - |" in tool_fill.type_table(asked_for, fill)
-
-
-@pytest.mark.slow
-def test_the_benchmark_prints_the_chosen_parts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["tool_fill", "--parts", "validation"])
-    tool_fill.main()
-    printed = capsys.readouterr().out
-    assert "| validation | 116 | 87 |" in printed
-    assert "\nvalidation:\n\n| type |" in printed
-    assert "held_out" not in printed
 
 
 def test_the_results_page_has_the_shares_of_the_validation_requests() -> None:

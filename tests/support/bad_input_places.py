@@ -484,11 +484,9 @@ def of_iterations() -> Iterator[Place]:
     named = (
         "states num_iterations eval_states eval_every sinks callbacks checkpoint_dir checkpoint_every keep_last resume"
     )
-    for name in (*named.split(), "checkpoint_async", "progress"):
+    for name in (*named.split(), "checkpoint_async"):  # `progress` may be anything: it is true or false
         without = LARGE if name == "num_iterations" else frozenset()
         like = states_like if "states" in name else (lambda: None)
-        if name == "progress":
-            continue  # anything is true or false
         yield Place("train", name, lambda value, name=name: trained(**{name: value}), like, without=without)
 
     def drawn(value: Any) -> Any:

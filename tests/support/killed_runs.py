@@ -13,13 +13,14 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from grpo import GRPOConfig, GRPOTrainer, TrainingInterrupted
+from grpo import GRPOConfig, GRPOTrainer, RankError, TrainingInterrupted
 from grpo.checkpoint import CheckpointFolder
 from tests.support.policies import VectorPolicy
 from tests.support.stopped_runs import end_of
@@ -61,7 +62,7 @@ def train(folder: Path, report: int) -> None:
 
 
 def in_a_child(work: Any) -> tuple[int, int]:
-    """Fork, and return the child and the reading end of a pipe that it writes to."""
+    """Fork, and return the child and the reading end of a pipe that it writes to. It ends with 2 after a `RankError`."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -72,6 +73,10 @@ def in_a_child(work: Any) -> tuple[int, int]:
             code = 0
         except TrainingInterrupted as stop:
             code = stop.code
+        except RankError:
+            code = 2
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     os.close(writing)

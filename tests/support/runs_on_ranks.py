@@ -15,7 +15,6 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -29,6 +28,7 @@ import torch.distributed as dist
 
 from grpo import GRPOConfig, GRPOTrainer, RankError, TrainingInterrupted
 from grpo.distributed import Replicated, Sharded
+from tests.support.killed_runs import in_a_child
 from tests.support.policies import VectorPolicy
 from tests.support.stopped_runs import Calls, by_exception, by_signal, end_of, without_times
 
@@ -194,26 +194,6 @@ def launched_and_killed(
         (first + all_of(reading)).decode().split("\n") for first, (_, reading) in zip(started, children, strict=True)
     ]
     return said, [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child, _ in children]
-
-
-def in_a_child(work: Callable[[int], None]) -> tuple[int, int]:
-    """Fork, and return the child and the reading end of a pipe that it writes to. It ends with 2 after a `RankError`."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.close(reading)
-            work(writing)
-            code = 0
-        except RankError:
-            code = 2
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    os.close(writing)
-    return child, reading
 
 
 def all_of(reading: int) -> bytes:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from adapters.tracking import MLflowSink, TensorBoardSink, TrackioSink, WandbSink
 from adapters.tracking.tracker_sink import TrackerSink
 from grpo.distributed import Replicated
-from tests.support.runs_on_ranks import NUM_RANKS, in_a_child
+from tests.support.killed_runs import in_a_child
+from tests.support.runs_on_ranks import NUM_RANKS
 from tests.support.tracked_runs import train
 
 TRACKERS = ["mlflow", "tensorboard", "trackio", "wandb"]
