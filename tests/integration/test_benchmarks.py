@@ -22,6 +22,7 @@ from benchmarks import (
     against,
     agent_learning,
     agent_vs_trl,
+    agents,
     control_fitted,
     control_learning,
     control_speed,
