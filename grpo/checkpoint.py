@@ -25,7 +25,7 @@ from ._storage.files import as_path, make_folder
 from ._storage.folder import CheckpointFolder, best_of
 from ._storage.lock import FolderLock
 from ._storage.manifest import without_files
-from ._storage.opening import Checkpoint, manifests_in, open_checkpoint, read_again, require_intact
+from ._storage.opening import Checkpoint, checkpoints_in, manifests_of, open_checkpoint, read_again, require_intact
 from .engine import Engine, OneProcess
 from .errors import CheckpointError, DamagedCheckpointError, warn_user
 from .policy_base import HasState
@@ -100,7 +100,7 @@ def best_checkpoint(folder: str | Path) -> Path:
     Raises:
         CheckpointError: No intact checkpoint in `folder` has a score.
     """
-    manifests, problems = manifests_in(as_path(folder))
+    manifests, problems = manifests_of(checkpoints_in(as_path(folder)))
     while (best := best_of(manifests)) is not None:
         manifest = manifests.pop(best)
         try:

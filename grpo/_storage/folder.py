@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +23,7 @@ from .encoding import encode
 from .files import as_path, make_folder, remove_tree
 from .lock import FolderLock
 from .manifest import RUN_CHECKPOINT, Manifest, read_manifest, without_files
-from .opening import checkpoints_in, listed_manifest, require_intact
+from .opening import checkpoints_in, manifests_of, read_again, require_intact
 from .tensor_file import Stored
 
 
@@ -136,7 +137,7 @@ class CheckpointFolder:
     def has(self, iteration: int, update: int | None = None) -> bool:
         """Whether the folder has a checkpoint of that iteration and update, with an intact manifest."""
         self._wait()
-        found: bool = self._of_first_rank(lambda: self._manifest_of(self._path(iteration, update)) is not None)
+        found: bool = self._of_first_rank(lambda: bool(manifests_of([self._path(iteration, update)])[0]))
         return found
 
     def newest(self) -> Path | None:
@@ -169,10 +170,11 @@ class CheckpointFolder:
         return self._engine.gather_objects(answer)[0]
 
     def _newest(self) -> Path | None:
-        own, manifests = self._own(), self._manifests()
-        if own and not manifests:
+        manifests, problems = manifests_of(self._own())
+        if problems and not manifests:
             raise CheckpointError(
-                f"No checkpoint in {self.folder} has an intact manifest. Delete them, or choose another checkpoint_dir."
+                f"No checkpoint in {self.folder} has an intact manifest. {problems[0]} Delete them, or choose another "
+                "checkpoint_dir."
             )
         # by the manifests, because the times of files change when a folder is copied
         return max(manifests, key=lambda path: manifests[path].position, default=None)
@@ -198,7 +200,7 @@ class CheckpointFolder:
     def _readable(self, path: Path) -> Manifest:
         """Read a manifest. Raise an error that is not about damage if the disk, and not the contents, is the reason."""
         try:
-            return read_manifest(path)
+            return read_again(partial(read_manifest, path))
         except DamagedCheckpointError as error:
             if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
                 raise CheckpointError(f"{error} To replace it, delete it first.") from error
@@ -211,23 +213,12 @@ class CheckpointFolder:
     def _own(self) -> list[Path]:
         return [path for path in checkpoints_in(self.folder) if re.fullmatch(RUN_CHECKPOINT, path.name)]
 
-    def _manifests(self) -> dict[Path, Manifest]:
-        """The checkpoints of runs whose manifests are intact."""
-        found = {path: self._manifest_of(path) for path in self._own()}
-        return {path: manifest for path, manifest in found.items() if manifest is not None}
-
-    def _manifest_of(self, path: Path) -> Manifest | None:
-        try:
-            return listed_manifest(path)
-        except DamagedCheckpointError:
-            return None
-
     # What leaves the folder
 
     def _prune(self, written: Path) -> None:
         """Delete old checkpoints. The new one is safe, so that a failure is only told."""
         try:
-            manifests = self._manifests()
+            manifests, _ = manifests_of(self._own())
             kept = sorted(manifests, key=lambda path: manifests[path].position)[-self.keep_last :]
             for old in manifests.keys() - {written, best_of(manifests), *kept}:
                 old.rename(self.folder / temporary_name(old.name))  # one step, which cannot be left half done

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -142,7 +142,7 @@ def _candidates(folder: Path) -> tuple[list[Path], list[str]]:
     """
     if is_checkpoint(folder):
         return [folder], []
-    manifests, problems = manifests_in(folder)
+    manifests, problems = manifests_of(checkpoints_in(folder))
     return sorted(manifests, key=lambda path: (manifests[path].position, path), reverse=True), problems
 
 
@@ -192,10 +192,10 @@ def _may_be_checkpoint(path: Path) -> bool:
         return True  # the disk fails, and the manifest's reader learns why
 
 
-def manifests_in(folder: Path) -> tuple[dict[Path, Manifest], list[str]]:
-    """The manifests of the checkpoints in `folder`, and what is wrong with each one that cannot be read."""
+def manifests_of(paths: Iterable[Path]) -> tuple[dict[Path, Manifest], list[str]]:
+    """The manifests of these checkpoints, and what is wrong with each one that cannot be read."""
     manifests, problems = {}, []
-    for path in checkpoints_in(folder):
+    for path in paths:
         try:
             manifests[path] = read_again(partial(listed_manifest, path))
         except DamagedCheckpointError as error:
