@@ -1,4 +1,4 @@
-"""How often two examples of agents learn their task: a table over seeds, with the worst seed named.
+"""How often examples of agents learn their task: a table over seeds, with the worst seed named.
 
 Each run is an example as it is typed, and ends with its share of held-out tasks that are solved with sampled messages. Results
 go to a file, a line per run, and a run that is there is not made again: stop the program at any time, and start it again. The
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from examples import tool_agent
+from examples import guessing_game, text_game, tool_agent
 from examples.customer_service import __main__ as customer_service
 
 
@@ -33,6 +33,17 @@ def service(seed: int, folder: str, typed: Sequence[str]) -> float:
     """The share of 300 held-out scenarios that are solved with sampled messages."""
     args = customer_service.arguments(["--out", folder, "--held-out", "300", *typed])
     return customer_service.run(seed, args)[-1]["solved"]
+
+
+def text(seed: int, _: str, typed: Sequence[str]) -> float:
+    """The share of 500 held-out games that are won."""
+    rates, _ = text_game.run(seed, text_game.arguments(typed))
+    return rates[-1]
+
+
+def guessing(seed: int, _: str, typed: Sequence[str]) -> float:
+    """The share of 300 games in which the number is found."""
+    return guessing_game.train(seed, guessing_game.arguments(typed).iterations)[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +78,23 @@ TASKS = {
             "240 iterations, KL 0.01": ["--iterations", "240", "--kl-coef", "0.01"],
         },
         quick=["--scripts", "24", "--warmup-steps", "2", "--iterations", "1", "--held-out", "4"],
+    ),
+    "text game": Task(
+        learn=text,
+        target=0.95,
+        settings={
+            "as it is": [],
+            "60 iterations": ["--iterations", "60"],
+            "60 iterations, KL 0.01": ["--iterations", "60", "--kl-coef", "0.01"],
+            "60 iterations, 4 updates": ["--iterations", "60", "--updates", "4"],
+        },
+        quick=["--warmup-steps", "2", "--iterations", "1"],
+    ),
+    "guessing game": Task(
+        learn=guessing,
+        target=0.85,
+        settings={"as it is": [], "320 iterations": ["--iterations", "320"]},
+        quick=["--iterations", "1"],
     ),
 }
 

@@ -15,7 +15,7 @@ found by the untrained agent, without listening, by GRPO and by binary search, a
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -137,12 +137,17 @@ def train(seed: int, iterations: int, *, is_model: bool = False) -> tuple[float,
     return before, share_found(policy), game
 
 
-def main() -> None:
+def arguments(typed: Sequence[str] | None = None) -> argparse.Namespace:
+    """The settings of a run, from what was typed behind the script's name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--iterations", type=int, default=160, help="iterations of GRPO (default: %(default)s)")
     parser.add_argument("--user", choices=["function", "model"], default="function", help="who answers")
-    args = parser.parse_args()
+    return parser.parse_args(typed)
+
+
+def main() -> None:
+    args = arguments()
     torch.set_num_threads(1)  # more threads do not help a model this small
     deaf, best = NUM_GUESSES / len(NUMBERS), halving() / len(NUMBERS)
     lines = ["| seed | untrained | without listening | GRPO | binary search | seconds |", "|---|---|---|---|---|---|"]

@@ -17,6 +17,7 @@ sampled moves.
 """
 
 import argparse
+import copy
 import random
 import re
 import time
@@ -144,33 +145,56 @@ def win_rate(agent: AgentPolicy) -> tuple[float, Conversation]:
     return sum(won(HELD_OUT, played)) / len(played), played[0]
 
 
+def make_agent(policy: HFPolicy) -> AgentPolicy:
+    return AgentPolicy(policy, make_game, max_turns=10, concurrency=64)
+
+
+def with_reference(policy: HFPolicy) -> HFPolicy:
+    """The same model, with a frozen copy of what it is now as its reference."""
+    reference = copy.deepcopy(policy.model)
+    return HFPolicy(
+        policy.model, policy.tokenizer, sampling=policy.sampling, options=policy.options, reference_model=reference
+    )
+
+
 def run(seed: int, args: argparse.Namespace) -> tuple[list[float], Conversation]:
     """Win rates before training, after the warm-up and after GRPO, and a held-out game after GRPO."""
     torch.manual_seed(seed)
-    agent = AgentPolicy(make_policy(), make_game, max_turns=10, concurrency=64)
+    policy = make_policy()
+    agent = make_agent(policy)
     rates = [win_rate(agent)[0]]
     warm_up(agent, TRAINING[:400], args.warmup_steps, seed)
     rates.append(win_rate(agent)[0])
+    if args.kl_coef > 0:
+        agent = make_agent(with_reference(policy))
     config = GRPOConfig(
         group_size=16,
         num_states_per_iteration=8,
-        batch_size=64,
+        batch_size=128 // args.updates,
         learning_rate=1e-3,
         lr_schedule="linear",
         seed=seed,
         advantage=AdvantageConfig(scale="none", credit="gigpo"),
+        objective=ObjectiveConfig(kl_coef=args.kl_coef),
     )
     GRPOTrainer(config=config, policy=agent, reward_model=won).train(TRAINING, num_iterations=args.iterations)
     rate, game = win_rate(agent)
     return [*rates, rate], game
 
 
-def main() -> None:
+def arguments(typed: Sequence[str] | None = None) -> argparse.Namespace:
+    """The settings of a run, from what was typed behind the script's name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--iterations", type=int, default=30, help="iterations of GRPO (default: %(default)s)")
     parser.add_argument("--warmup-steps", type=int, default=150, help="supervised steps (default: %(default)s)")
-    args = parser.parse_args()
+    parser.add_argument("--updates", type=int, default=2, help="updates in an iteration (default: %(default)s)")
+    parser.add_argument("--kl-coef", type=float, default=0.0, help="weight of the KL to the model after the warm-up")
+    return parser.parse_args(typed)
+
+
+def main() -> None:
+    args = arguments()
     torch.set_num_threads(1)  # more threads do not help a model this small
     chance = sum(play(number)[1] == 1 for number in HELD_OUT) / len(HELD_OUT)
     print(f"held-out games won, of {len(HELD_OUT)} (random moves: {chance:.1%})")

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -69,7 +70,7 @@ TYPED = {
     "against": "HEAD --turns 2 --cases small small_groups",
     "agents": "--repeats 1",
     "agent_clients": "--conversations 40",
-    "agent_learning": "--quick --seeds 0",
+    "agent_learning": "--quick --seeds 0 --settings '4 updates' '240 iterations' '60 iterations, KL 0.01' '320 iterations'",
     "agent_trees": "--seeds 1 --groups 5",
     "bandits": "--seeds 1 --runs 2",
     "checkpoints": "--quick",
@@ -103,7 +104,7 @@ LONGEST = {"agent_clients", "bandits", "scale", "sharded", "tools_bfcl", "tracki
     "name", [pytest.param(name, marks=pytest.mark.faults) if name in LONGEST else name for name in TYPED]
 )
 def test_a_benchmark_runs_as_typed_without_a_warning(name: str, tmp_path: Path) -> None:
-    typed: list[object] = [*TYPED[name].split()]
+    typed: list[object] = shlex.split(TYPED[name])
     if name in ("agent_learning", "control_fitted"):
         typed += ["--file", tmp_path / "runs.jsonl"]
     folder = {"TMPDIR": str(tmp_path)} if name == "control_speed" else {}  # Stable-Baselines3 leaves folders there
