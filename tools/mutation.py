@@ -212,16 +212,14 @@ def mutants_of(path: str, text: str) -> Iterator[Mutant]:
         )
 
 
-def drawn(num_mutants: int, seed: int, only: Sequence[str]) -> list[Mutant]:
-    """Draw mutants without replacement, of the files whose path starts with an entry of `only`. No entry: of `grpo`."""
-    every = [
+def every_mutant(only: Sequence[str]) -> list[Mutant]:
+    """Return all mutants of the files whose path starts with an entry of `only`. No entry: of `grpo`."""
+    return [
         mutant
         for file in sorted([*ROOT.glob("grpo/**/*.py"), *ROOT.glob("adapters/**/*.py")])
         if (path := file.relative_to(ROOT).as_posix()).startswith(tuple(only) or "grpo/")
         for mutant in mutants_of(path, file.read_text(encoding="utf-8"))
     ]
-    print(f"{len(every)} places can be changed; {min(num_mutants, len(every))} are drawn with seed {seed}.", flush=True)
-    return random.Random(seed).sample(every, min(num_mutants, len(every)))
 
 
 def executors_of(path: str, line: int, executed: coverage.CoverageData) -> list[str]:
@@ -360,7 +358,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
 
-    mutants = [drawn(options.mutants, seed, options.only) for seed in options.seeds]
+    every = every_mutant(options.only)
+    num_drawn = min(options.mutants, len(every))
+    print(f"{len(every)} places can be changed; {num_drawn} are drawn for each seed.", flush=True)
+    mutants = [random.Random(seed).sample(every, num_drawn) for seed in options.seeds]
     outcomes = run_all([mutant for of_seed in mutants for mutant in of_seed], options.workers)
     enough = True
     for seed, of_seed in zip(options.seeds, mutants, strict=True):
