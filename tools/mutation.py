@@ -18,23 +18,28 @@ unchanged source stays in `.mutants/`, under a hash of all files, for the next r
 import argparse
 import ast
 import itertools
+import multiprocessing
 import os
 import queue
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import coverage
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
@@ -42,7 +47,9 @@ DAILY = ["-m", "not slow and not faults", "-q", "-p", "no:cacheprovider"]
 SECONDS = 3600
 """The time limit of a mutant's tests. One test may take `SECONDS_OF_TEST`."""
 SECONDS_OF_TEST = 300
-TOO_LONG = "The tests took too long."
+NO_MUTANT = "tests/unit/test_config.py"
+FORKED = multiprocessing.get_context("forkserver")
+"""Each mutant's process starts with the modules that most tests import, because importing them takes longer than most tests."""
 
 OPERATORS: dict[type[ast.AST], str] = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "*", ast.Pow: "*", ast.MatMult: "*",
@@ -252,7 +259,7 @@ def executed_by(tree: Path, num_workers: int) -> coverage.CoverageData:
         settings.write_text("[run]\nsource = grpo, adapters\nrelative_files = true\n")
         noting = ["--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]
         command = [sys.executable, "-m", "pytest", *DAILY, "-n", str(num_workers), "--dist", "loadfile", *noting]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COVERAGE_FILE": str(tree.with_suffix(".coverage"))}
+        environment = {**os.environ, "COVERAGE_FILE": str(tree.with_suffix(".coverage"))}
         run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
         if run.returncode != 0:
             raise SystemExit(
@@ -264,19 +271,38 @@ def executed_by(tree: Path, num_workers: int) -> coverage.CoverageData:
     return data
 
 
-def failure_of(tree: Path, tests: Sequence[str], seconds: int) -> str | None:
-    """Run the daily ones of the tests in `tree`. Return their output if one fails, and None if all pass within the seconds."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    listed = tree.with_suffix(".txt")
-    listed.write_text("\n".join(tests))
-    command = [sys.executable, "-m", "pytest", "-x", *DAILY, f"--timeout={SECONDS_OF_TEST}", f"@{listed}"]
+def run_tests(tree: Path, tests: Sequence[str]) -> None:
+    """Run the daily ones of the tests in `tree`, until one fails, and end this process with pytest's status."""
+    os.setsid()  # what the tests start can be killed with them
+    os.chdir(tree)
+    sys.path[0] = str(tree)
+    with tree.with_suffix(".log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     try:
-        run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=seconds, text=True)
-    except subprocess.TimeoutExpired:
-        return TOO_LONG
-    if run.returncode not in (0, 1, 2, 4, 5):  # passed, failed, a file or conftest.py could not be imported, none run
-        raise RuntimeError(f"pytest ended with status {run.returncode}:\n{run.stdout[-3000:]}{run.stderr[-3000:]}")
-    return run.stdout + run.stderr if run.returncode in (1, 2, 4) else None
+        status: int = pytest.main(["-x", *DAILY, f"--timeout={SECONDS_OF_TEST}", *tests])
+    except BaseException:  # status 1 is that of a test that fails
+        traceback.print_exc()
+        status = pytest.ExitCode.INTERNAL_ERROR
+    sys.exit(status)
+
+
+def outcome_of_tests(tree: Path, tests: Sequence[str]) -> Outcome:
+    """Run the tests in a process of its own, and say whether one fails in `tree`."""
+    process = FORKED.Process(target=run_tests, args=(tree, tests))
+    process.start()
+    process.join(SECONDS)
+    status = process.exitcode
+    with suppress(ProcessLookupError):  # what the tests have started may still run
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    if status is None:
+        return "time limit"
+    if status in (0, 5):  # passed, none run
+        return "survived"
+    if status in (1, 2, 4):  # failed, a file or conftest.py could not be imported
+        return "killed"
+    log = tree.with_suffix(".log").read_text(errors="replace")
+    raise RuntimeError(f"pytest ended with status {status}:\n{log[-3000:]}")
 
 
 def outcome_of(mutant: Mutant, tests: Sequence[str], tree: Path) -> Outcome:
@@ -289,8 +315,7 @@ def outcome_of(mutant: Mutant, tests: Sequence[str], tree: Path) -> Outcome:
         file.write_text(
             mutant.source, encoding="utf-8"
         )  # Python compiles it again, because the file's time has changed
-        failure = failure_of(tree, tests, SECONDS)
-        return "survived" if failure is None else "time limit" if failure == TOO_LONG else "killed"
+        return outcome_of_tests(tree, tests)
     finally:
         file.write_bytes(original)
         os.utime(file, (status.st_atime, status.st_mtime))
@@ -323,6 +348,8 @@ def run_all(mutants: Sequence[Mutant], num_workers: int) -> Iterator[Outcome]:
         executed = executed_by(first, num_workers)
         trees: queue.Queue[Path] = queue.Queue()
         trees.put(first)
+        if outcome_of_tests(first, [NO_MUTANT]) != "survived":
+            raise SystemExit(f"{NO_MUTANT} fails on the unchanged source, if torch has been imported before.")
         for worker in range(1, num_workers):
             trees.put(shutil.copytree(first, Path(folder) / str(worker), symlinks=True))  # with its compiled files
 
@@ -358,6 +385,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
 
+    os.environ["OMP_NUM_THREADS"] = "1"
+    FORKED.set_forkserver_preload(["pytest", "torch._dynamo"])
     every = every_mutant(options.only)
     num_drawn = min(options.mutants, len(every))
     print(f"{len(every)} places can be changed; {num_drawn} are drawn for each seed.", flush=True)

@@ -80,7 +80,7 @@ def values(one: bool) -> dict[str, Any]:
         "constant": (lambda: 1) if one else (lambda: 2),
         "constants in a set": (lambda x: x in {"p", "q", "r"}) if one else (lambda x: x in {"p", "q", "s"}),
         "partial": partial(SGD, lr=0.1 * number),
-        "argument of a partial": partial(print, number),
+        "argument of a partial": partial(print, closing(number)),
         "method of a dataclass": Judge("u" * number).__call__,
         "scheduler's function": scheduler(0.1 * number, 1),
         "scheduler's number": scheduler(0.1, number),

@@ -1,11 +1,15 @@
 """How samples are compared with their log-probs: the tails of both statistics against scipy, and verdicts by hand."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from grpo import ActionScores
+from grpo.checks.capabilities import check_entropy
+from grpo.checks.probe import Draws
 from grpo.checks.sampling import action_key, as_numbers, chi_square_p_value, judge_samples, kolmogorov_smirnov
 
 
@@ -94,6 +98,33 @@ def test_a_density_that_is_too_large_by_half_fails():
     verdict = judge_samples("Policy.act", samples, score(samples), score)
     assert verdict.status == "failed"
     assert "it integrates to 1.504 over [-1, 2]" in verdict.message
+
+
+def test_a_density_that_falls_between_the_points_of_the_grid_is_skipped():
+    """The density is 1 at the samples, and 0 at every point of the lines through them."""
+    samples = torch.randn(300, 2, dtype=torch.float64)
+    drawn = {tuple(row) for row in samples.tolist()}
+
+    def score(actions):
+        return torch.tensor([0.0 if tuple(row) in drawn else -math.inf for row in actions.tolist()])
+
+    verdict = judge_samples("Policy.act", samples, torch.zeros(300), score)
+    assert (verdict.status, verdict.message) == ("skipped", "The density is too narrow to integrate on a grid.")
+
+
+@pytest.mark.usefixtures("without_type_checks")
+@pytest.mark.parametrize(("rare", "status"), [(0.0073, "passed"), (0.03, "failed")])
+def test_an_action_that_all_samples_miss_may_add_to_the_entropy(rare, status):
+    """2,048 samples of an action of probability 1 - rare: the entropy is above -log p by .036, and by .105.
+
+    An action of probability 15 / 2048 = .0073 is missed once in 3 million cases. It may add .0073 * (log 2048 + 5) = .092.
+    """
+    log_probs = torch.full((2048, 1), math.log1p(-rare), dtype=torch.float64)
+    entropy = torch.full((2048, 1), -rare * math.log(rare) - (1 - rare) * math.log1p(-rare), dtype=torch.float64)
+    scores = ActionScores(log_probs=log_probs, mask=torch.ones(2048, 1, dtype=torch.bool), entropy=entropy)
+    draws = Draws(states=[None] * 2048, actions=[0] * 2048, sampled=None, scores=scores)
+    probe = SimpleNamespace(scores=scores, num_samples=2048, drawn=draws, name="Policy")
+    assert check_entropy(probe).status == status
 
 
 def test_actions_are_equal_by_value():
