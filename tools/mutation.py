@@ -1,7 +1,7 @@
 """Mutation testing of `grpo` and `adapters`: change one place of the source, run the tests, and see whether a test fails.
 
     python tools/mutation.py --mutants 100 --seeds 0 1 2
-    python tools/mutation.py --mutants 200 --seeds 0 adapters
+    python tools/mutation.py adapters --mutants 200 --seeds 0
 
 A mutant is a copy of the source with one operator, constant, condition or statement changed. The mutants are drawn at random
 from all places of `grpo` or of the given paths, with a seed. First, the daily tests run once on the unchanged source, and
