@@ -2,7 +2,7 @@
 
 Each run is an example as it is typed, and ends with its share of held-out tasks that are solved with sampled messages. Results
 go to a file, a line per run, and a run that is there is not made again: stop the program at any time, and start it again. The
-metrics and conversations that the example writes stay in a folder beside the file.
+metrics and conversations of an example that writes them stay in a folder beside the file.
 
     python -m benchmarks.agent_learning                                             # everything, seeds 0 to 9; hours
     python -m benchmarks.agent_learning --tasks calculator --seeds 0 1 --settings "as it is"

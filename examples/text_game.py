@@ -189,7 +189,12 @@ def arguments(typed: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=30, help="iterations of GRPO (default: %(default)s)")
     parser.add_argument("--warmup-steps", type=int, default=150, help="supervised steps (default: %(default)s)")
     parser.add_argument("--updates", type=int, default=2, help="updates in an iteration (default: %(default)s)")
-    parser.add_argument("--kl-coef", type=float, default=0.0, help="weight of the KL to the model after the warm-up")
+    parser.add_argument(
+        "--kl-coef",
+        type=float,
+        default=0.0,
+        help="weight of the KL to the model after the warm-up (default: %(default)s)",
+    )
     return parser.parse_args(typed)
 
 

@@ -48,6 +48,7 @@ SECONDS = 3600
 """The time limit of a mutant's tests. One test may take `SECONDS_OF_TEST`."""
 SECONDS_OF_TEST = 300
 NO_MUTANT = "tests/unit/test_config.py"
+"""Tests that must pass on the unchanged source, so that a fault of this script is not counted as a killed mutant."""
 FORKED = multiprocessing.get_context("forkserver")
 """Each mutant's process starts with the modules that most tests import, because importing them takes longer than most tests."""
 
@@ -291,10 +292,11 @@ def outcome_of_tests(tree: Path, tests: Sequence[str]) -> Outcome:
     """Run the tests in a process of its own, and say whether one fails in `tree`."""
     process = FORKED.Process(target=run_tests, args=(tree, tests))
     process.start()
+    assert process.pid is not None
     process.join(SECONDS)
     status = process.exitcode
     with suppress(ProcessLookupError):  # what the tests have started may still run
-        os.killpg(process.pid or 0, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
     if status is None:
         return "time limit"
     if status in (0, 5):  # passed, none run
@@ -349,7 +351,7 @@ def run_all(mutants: Sequence[Mutant], num_workers: int) -> Iterator[Outcome]:
         trees: queue.Queue[Path] = queue.Queue()
         trees.put(first)
         if outcome_of_tests(first, [NO_MUTANT]) != "survived":
-            raise SystemExit(f"{NO_MUTANT} fails on the unchanged source, if torch has been imported before.")
+            raise SystemExit(f"{NO_MUTANT} fails on the unchanged source, in a process that has imported torch before.")
         for worker in range(1, num_workers):
             trees.put(shutil.copytree(first, Path(folder) / str(worker), symlinks=True))  # with its compiled files
 

@@ -10,6 +10,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -80,6 +81,7 @@ NO_IDS = [
     *((partial(built, advantages=value), ConfigError, "^advantages must ") for value in ([], AdvantageConfig)),
     *((partial(built, engine=value), ProtocolError, "^engine must ") for value in ("", 0)),
     (partial(built, optimizer=0), ProtocolError, "^optimizer must "),
+    (partial(built, optimizer=Mock(spec=["step", "state_dict", "load_state_dict"])), ConfigError, "must have param_groups"),
     (partial(built, lr_scheduler=[]), ProtocolError, "^lr_scheduler must "),
     *((lambda device=device: built(config=GRPOConfig(device=device)), ConfigError,
        rf"config\.device must be a device of this computer; got '{device}'")
