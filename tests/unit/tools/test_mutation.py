@@ -8,7 +8,8 @@ from unittest.mock import Mock
 import coverage
 import pytest
 
-from tools.mutation import copy_checkout, executed_by, executors_of, failure_of, listed_as_equivalent, mutants_of
+from tests.support.launches import printed_by
+from tools.mutation import copy_checkout, executed_by, executors_of, listed_as_equivalent, mutants_of
 
 CHANGES = {
     "a + b": ["a - b"], "a @ b": ["a * b"], "a and b or c": ["a and b and c", "a or b or c"],
@@ -101,7 +102,8 @@ def test_the_listed_mutants_are_still_in_the_source() -> None:
     assert all(reason.endswith(".") for reason in listed.values())
 
 
-def test_files_with_slow_tests_only_notice_nothing_and_a_failing_or_broken_file_is_returned(tmp_path: Path) -> None:
+def test_a_mutant_is_killed_by_a_failing_or_broken_file_and_by_no_fault_of_the_runner(tmp_path: Path) -> None:
+    """The tests run in a process that a second one forks, so a program asks here, and ends with both."""
     texts = {
         "slow": "import pytest\n@pytest.mark.slow\ndef test_it(): assert False",
         "right": "def test_it(): assert True",
@@ -111,5 +113,9 @@ def test_files_with_slow_tests_only_notice_nothing_and_a_failing_or_broken_file_
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n slow\n faults\n")
     for name, text in texts.items():
         (tmp_path / f"test_{name}.py").write_text(text)
-    slow, right, wrong, broken = (failure_of(tmp_path, [f"test_{name}.py"], 60) for name in texts)
-    assert (slow, right, "not 'so'" in str(wrong), "no_such_module" in str(broken)) == (None, None, True, True)
+    ask = "from pathlib import Path; from tools.mutation import outcome_of_tests; import sys; tree = Path(sys.argv[1])"
+    each = "print(*[outcome_of_tests(tree, [f'test_{name}.py']) for name in sys.argv[2:]])"
+    assert printed_by("-c", f"{ask}; {each}", tmp_path, *texts).split() == ["survived", "survived", "killed", "killed"]
+    (tmp_path / "conftest.py").write_text("def pytest_sessionstart(): raise ValueError('of the runner')")
+    expected = "try: outcome_of_tests(tree, ['test_right.py'])\nexcept RuntimeError as error: print(error)"
+    assert "ValueError: of the runner" in printed_by("-c", f"{ask}\n{expected}", tmp_path)
