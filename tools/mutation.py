@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import queue
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -307,6 +308,13 @@ def outcome_of_tests(tree: Path, tests: Sequence[str]) -> Outcome:
     raise RuntimeError(f"pytest ended with status {status}:\n{log[-3000:]}")
 
 
+def failed_test(tree: Path) -> str:
+    """Return the node id of the test that failed in the last run of `tree`, or an empty string."""
+    log = tree.with_suffix(".log").read_text(errors="replace")
+    ids = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log, re.MULTILINE)
+    return ids[-1] if ids else ""
+
+
 def outcome_of(mutant: Mutant, tests: Sequence[str], tree: Path) -> Outcome:
     """Write the mutant into `tree`, run the tests, and put the original file back."""
     if not tests:
@@ -355,22 +363,21 @@ def run_all(mutants: Sequence[Mutant], num_workers: int) -> Iterator[Outcome]:
         for worker in range(1, num_workers):
             trees.put(shutil.copytree(first, Path(folder) / str(worker), symlinks=True))  # with its compiled files
 
-        def judge(mutant: Mutant) -> tuple[Mutant, Outcome, int, float]:
+        def judge(mutant: Mutant) -> tuple[Mutant, Outcome, str, float]:
             if (mutant.path, mutant.before, mutant.after) in equivalent:
-                return mutant, "equivalent", 0, 0.0
+                return mutant, "equivalent", "", 0.0
             tree, start = trees.get(), time.perf_counter()
             try:
                 tests = executors_of(mutant.path, mutant.line, executed)
-                return mutant, outcome_of(mutant, tests, tree), len(tests), time.perf_counter() - start
+                outcome = outcome_of(mutant, tests, tree)
+                by = f"by {failed_test(tree)}" if outcome == "killed" else f"{len(tests)} tests"
+                return mutant, outcome, by, time.perf_counter() - start
             finally:
                 trees.put(tree)
 
         with ThreadPoolExecutor(num_workers) as pool:
-            for number, (mutant, outcome, num_tests, seconds) in enumerate(pool.map(judge, mutants), start=1):
-                print(
-                    f"[{number:3d}/{len(mutants)}] {seconds:5.0f} s {num_tests:5d} tests  {outcome:10s} {mutant}",
-                    flush=True,
-                )
+            for number, (mutant, outcome, by, seconds) in enumerate(pool.map(judge, mutants), start=1):
+                print(f"[{number:3d}/{len(mutants)}] {seconds:5.0f} s  {outcome:10s} {by}\n{mutant}", flush=True)
                 yield outcome
 
 
