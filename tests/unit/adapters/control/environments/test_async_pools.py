@@ -13,16 +13,15 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import AsyncVectorEnv
 
 from adapters.control.environments.episodes import EpisodeStart
 from adapters.control.environments.pools import AsyncPool, WorkerLost, make_pool
 from adapters.control.environments.snapshots import take_snapshot
 from grpo.errors import ConfigError, ContractError
-from tests.support.control_environments import Command, Nested, Scripted
+from tests.support.control_environments import Command, Scripted
 from tests.support.control_pools import starts_of
 
-FINE, END = Command.FINE, Command.END
+FINE = Command.FINE
 
 
 @pytest.fixture(scope="module")
@@ -60,40 +59,6 @@ def kill_worker(pool: AsyncPool, member: int) -> None:
     worker = workers_of(pool)[member]
     os.kill(worker.pid, signal.SIGKILL)
     worker.join()
-
-
-def test_only_named_members_are_stepped_and_infos_come_along(pool: AsyncPool) -> None:
-    observations, infos = pool.reset([1, 0], [EpisodeStart(options={"number": 4.0}), EpisodeStart(seed=7)])
-    np.testing.assert_array_equal(observations, [[4.0, 0.0], Scripted().reset(seed=7)[0]])
-    assert infos == [{"starts": True}] * 2
-    step = pool.step(np.array([1]), np.array([FINE]))
-    assert (step.observations.tolist(), list(step.infos or ())) == ([[4.0, 1.0]], [{"step": 1}])
-    step = pool.step(np.array([1, 0]), np.array([END, Command.NARROWED]))
-    assert step.observations[:, 1].tolist() == [2.0, 1.0]
-    assert (step.rewards.tolist(), step.terminated.tolist()) == ([2.0, 2.0], [True, False])
-    with pytest.raises(ContractError, match=r"Scripted: step\(\) needs .* running episode; members \[1\] have none"):
-        pool.step(np.array([0, 1]), np.array([FINE, FINE]))
-
-
-def test_nested_observations_are_those_of_the_environment() -> None:
-    pool, single = AsyncPool([Nested]), Nested()
-    try:
-        for seed in (8, 9):
-            observations, _ = pool.reset([0], starts_of(seed))
-            expected, _ = single.reset(seed=seed)
-            assert isinstance(observations["pair"], tuple)
-            assert observations["pair"][0].tolist() == [expected["pair"][0]]
-            for got, wanted in (
-                (observations["pair"][1], expected["pair"][1]),
-                (observations["bits"], expected["bits"]),
-                (observations["wheels"], expected["wheels"]),
-            ):
-                np.testing.assert_array_equal(got, wanted[None], strict=True)
-        step = pool.step(np.array([0]), np.array([0]))
-        assert step.observations["pair"][1].shape == (1, 3)
-        assert step.infos is None  # not requested
-    finally:
-        pool.close()
 
 
 WRONG_SHAPE = r"the observation must be float32 \[2\]; got float32"
@@ -287,10 +252,3 @@ def test_pools_that_cannot_be_created_are_refused() -> None:
             AsyncPool([Scripted], **options)
     with pytest.raises(ConfigError, match=r"AsyncPool needs at least one environment.* got 0 environments"):
         AsyncPool([])
-
-
-def test_a_vector_environment_is_recreated_from_its_factories() -> None:
-    pool = make_pool(AsyncVectorEnv([Scripted]), 1)
-    assert isinstance(pool, AsyncPool)
-    assert pool.num_members == 1
-    pool.close()

@@ -1,18 +1,15 @@
 """Torsos and heads: shapes, initial weights, and what a custom torso has to return. And networks in NumPy."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from adapters.control import EpisodeStart
 from adapters.control.policy.fast_forward import SINGLE_THREADED, fast_forward
-from adapters.control.policy.networks import CNNTorso, SharedStd, mlp_torso, num_outputs
+from adapters.control.policy.networks import CNNTorso, MixedTorso, SharedStd, mlp_torso, num_outputs
 from adapters.control.policy.observations import RunningNormalizer
 from grpo.errors import ConfigError
-from tests.support.control_policies import policy_of
+from tests.support.odd_environments import OBSERVED
 
 
 def test_an_mlp_computes_the_layers_written_out_by_hand() -> None:
@@ -43,16 +40,20 @@ def test_a_cnn_scales_integer_pixels_only() -> None:
     assert not torch.equal(torso(pixels.float()), features)  # floats are not scaled
 
 
-def test_a_cnn_expects_channels_last() -> None:
-    torso = CNNTorso((36, 36, 2))
-    with torch.no_grad():
-        torso.convolutions[0].weight[:, 1].zero_()  # ignore the second channel
-    image = torch.rand(1, 36, 36, 2)
-    other = image.clone()
-    other[..., 1] += 1.0
-    torch.testing.assert_close(torso(other), torso(image))
-    other[..., 0] += 1.0
-    assert not torch.allclose(torso(other), torso(image))
+def test_channels_first_and_last_give_the_same_features() -> None:
+    last, first = CNNTorso((40, 44, 3)), CNNTorso((3, 40, 44))
+    first.load_state_dict(last.state_dict())
+    images = torch.randint(256, (2, 40, 44, 3), dtype=torch.uint8)
+    torch.testing.assert_close(first(images.permute(0, 3, 1, 2)), last(images), rtol=0, atol=0)
+
+
+def test_a_mixed_torso_scales_pixels_and_reads_every_part() -> None:
+    space = OBSERVED["a dict with pixels"]
+    torso = MixedTorso(list(space.spaces.values()), 5)  # type: ignore[attr-defined]
+    observation = torch.rand(2, 36 * 36 * 3 + 2) * 255
+    features = torso.images[0](observation[:, :-2].unflatten(1, (36, 36, 3)) / 255)
+    expected = torso.joined(torch.cat([features, observation[:, -2:]], 1))
+    torch.testing.assert_close(torso(observation), expected)
 
 
 def test_a_cnn_refuses_small_images() -> None:
@@ -68,25 +69,6 @@ def test_a_shared_standard_deviation_is_equal_for_all_observations() -> None:
     parameters[:, 2:].sum().backward()
     assert head.log_std.grad is not None
     assert head.log_std.grad.tolist() == [3.0, 3.0]
-
-
-class Wrong(nn.Module):
-    def __init__(self, output: Tensor | tuple[Tensor, ...]) -> None:
-        super().__init__()
-        self.output = output
-
-    def forward(self, observations: Tensor) -> Tensor | tuple[Tensor, ...]:
-        return self.output
-
-
-def test_the_number_of_features_is_inferred_and_wrong_outputs_are_refused(subtests: pytest.Subtests) -> None:
-    assert num_outputs(mlp_torso(3, (7,)), (3,), torch.float32) == 7
-    for output, got in ((torch.zeros(3, 2, 3), r"\[3, 2, 3\]"), (torch.zeros(3), r"\[3\]"), ((), "a tuple of 0")):
-        with (
-            subtests.test(got=got),
-            pytest.raises(ConfigError, match=rf"Wrong: a torso must map \[n, \*observation\] .* got {got}"),
-        ):
-            num_outputs(Wrong(output), (3,), torch.float32)
 
 
 class Remembers(nn.Module):
@@ -119,9 +101,22 @@ class MixesRows(Remembers):
         return self.layer(observations - observations.mean(0))
 
 
-def test_torsos_with_a_memory_are_refused(subtests: pytest.Subtests) -> None:
-    """Every step is scored alone, so such a torso would run without its memory."""
+class Returns(nn.Module):
+    def __init__(self, output: Tensor | tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, observations: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return self.output
+
+
+def test_torsos_with_a_memory_or_a_wrong_output_are_refused(subtests: pytest.Subtests) -> None:
+    """Every step is scored alone, so a torso would run without its memory."""
+    wrong = r"Returns: a torso must map \[n, \*observation\] .* got"
     for torso, message in (
+        (Returns(torch.zeros(3, 2, 3)), rf"{wrong} .*\[3, 2, 3\]"),
+        (Returns(torch.zeros(3)), rf"{wrong} .*\[3\]"),
+        (Returns(()), f"{wrong} a tuple of 0"),
         (nn.LSTM(3, 4), "LSTM: a torso must have no memory.*LSTM. Let the environment show .*FrameStackObservation"),
         (nn.Sequential(nn.Linear(3, 4), nn.GRUCell(4, 4)), "Sequential: a torso must have no memory.*got GRUCell"),
         (nn.Sequential(nn.RNN(3, 4)), "a torso must have no memory.*got RNN"),
@@ -131,11 +126,12 @@ def test_torsos_with_a_memory_are_refused(subtests: pytest.Subtests) -> None:
         (MixesRows(), "MixesRows: a torso must compute the features of an observation from this observation alone"),
         (nn.Linear(4, 4), r"must map observations \['n', 3\] of float32 .* it raised RuntimeError: mat1 and mat2"),
     ):
-        with subtests.test(torso=type(torso).__name__), pytest.raises(ConfigError, match=message):
+        with subtests.test(message), pytest.raises(ConfigError, match=message):
             num_outputs(torso, (3,), torch.float32)
 
 
 def test_torsos_are_tried_in_evaluation_mode_and_left_as_they_were() -> None:
+    assert num_outputs(mlp_torso(3, (7,)), (3,), torch.float32) == 7
     torso = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.LayerNorm(4)).train()
     torso[2].eval()
     before = {name: value.clone() for name, value in torso.state_dict().items()}
@@ -164,30 +160,25 @@ def filled_normalizer() -> RunningNormalizer:
     return normalizer
 
 
-def test_fast_outputs_equal_torchs():
+def test_fast_outputs_equal_torchs() -> None:
     normalizer = filled_normalizer()
     observations = 3.0 + 20.0 * torch.randn(32, 5)  # some beyond the normaliser's bounds
-    for modules in ((normalizer, network("tanh")), (normalizer, network("relu")), (nn.Linear(5, 2, bias=False),)):
+    before = observations.clone()
+    policies = ((normalizer, network("tanh")), (normalizer, network("relu")), (nn.Tanh(), nn.Linear(5, 2, bias=False)))
+    for modules in policies:
         with torch.no_grad():
             expected = nn.Sequential(*modules)(observations)
         np.testing.assert_allclose(fast_forward(*modules)(observations.numpy()), expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(observations, before)
 
 
-def test_an_optimizers_changes_are_used():
+def test_an_optimizers_changes_are_used() -> None:
     policy = network()
     fast, observations = fast_forward(policy), torch.randn(4, 5)
     optimizer = torch.optim.Adam(policy.parameters(), lr=0.1, fused=True)
     policy(observations).sum().backward()
     optimizer.step()
     np.testing.assert_allclose(fast(observations.numpy()), policy(observations).detach().numpy(), rtol=1e-5, atol=1e-6)
-
-
-def test_observations_are_not_modified():
-    observations = torch.randn(4, 5)
-    before = observations.clone()
-    fast_forward(nn.Tanh(), network())(observations.numpy())
-    fast_forward(filled_normalizer(), network())(observations.numpy())
-    assert torch.equal(observations, before)
 
 
 class Doubled(nn.Linear):
@@ -201,7 +192,7 @@ def hooked() -> nn.Module:
     return layer
 
 
-def test_unsupported_modules_run_in_torch(subtests):
+def test_unsupported_modules_run_in_torch(subtests: pytest.Subtests) -> None:
     gelu, double = nn.Sequential(nn.Linear(5, 5), nn.GELU()), nn.Linear(5, 5).double()
     for module in (gelu, double, Doubled(5, 5), hooked(), nn.Dropout(0.5)):
         with subtests.test(module=type(module).__name__):
@@ -210,17 +201,6 @@ def test_unsupported_modules_run_in_torch(subtests):
     assert fast_forward(None, nn.Tanh()) is not None
 
 
-def test_large_batches_run_in_torch():
+def test_large_batches_run_in_torch() -> None:
     """The largest tensor has 64 x 64 weights, which are multiplied once per row."""
     assert fast_forward(nn.Linear(64, 64)).max_rows == SINGLE_THREADED // (64 * 64)
-
-
-def test_a_policy_acts_in_numpy_as_in_torch(monkeypatch):
-    policy = policy_of("Pendulum-v1", num_members=3, normalize_observations=True, max_episode_steps=30)
-    starts = [EpisodeStart(seed=0), EpisodeStart(seed=1)]
-    twin = copy.deepcopy(policy)
-    fast = policy.roll_out(starts, seed=5, max_steps=30)
-    monkeypatch.setattr("adapters.control.policy.episode_policy.fast_forward", lambda *modules: None)
-    slow = twin.roll_out(starts, seed=5, max_steps=30)
-    torch.testing.assert_close(fast.parameters, slow.parameters, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(fast.observations, slow.observations, rtol=1e-3, atol=1e-3)

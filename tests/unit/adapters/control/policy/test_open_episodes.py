@@ -1,8 +1,6 @@
 """Short iterations: an episode goes on where it stood, also after a resume, an evaluation, a lost worker and an exception."""
 
 import copy
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +10,37 @@ import pytest
 import torch
 
 from adapters.control import (
-    EnvironmentReward,
     Episode,
     EpisodeOptions,
     EpisodePolicy,
     EpisodeStart,
-    FittedAdvantages,
     SerialPool,
     evaluate_policy,
     make_pool,
 )
-from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, TrainingInterrupted
 from grpo.errors import ConfigError, ContractError, GRPOWarning
 from tests.support.control_environments import Chance, Crossing, Watched
 from tests.support.control_policies import policy_of
 
 STARTS = [EpisodeStart(seed=seed) for seed in (3, 4, 5)]
 
-POLICIES: dict[str, Callable[[], EpisodePolicy]] = {
-    "native": lambda: EpisodePolicy("CartPole-v1", num_members=3, options=EpisodeOptions(num_steps=7)),
-    "sync": lambda: policy_of("CartPole-v1", num_members=4, vectorization="sync", num_steps=7),
-    "repeated": lambda: policy_of("Pendulum-v1", num_members=3, num_steps=8, repeat=3, max_episode_steps=40),
-    "normalised": lambda: EpisodePolicy(
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "native": ("CartPole-v1", {"num_members": 3, "num_steps": 7}),
+    "sync": ("CartPole-v1", {"num_members": 4, "num_steps": 7, "vectorization": "sync"}),
+    "repeated": ("Pendulum-v1", {"num_members": 3, "num_steps": 8, "repeat": 3, "max_episode_steps": 40}),
+    "normalised": (
         "MountainCarContinuous-v0",
-        num_members=3,
-        options=EpisodeOptions(num_steps=20, max_episode_steps=45, normalize_observations=True),
+        {"num_members": 3, "num_steps": 20, "max_episode_steps": 45, "normalize_observations": True},
     ),
-    "masked": lambda: EpisodePolicy("Taxi-v4", num_members=3, action_mask="info", options=EpisodeOptions(num_steps=30)),
-    "chance": lambda: policy_of(lambda: Chance(9, end_above=0.9), num_members=3, num_steps=4),
+    "masked": ("Taxi-v4", {"num_members": 3, "num_steps": 30, "action_mask": "info"}),
+    "chance": (lambda: Chance(9, end_above=0.9), {"num_members": 3, "num_steps": 4}),
 }
 
 
 def made(kind: str) -> EpisodePolicy:
     torch.manual_seed(0)
-    return POLICIES[kind]()
+    environment, settings = KINDS[kind]
+    return policy_of(environment, **settings)
 
 
 def sampled(policy: EpisodePolicy, seed: int) -> tuple[list[Episode], dict[str, float]]:
@@ -61,7 +56,7 @@ def assert_same(first: list[Episode], second: list[Episode]) -> None:
         assert (one.terminated, one.truncated) == (other.terminated, other.truncated)
 
 
-@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_parts_are_the_episode_that_single_environments_play(kind: str) -> None:
     """Its actions are played again by hand, from the seed of its start."""
     policy = made(kind)
@@ -88,7 +83,7 @@ def test_parts_are_the_episode_that_single_environments_play(kind: str) -> None:
             assert "episodes/return" not in metrics
     assert any(is_over(part) for parts in played for part in parts)
     for seed, parts in zip((3, 4, 5), played, strict=True):
-        assert_played_by(policy, seed, parts)
+        assert_played_by(kind, policy, seed, parts)
 
 
 def is_over(episode: Episode) -> bool:
@@ -109,16 +104,12 @@ def whole_of(parts: list[Episode]) -> list[Episode]:
     return parts[before[-1] + 1 if before else 0 :]
 
 
-def assert_played_by(policy: EpisodePolicy, seed: int, parts: list[Episode]) -> None:
+def assert_played_by(kind: str, policy: EpisodePolicy, seed: int, parts: list[Episode]) -> None:
     """The first episode of a row, in an environment of its own."""
     ends = [place for place, part in enumerate(parts) if is_over(part)]
     parts = parts[: ends[0] + 1] if ends else parts
-    names = {
-        "Pendulum": "Pendulum-v1", "MountainCar": "MountainCarContinuous-v0", "Taxi": "Taxi-v4",
-        "Cart": "CartPole-v1",
-    }  # fmt: skip
-    setting = str(policy.settings()["environment"])
-    env = next((gymnasium.make(name) for start, name in names.items() if setting.startswith(start)), Chance(9, 0.9))
+    environment, _ = KINDS[kind]
+    env = environment() if callable(environment) else gymnasium.make(environment)
     observation, _ = env.reset(seed=seed)
     taken = 0
     for part in parts:
@@ -137,7 +128,7 @@ def assert_played_by(policy: EpisodePolicy, seed: int, parts: list[Episode]) -> 
         )
 
 
-@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_another_process_goes_on_with_the_same_episodes(kind: str) -> None:
     policy = made(kind)
     for number in range(3):
@@ -276,51 +267,6 @@ def test_a_file_of_the_policy_holds_no_episodes(tmp_path: Path) -> None:
     loaded = EpisodePolicy.load(policy.save(tmp_path / "policy"), environment=lambda: Chance(9, end_above=0.9))
     first = sampled(loaded, 1)[0]
     assert [float(episode.observations[0, 1]) for episode in first] == [0, 0, 0]
-
-
-def trainer_of(policy: EpisodePolicy, reward: Any = None) -> GRPOTrainer:
-    config = GRPOConfig(
-        group_size=1, batch_size=16, num_epochs_per_update=2, learning_rate=1e-2, seed=0, lr_schedule="linear"
-    )
-    advantages = FittedAdvantages(policy, gamma=0.9, num_features=10, num_kept=64)
-    return GRPOTrainer(config=config, policy=policy, reward_model=reward or EnvironmentReward(), advantages=advantages)
-
-
-@pytest.mark.parametrize("kind", ["native", "repeated", "normalised", "masked"])
-def test_a_run_that_is_stopped_ends_like_one_that_is_not(kind: str, tmp_path: Path) -> None:
-    """The stop comes while rewards are computed: the collection is given up, and sampled again."""
-    reward = EnvironmentReward()
-    policy = made(kind)
-    budget = ("episodes/steps", 9 * 3 * (policy.num_steps or 0))
-    unbroken = trainer_of(policy, lambda states, actions: reward.compute_rewards(states, actions))
-    history = unbroken.train(STARTS, budget=budget, progress=False)
-    assert {"episodes/ended", "rewards/mean"} <= set(history[0])
-
-    def stops(states: Any, actions: Any) -> Any:
-        if trainer.iteration == 4:
-            signal.raise_signal(signal.SIGTERM)
-        return reward.compute_rewards(states, actions)
-
-    trainer = trainer_of(made(kind), stops)
-    with pytest.raises(TrainingInterrupted):
-        trainer.train(STARTS, budget=budget, checkpoint_dir=tmp_path, resume="auto", progress=False)
-    resumed = made(kind)
-    trainer = trainer_of(resumed, lambda states, actions: reward.compute_rewards(states, actions))
-    trainer.train(STARTS, budget=budget, checkpoint_dir=tmp_path, resume="auto", progress=False)
-    for name, value in policy.get_parameters().items():
-        torch.testing.assert_close(resumed.get_parameters()[name], value, rtol=0, atol=0, msg=name)
-
-
-def test_a_critic_estimates_the_rest_of_an_episode_that_goes_on() -> None:
-    torch.manual_seed(0)
-    policy = EpisodePolicy("CartPole-v1", num_members=3, critic=True, options=EpisodeOptions(num_steps=4))
-    scores = policy.sample_actions(STARTS, 1).scores
-    assert scores is not None
-    assert scores.final_values is not None
-    assert bool((scores.final_values != 0).all())
-    config = GRPOConfig(group_size=1, advantage=AdvantageConfig(credit="gae", gamma=0.9))
-    metrics = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward()).step(STARTS)
-    assert metrics["train/advantages_std"] > 0
 
 
 def test_a_mask_goes_on_with_its_episode() -> None:

@@ -129,13 +129,6 @@ def test_a_function_without_frames_and_numbers_below_1_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("screenless")
-def test_frames_of_a_robot_have_the_requested_size() -> None:
-    pytest.importorskip("mujoco", reason="mujoco is not installed")
-    frames = frames_or_skip(EpisodePolicy("Reacher-v5", num_members=1), "Reacher-v5", num_frames=2, width=64, height=48)
-    assert [frame.shape for frame in frames] == [(48, 64, 3)] * 2
-
-
-@pytest.mark.usefixtures("screenless")
 def test_a_video_is_written_as_mp4(tmp_path: Path) -> None:
     pytest.importorskip("moviepy", reason="moviepy is not installed")
     policy = EpisodePolicy("CartPole-v1", num_members=1, options=EpisodeOptions(hidden=(4,)))
