@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import gymnasium
@@ -11,11 +12,10 @@ import torch
 from gymnasium import spaces
 
 from adapters.control import (
+    PRESETS,
     Bernoulli,
     Categorical,
-    ControlPreset,
     EnvironmentReward,
-    Episode,
     EpisodeOptions,
     EpisodePolicy,
     EpisodeStart,
@@ -23,7 +23,6 @@ from adapters.control import (
     FromTorch,
     Gaussian,
     MultiCategorical,
-    Snapshot,
     StepReward,
     check_environment,
     distribution_for,
@@ -271,34 +270,21 @@ WRONG: tuple[Any, ...] = (
 
 def cases() -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
     """Functions with good arguments, which are replaced one at a time."""
-    steps = {name: torch.zeros(2, 3) for name in ("observations", "actions")}
-    rows = {
-        "rewards": torch.zeros(2), "log_probs": torch.zeros(2), "allowed": None, "final_observation": torch.zeros(3),
-    }  # fmt: skip
     policy = EpisodePolicy("CartPole-v1", num_members=1, options=EpisodeOptions(hidden=(4,)))
+    (episodes,) = policy.generate_actions([EpisodeStart(seed=1)], 1)
     env = gymnasium.make("CartPole-v1")
     observation, _ = env.reset(seed=0)
     snapshot = take_snapshot(env, observation)
-    preset = {
-        "total_steps": 10, "threshold": 1.0, "gamma": 0.9, "group_size": 2, "learning_rate": 1e-3,
-        "evaluate_every": 5,
-    }  # fmt: skip
     build = torch.distributions.Categorical
-    yield EpisodeStart, {"seed": 1, "options": None, "snapshot": None}
-    yield Episode, {**steps, **rows, "terminated": True, "truncated": False}
-    yield Snapshot, {"environment": "CartPole-v1", "layers": (), "observation": None}
-    yield Evaluation, {"returns": np.ones(2), "lengths": np.ones(2, int)}
-    yield ControlPreset, {"env_id": "CartPole-v1", **preset, "max_episode_steps": None, "normalize_observations": True}
+    evaluation = Evaluation(returns=np.ones(2), lengths=np.ones(2, int))
+    for good in (EpisodeStart(seed=1), episodes[0], snapshot, evaluation, PRESETS["CartPole-v1"], EpisodeOptions()):
+        yield type(good), {field.name: getattr(good, field.name) for field in fields(good)}
     yield EpisodePolicy, {
         "environment": "CartPole-v1", "num_members": 1, "torso": None, "distribution": "auto", "critic": False,
         "action_mask": None, "options": None, "vectorization": "auto",
     }  # fmt: skip
-    yield EpisodeOptions, {
-        "hidden": (4,), "activation": "tanh", "std": "shared", "initial_log_std": 0.0, "normalize_observations": True,
-        "max_episode_steps": 5, "split_steps": True, "state_key_decimals": 3,
-    }  # fmt: skip
     yield policy.sample_actions, {"states": [EpisodeStart(seed=1)], "num_actions_per_state": 1}
-    yield policy.score_actions, {"states": None, "actions": policy.generate_actions([EpisodeStart(seed=1)], 1)[0]}
+    yield policy.score_actions, {"states": None, "actions": episodes}
     yield EnvironmentReward, {"per": "step", "discount": 1.0}
     yield StepReward, {"term": len}
     yield CNNTorso, {"shape": (40, 40, 3), "num_features": 4}

@@ -7,47 +7,16 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.envs.registration import EnvSpec
 
 from adapters.control import check_environment
 from grpo.errors import ConfigError, ContractError
-from tests.support.control_environments import Chance, Crossing, Nested, Spaces
+from tests.support.control_environments import Chance, Crossing, Nested, Spaces, Walk
 from tests.support.odd_environments import ACTED, BOX, Odd
 
 RULES = (
     "creation", "statistics", "time limit", "observations", "masks", "rewards", "seeded", "resettable",
     "independent", "group", "snapshots",
 )  # fmt: skip
-
-
-class Walk(gymnasium.Env):
-    """A correct environment: a walk with wind. `snapshot` and `restore` are its own."""
-
-    spec = EnvSpec("Walk", max_episode_steps=30)
-    observation_space = spaces.Box(-100.0, 100.0, (2,), np.float32)
-    action_space = spaces.Discrete(3)
-
-    def __init__(self) -> None:
-        self.place, self.wind = 0.0, 0.0
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.place, self.wind = float(self.np_random.normal()), 0.0
-        return self.look(), {}
-
-    def look(self) -> Any:
-        return np.array([self.place, self.wind], dtype=np.float32)
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.wind = 0.5 * self.wind + float(self.np_random.normal())
-        self.place += float(action) - 1.0 + self.wind
-        return self.look(), self.place, bool(abs(self.place) > 20.0), False, {}
-
-    def snapshot(self) -> Any:
-        return self.place, self.wind
-
-    def restore(self, state: Any) -> None:
-        self.place, self.wind = state
 
 
 class IgnoresSeed(Walk):

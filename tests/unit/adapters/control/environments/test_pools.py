@@ -64,7 +64,7 @@ def test_every_kind_gives_the_episodes_of_an_environment_stepped_by_hand(
                 assert_same_rows(got, wanted)
 
 
-def test_members_that_are_not_listed_are_not_stepped(cartpoles: Pools, subtests: pytest.Subtests) -> None:
+def test_only_listed_members_with_a_running_episode_are_stepped(cartpoles: Pools, subtests: pytest.Subtests) -> None:
     """Member 1 rests in the middle of its episode while member 0 runs to its end and starts another one. It then goes on to the
     time limit, which counts its own steps."""
     for kind, pool in cartpoles.items():
@@ -78,6 +78,8 @@ def test_members_that_are_not_listed_are_not_stepped(cartpoles: Pools, subtests:
             ended = False
             while not ended:
                 ended = pool.step(np.array([0]), np.array([1])).terminated[0]
+            with pytest.raises(ContractError, match=r"CartPole-v1: step\(\) needs .* members \[0\] have none. Call"):
+                pool.step(np.array([0, 1]), np.array([0, 0]))
             pool.reset([0], starts_of(9))
             pool.step(np.array([0]), np.array([0]))
             for number in range(3, LIMIT):
@@ -110,20 +112,6 @@ def test_members_start_from_a_snapshot(cartpoles: Pools, subtests: pytest.Subtes
             np.testing.assert_array_equal(after[0], trunk.reset()[0])
 
 
-def test_only_members_with_a_running_episode_are_stepped(cartpoles: Pools, subtests: pytest.Subtests) -> None:
-    for kind, pool in cartpoles.items():
-        with subtests.test(kind=kind):
-            pool.reset([0, 1], starts_of(0, 1))
-            ended = False
-            while not ended:
-                ended = pool.step(np.array([0]), np.array([0])).terminated[0]
-            with pytest.raises(ContractError, match=r"CartPole-v1: step\(\) needs .* members \[0\] have none. Call"):
-                pool.step(np.array([0, 1]), np.array([0, 0]))
-    fresh = NativeCartPole(2)
-    with pytest.raises(ContractError, match=r"members \[0, 1\] have none"):
-        fresh.step(np.array([0, 1]), np.array([0, 0]))
-
-
 def test_closed_pools_refuse_to_work(subtests: pytest.Subtests) -> None:
     env = Scripted()
     for pool in (NativeCartPole(1), SerialPool([env])):  # test_async_pools.py closes the third kind
@@ -136,20 +124,6 @@ def test_closed_pools_refuse_to_work(subtests: pytest.Subtests) -> None:
             with pytest.raises(ConfigError, match="the pool is closed"):
                 pool.reset([0], starts_of(0))
     assert env.num_closed == 1
-
-
-def test_a_serial_pool_gives_the_episodes_of_other_environments(subtests: pytest.Subtests) -> None:
-    starts = starts_of(*range(4))
-    for env_id, max_steps in (
-        ("Pendulum-v1", 999),  # truncated by TimeLimit
-        ("FrozenLake-v1", 999),  # Discrete observations, random transitions
-        ("HalfCheetah-v5", 20),
-    ):
-        with subtests.test(env_id=env_id):
-            pool, single = make_pool(env_id, 3), gymnasium.make(env_id)
-            assert isinstance(pool, SerialPool)
-            for number, episode in enumerate(stepped_by_pool(pool, starts, max_steps)):
-                assert_same_rows(episode, stepped_by_hand(single, starts[number], number, max_steps))
 
 
 @pytest.mark.parametrize(("vector", "kind"), [(SyncVectorEnv, SerialPool), (AsyncVectorEnv, AsyncPool)])
@@ -305,6 +279,10 @@ def test_settings_that_contradict_each_other_are_refused(subtests: pytest.Subtes
         (lambda: NativeCartPole(0), "members must be an integer >= 1; got int 0"),
         (lambda: SerialPool([Scripted(), ObservesThreeNumbers()]), r"member 1 \(Scripted\) has Box\(0.0, 1.0, \(3,\)"),
         (lambda: SerialPool([ObservesText()]), "fixed shape; got Text"),
+        (lambda: AsyncPool([ObservesText]), "fixed shape; got Text"),
+        (lambda: AsyncPool([]), r"AsyncPool needs at least one environment.* got 0 environments"),
+        (lambda: AsyncPool([Scripted], timeout=0.0), "timeout > 0 or None, .* got 1 environments, timeout=0.0"),
+        (lambda: AsyncPool([Scripted], max_rebuilds=-1), "max_rebuilds >= 0; got 1 environments, .*max_rebuilds=-1"),
         (lambda: AsyncPool([lambda: normalized(Chance())]), "NormalizeObservation keeps a running mean"),
         (
             lambda: make_pool(lambda: wrappers.ClipReward(paid(Chance()), -1.0, 1.0), 1),
@@ -343,8 +321,10 @@ def test_the_sutton_barto_reward_is_minus_one_at_the_fall() -> None:
     assert rewards == [0.0] * (len(rewards) - 1) + [-1.0]
 
 
-def test_actions_other_than_0_and_1_are_refused() -> None:
+def test_steps_before_a_reset_and_actions_other_than_0_and_1_are_refused() -> None:
     pool = NativeCartPole(1)
+    with pytest.raises(ContractError, match=r"members \[0\] have none"):
+        pool.step(np.array([0]), np.array([0]))
     pool.reset([0], starts_of(0))
     with pytest.raises(ContractError, match=r"must be integers, 0 \(push left\) or 1 .*; got float64 \[1\]"):
         pool.step(np.array([0]), np.array([0.7]))

@@ -22,6 +22,7 @@ from adapters.control.environments.snapshots import (
     take_snapshot,
 )
 from grpo.errors import ConfigError, ContractError
+from tests.support.control_environments import Nested, Walk
 
 TABLES_AND_CONTROL = [
     "CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCar-v0", "MountainCarContinuous-v0", "FrozenLake-v1",
@@ -188,46 +189,12 @@ def test_the_memory_of_a_recording_wrapper_is_not_state() -> None:
     np.testing.assert_array_equal(branch.unwrapped.state, trunk.unwrapped.state)
 
 
-class Counter(gymnasium.Env):
-    """Counts steps in an iterator, which is not plain data."""
-
-    observation_space = gymnasium.spaces.Box(0.0, 100.0, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self) -> None:
-        self.begin(0)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.begin(0)
-        return self.observation(), {}
-
-    def begin(self, count: int) -> None:
-        self.count, self.counted = count, iter(range(count + 1, 100))
-
-    def step(self, action):
-        self.count = next(self.counted)
-        return self.observation(), float(self.np_random.normal()), self.count > 50, False, {}
-
-    def observation(self) -> np.ndarray:
-        return np.array([self.count], np.float32)
-
-
-class SnapshotableCounter(Counter):
-    def snapshot(self) -> Any:
-        return {"count": self.count}
-
-    def restore(self, state: Any) -> None:
-        self.begin(state["count"])
-
-
 class Repeat(gymnasium.Wrapper):
-    """A wrapper with state in an iterator, so it implements its own methods."""
+    """A wrapper with state in an iterator, which is not plain data, so it implements its own methods."""
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
-        self.memory = iter([1.0] * 5 + [2.0] * 100)
-        self.num_read = 0
+        self.restore(0)
 
     def step(self, action):
         observation, reward, terminated, truncated, info = self.env.step(action)
@@ -238,18 +205,17 @@ class Repeat(gymnasium.Wrapper):
         return self.num_read
 
     def restore(self, state: Any) -> None:
-        self.num_read = state
-        self.memory = iter(([1.0] * 5 + [2.0] * 100)[state:])
+        self.num_read, self.memory = state, iter(([1.0] * 5 + [2.0] * 100)[state:])
 
 
 def test_custom_environments_and_wrappers_restore_their_own_state() -> None:
-    assert isinstance(SnapshotableCounter(), Snapshotable)
-    assert_branches_like_its_trunk(SnapshotableCounter)
-    assert_branches_like_its_trunk(lambda: wrappers.TimeLimit(Repeat(SnapshotableCounter()), 20), num_steps=3)
+    assert isinstance(Walk(), Snapshotable)
+    assert_branches_like_its_trunk(Walk)
+    assert_branches_like_its_trunk(lambda: wrappers.TimeLimit(Repeat(Walk()), 20), num_steps=3)
 
 
 def test_np_random_is_restored_in_place_also_where_it_did_not_exist() -> None:
-    class Dealer(SnapshotableCounter):
+    class Dealer(Walk):
         """A bound method holds the environment's generator, so replacing `np_random` would not reach it."""
 
         def step(self, action):
@@ -260,76 +226,57 @@ def test_np_random_is_restored_in_place_also_where_it_did_not_exist() -> None:
     trunk, branch = Dealer(), Dealer()
     for num_steps in (0, 3):
         future(trunk, [0] * num_steps)
-        restore_snapshot(branch, take_snapshot(trunk, trunk.observation()))
+        restore_snapshot(branch, take_snapshot(trunk, trunk.look()))
         assert future(branch, [0] * 5) == future(trunk, [0] * 5)
 
 
 def test_a_custom_environment_restores_its_attributes() -> None:
-    class Windy(gymnasium.Env):
-        """Has state in attributes and in two kinds of generators."""
+    class Windy(Walk):
+        """Has state in attributes, which it changes in place, and in three kinds of generators."""
 
-        action_space = gymnasium.spaces.Discrete(2)
-        observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
         snapshot, restore = environment_state, restore_environment_state
 
-        def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
-            self.position = np.zeros(2)
-            self.path: list[np.ndarray] = []
-            self.wind = np.random.Generator(np.random.MT19937(seed))
-            self.gusts = self.np_random.spawn(1)[0]
-            return self.position.copy(), {}
+        def reset(self, **options: Any) -> Any:
+            returned = super().reset(**options)
+            self.path, self.gust = list[np.ndarray](), np.zeros(2)
+            self.generators = np.random.Generator(np.random.MT19937(options.get("seed")))
+            self.spawned = self.np_random.spawn(1)[0]
+            return returned
 
-        def step(self, action):
-            self.path.append(self.position.copy())
-            self.position += self.wind.normal(size=2) + self.gusts.normal(size=2)
-            return self.position.copy(), float(np.sum(self.path)), False, False, {}
+        def step(self, action: Any) -> Any:
+            self.path.append(self.gust.copy())
+            self.gust += self.generators.normal(size=2) + self.spawned.normal(size=2)
+            observation, *_ = super().step(action)
+            return observation, float(np.sum(self.path)), False, False, {}
 
     assert_branches_like_its_trunk(Windy)
 
 
 def test_what_cannot_be_copied_or_restored_is_refused(subtests: pytest.Subtests) -> None:
-    cartpole, motorised, unpicklable = (
-        gymnasium.make("CartPole-v1"),
-        gymnasium.make("CartPole-v1"),
-        SnapshotableCounter(),
-    )
+    cartpole, motorised, unpicklable = gymnasium.make("CartPole-v1"), gymnasium.make("CartPole-v1"), Walk()
     snapshot = take_snapshot(cartpole, played(cartpole, seed=0, num_steps=2))
     observation, _ = motorised.reset(seed=0)
     motorised.unwrapped.motor = object()
     unpicklable.snapshot = lambda: {"count": lambda: 0}  # type: ignore[method-assign]
     pendulum, double = gymnasium.make("InvertedPendulum-v5"), gymnasium.make("InvertedDoublePendulum-v5")
-    flat = wrappers.FlattenObservation(cartpole)
+    state = environment_state(double.unwrapped)
+    flat, other = wrappers.FlattenObservation(cartpole), gymnasium.make("Pendulum-v1")
+    implement, layers = r"must be .*implement Snapshotable.*snapshot\(self\).*restore", r"CartPole-v1 with the layers"
+    theirs = rf"{layers} \['FlattenObservation', .*got one of CartPole-v1 .*\['TimeLimit'"
     cases: tuple[tuple[Callable[[], Any], type[Exception], str], ...] = (
-        (
-            lambda: take_snapshot(Counter(), 0),
-            ConfigError,
-            r"Counter must be .*implement Snapshotable.*snapshot\(self\).*restore",
-        ),
+        (lambda: take_snapshot(Nested(), 0), ConfigError, f"Nested {implement}"),
         (
             lambda: take_snapshot(motorised, observation),
             ConfigError,
             r"CartPoleEnv\.motor must be plain data.*got object",
         ),
+        (lambda: take_snapshot(unpicklable, unpicklable.reset(seed=0)[0]), ContractError, "Walk must be picklable"),
+        (lambda: restore_snapshot(other, snapshot), ContractError, "Pendulum-v1 with the .* got one of CartPole-v1"),
+        (lambda: restore_snapshot(flat, snapshot), ContractError, theirs),
         (
-            lambda: take_snapshot(unpicklable, unpicklable.reset(seed=0)[0]),
+            lambda: restore_environment_state(pendulum.unwrapped, state),
             ContractError,
-            "SnapshotableCounter must be picklable",
-        ),
-        (
-            lambda: restore_snapshot(gymnasium.make("Pendulum-v1"), snapshot),
-            ContractError,
-            r"Pendulum-v1 with the layers .* needs a snapshot .* got one of CartPole-v1",
-        ),
-        (
-            lambda: restore_snapshot(flat, snapshot),
-            ContractError,
-            r"CartPole-v1 with the layers \['FlattenObservation', .*got one of CartPole-v1 .*\['TimeLimit'",
-        ),
-        (
-            lambda: restore_environment_state(pendulum.unwrapped, environment_state(double.unwrapped)),
-            ContractError,
-            r"needs a state of \d+ numbers; got \d+",
+            r"a state of \d+ numbers; got \d+",
         ),
     )
     for call, error, words in cases:

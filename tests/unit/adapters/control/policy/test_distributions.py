@@ -36,6 +36,7 @@ from tests.support.control_distributions import (
     ROUNDING,
     box_oracle,
     draw,
+    expected_entropy,
     expected_log_prob,
     logit_columns,
     random_mask,
@@ -139,14 +140,6 @@ def test_from_torch_refuses_distributions_of_wrong_shapes() -> None:
 # --- composite distributions
 
 
-def test_the_entropy_is_the_sum_over_the_parts() -> None:
-    nested = EVERY["nested"]
-    parameters = random_parameters(nested)
-    parts = zip(nested.parts, parameters.split([9, 5, 4], -1), strict=True)
-    torch.testing.assert_close(nested.entropy(parameters), sum(part.entropy(own) for part, own in parts))
-    assert distribution_for(NESTED["arm"], "squashed").entropy(torch.zeros(1, 9)) is None  # a part has no closed form
-
-
 def test_large_integer_actions_are_exact() -> None:
     distribution = distribution_for(spaces.Tuple([spaces.Discrete(100_000, start=2**40), spaces.Box(0, 1, (1,))]))
     parameters = torch.zeros(1, 100_002)
@@ -158,11 +151,12 @@ def test_large_integer_actions_are_exact() -> None:
 # --- properties of every distribution
 
 
-def test_log_prob_agrees_with_torch(subtests: pytest.Subtests) -> None:
+def test_log_probs_and_entropies_agree_with_torch(subtests: pytest.Subtests) -> None:
     """In the parameters' dtype, and in float32 for bfloat16 parameters."""
     for name, distribution in EVERY.items():
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             scored_in = torch.float64 if dtype == torch.float64 else torch.float32
+            tolerance = ROUNDING[scored_in]
             with subtests.test(name=name, dtype=dtype):
                 # half the scale, so that no tanh is so near 1 that torch returns infinity
                 parameters = (0.5 * random_parameters(distribution)).to(dtype)
@@ -172,9 +166,16 @@ def test_log_prob_agrees_with_torch(subtests: pytest.Subtests) -> None:
                 assert actions.shape == (40, *distribution.action_shape)
                 log_probs = distribution.log_prob(parameters, actions)
                 assert log_probs.dtype == scored_in
-                expected = expected_log_prob(name, parameters.double(), actions if is_whole else actions.double())
-                tolerance = ROUNDING[scored_in]
+                expected = expected_log_prob(name, parameters.double(), actions)
                 torch.testing.assert_close(log_probs.double(), expected, rtol=tolerance, atol=tolerance)
+                entropy = distribution.entropy(6 * parameters)
+                if name == "squashed":
+                    assert entropy is None
+                else:
+                    assert entropy.dtype == scored_in
+                    expected = expected_entropy(name, (6 * parameters).double())
+                    torch.testing.assert_close(entropy.double(), expected, rtol=tolerance, atol=tolerance)
+    assert distribution_for(NESTED["arm"], "squashed").entropy(torch.zeros(1, 9)) is None  # a part has no closed form
 
 
 def test_gradients_agree_with_finite_differences(subtests: pytest.Subtests) -> None:
@@ -360,37 +361,6 @@ def test_actions_outside_the_space_are_refused(subtests: pytest.Subtests) -> Non
 # --- numbers
 
 
-def test_entropies_agree_with_torch_and_scipy(subtests: pytest.Subtests) -> None:
-    def categorical(logits: torch.Tensor) -> torch.Tensor:
-        return oracle.Categorical(logits=logits).entropy()
-
-    def gaussian(parameters: torch.Tensor) -> torch.Tensor:
-        mean, log_std = parameters.chunk(2, -1)
-        half = torch.from_numpy((HIGH - LOW) / 2).double()
-        return oracle.Normal(mean, half * log_std.clamp(-20, 2).exp()).entropy().sum(-1)
-
-    def beta(parameters: torch.Tensor) -> torch.Tensor:
-        alpha, beta = (1 + np.logaddexp(0, parameters.numpy())).reshape(-1, 2, 2).swapaxes(0, 1)
-        return torch.from_numpy(stats.beta(alpha, beta, loc=LOW, scale=(HIGH - LOW).astype(float)).entropy().sum(-1))
-
-    for name, expected in (
-        ("discrete", categorical),
-        ("even", lambda parameters: categorical(parameters.unflatten(-1, (2, 3))).sum(-1)),
-        ("ragged", lambda parameters: sum(categorical(part) for part in parameters.split([3, 2, 4, 1], -1))),
-        ("bits", lambda parameters: oracle.Bernoulli(logits=parameters).entropy().sum(-1)),
-        ("gaussian", gaussian),
-        ("beta", beta),
-    ):
-        for dtype, tolerance in ROUNDING.items():
-            with subtests.test(name=name, dtype=dtype):
-                parameters = 3 * random_parameters(EVERY[name], dtype=dtype)
-                entropy = EVERY[name].entropy(parameters)
-                assert entropy.dtype == dtype
-                wanted = expected(parameters.double())
-                torch.testing.assert_close(entropy.double(), wanted, rtol=tolerance, atol=tolerance)
-    assert EVERY["squashed"].entropy(random_parameters(EVERY["squashed"])) is None
-
-
 def test_beta_is_accurate_where_torch_in_float32_is_not() -> None:
     """alpha = beta = 20001: log B is the difference of numbers near 2e5, whose float32 steps are 0.016."""
     distribution = Beta(spaces.Box(0, 1, (1,)))
@@ -510,12 +480,6 @@ def test_boxes_that_are_not_supported_are_refused(subtests: pytest.Subtests) -> 
                 pytest.raises(ConfigError, match=f"{name} needs finite bounds with low < high"),
             ):
                 distribution_for(space, kind)
-
-
-def test_beta_refuses_the_parameters_of_a_diverged_network() -> None:
-    for value in (torch.nan, torch.inf):
-        with pytest.raises(ContractError, match="Beta: parameters must be finite"):
-            draw(EVERY["beta"], torch.tensor([[0.0, 0.0, value, 0.0]]))
 
 
 # --- integers

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.envs.registration import register
 
 from adapters.control import (
     FITTED_PRESETS,
@@ -24,7 +23,6 @@ from adapters.control import (
 from grpo import AdvantageConfig, AdvantageEstimator
 from grpo.errors import ConfigError, ContractError
 from grpo.surrogates import Clip
-from tests.support.control_environments import Spaces
 from tests.support.control_policies import IMAGE
 from tests.support.odd_environments import Masked, Odd
 
@@ -113,6 +111,36 @@ def test_settings_follow_from_what_random_actions_find(subtests: pytest.Subtests
             assert preset.credit == "fitted"
 
 
+def test_settings_with_the_groups_mean_follow_from_actions_images_and_the_time_limit(subtests: pytest.Subtests) -> None:
+    """Runs have at least 500,000 steps and 50 iterations of the longest episodes."""
+    robot = spaces.Box(-1.0, 1.0, (3,), np.float32)
+    nested = spaces.Dict(camera=IMAGE, speed=robot)
+    rows: tuple[tuple[Any, dict[str, Any], tuple[int, int, int, bool], int], ...] = (
+        # environment, options; groups, episodes per group, epochs, normalised observations; longest episode
+        ("MountainCarContinuous-v0", {}, (1, 8, 10, True), 999),
+        ("MountainCarContinuous-v0", {"max_episode_steps": 100}, (2, 8, 10, True), 100),
+        ("FrozenLake-v1", {}, (2, 8, 4, False), 100),
+        ("CliffWalking-v1", {}, (1, 8, 4, False), 0),  # it has no time limit
+        ("CliffWalking-v1", {"max_episode_steps": 200}, (2, 8, 4, False), 200),
+        ("CliffWalking-v1", {"max_episode_steps": 30_000}, (1, 8, 4, False), 30_000),
+        (lambda: gymnasium.wrappers.TimeLimit(Odd(IMAGE), 4), {"credit": None}, (2, 8, 4, False), 4),
+        (lambda: Odd(IMAGE, act=robot), {"credit": None}, (1, 8, 10, False), 0),
+        (lambda: Odd(nested, act=robot), {"credit": None}, (1, 8, 10, False), 0),
+    )
+    for environment, options, settings, longest in rows:
+        with subtests.test(environment=environment, options=options):
+            preset = preset_for(environment, **{"credit": "group"} | options)
+            found = preset.num_groups, preset.group_size, preset.num_epochs, preset.normalize_observations
+            assert (preset.credit, found) == ("group", settings)
+            steps = preset.total_steps + 2_000  # up to 2,000 steps have shown what to choose
+            assert steps >= 50 * preset.num_groups * preset.group_size * longest
+            assert steps >= 500_000
+            assert preset.total_steps // preset.evaluate_every == 20
+            policy = preset.make_policy(num_members=1)
+            assert policy.max_episode_steps == options.get("max_episode_steps")
+            policy.pool.close()
+
+
 def test_a_choice_has_reasons(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "grpo"):
         preset = preset_for(lambda: Track())
@@ -126,48 +154,37 @@ def test_a_choice_has_reasons(caplog: pytest.LogCaptureFixture) -> None:
     assert preset_for("CartPole-v1").why == ""
 
 
-def test_steps_of_random_actions_count_and_are_few_in_a_short_run() -> None:
+def test_steps_of_random_actions_count_are_few_in_a_short_run_and_change_no_global_generator() -> None:
     taken = []
-
-    class Counted(Track):
-        def step(self, action: Any) -> Any:
-            taken.append(action)
-            return super().step(action)
-
-    preset = preset_for(lambda: Counted(), total_steps=4_000)
-    assert len(taken) == 2 * 200  # a twentieth for each probe
-    assert preset.total_steps == 4_000 - 400
-    taken.clear()
-    assert preset_for(lambda: Counted(num_cells=3)).total_steps == 500_000 - 1_000
-    assert len(taken) == 1_000
-    taken.clear()
-    assert preset_for(lambda: Counted(), total_steps=1).total_steps == 1
-    assert len(taken) == 2
-
-
-def test_equal_environments_have_equal_presets_and_global_generators_do_not_change() -> None:
-    class Global(Track):
-        def __init__(self) -> None:
-            super().__init__()
-            random.random()
-            torch.rand(())
-
-        def step(self, action: Any) -> Any:
-            random.random()
-            torch.rand(())
-            return super().step(action)
 
     def drawn() -> tuple[float, float]:
         return random.random(), float(torch.rand(()))
+
+    class Counted(Track):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            drawn()
+
+        def step(self, action: Any) -> Any:
+            taken.append(action)
+            drawn()
+            return super().step(action)
 
     random.seed(3)
     torch.manual_seed(3)
     expected = drawn()
     random.seed(3)
     torch.manual_seed(3)
-    first = preset_for(Global)
+    preset = preset_for(Counted, total_steps=4_000)
     assert drawn() == expected
-    assert preset_for(Global) == first
+    assert len(taken) == 2 * 200  # a twentieth for each probe
+    assert preset.total_steps == 4_000 - 400
+    assert preset_for(Counted, total_steps=4_000) == preset
+    for options, num_taken, total_steps in (({}, 1_000, 500_000 - 1_000), ({"total_steps": 1}, 2, 1)):
+        taken.clear()
+        num_cells = 3 if not options else 10**6
+        found = preset_for(lambda num_cells=num_cells: Counted(num_cells=num_cells), **options)
+        assert (len(taken), found.total_steps) == (num_taken, total_steps)
 
 
 def test_a_function_or_a_wrapped_environment_is_trained_in_place_of_the_id() -> None:
@@ -199,13 +216,6 @@ def test_a_registered_environment_may_need_keywords() -> None:
             preset_for("Needs-v0")
     finally:
         del gymnasium.registry["Needs-v0"]
-
-
-def test_images_are_not_normalised_whatever_the_actions() -> None:
-    for space in (IMAGE, spaces.Dict(camera=IMAGE, speed=spaces.Box(-1.0, 1.0, (2,), np.float32))):
-        preset = preset_for(lambda space=space: Odd(space, act=spaces.Box(-1.0, 1.0, (3,), np.float32)))
-        assert (preset.credit, preset.num_epochs, preset.normalize_observations) == ("group", 10, False)
-        preset.make_policy(num_members=1)
 
 
 def test_few_iterations_are_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -241,6 +251,7 @@ def test_wrong_arguments_and_what_cannot_be_made_again_are_refused(subtests: pyt
         ("CartPool-v1", {}, ConfigError, r"is registered as 'CartPool-v1'\. Did you mean 'CartPole-v1'"),
         ("CartPole-v1", {"credit": "gae"}, ConfigError, "credit must be one of 'group', 'fitted'; got str 'gae'"),
         ("CartPole-v1", {"total_steps": 0}, ConfigError, "total_steps must be an integer >= 1"),
+        (lambda: Odd(IMAGE), {"credit": "fitted"}, ConfigError, "Odd has images.*Use credit='group'"),
         (lambda: Odd(reward="one"), {}, ContractError, "reward must be a number; got 'one'"),
     )
     for environment, options, error, words in cases:
@@ -267,6 +278,7 @@ def test_presets_name_registered_environments_and_set_the_config() -> None:
     assert (short.total_steps, short.evaluate_every) == (50_000, 2_500)
     assert preset_for("HalfCheetah-v5").max_episode_steps == 250
     assert preset_for("HalfCheetah-v5", max_episode_steps=99).max_episode_steps == 99
+    assert preset_for("MountainCar-v0", credit="group").credit == "group"
 
 
 def test_a_preset_trains_with_its_own_settings_or_those_given() -> None:
@@ -284,28 +296,6 @@ def test_a_preset_trains_with_its_own_settings_or_those_given() -> None:
     assert [trainer.collect(episode_starts(1)(0)).rewards.dim() for trainer in (trainer, per_episode)] == [2, 1]
 
 
-def test_settings_with_the_groups_mean_follow_from_actions_images_and_the_time_limit() -> None:
-    """(baseline, groups, episodes per group, epochs, normalised observations)."""
-
-    def settings(env_id: str, **options: Any) -> tuple[str, int, int, int, bool]:
-        preset = preset_for(env_id, **options)
-        assert preset.env_id == env_id
-        episodes = preset.num_groups, preset.group_size
-        return preset.credit, *episodes, preset.num_epochs, preset.normalize_observations
-
-    assert settings("MountainCarContinuous-v0", credit="group") == ("group", 1, 8, 10, True)
-    assert settings("FrozenLake-v1", credit="group") == ("group", 2, 8, 4, False)
-    assert settings("CliffWalking-v1", credit="group") == ("group", 1, 8, 4, False)  # it has no time limit
-    assert preset_for("MountainCar-v0", credit="group").credit == "group"
-    register(id="Picture-v0", entry_point=lambda: Spaces(IMAGE, gymnasium.spaces.Discrete(3)), max_episode_steps=4)
-    try:
-        assert settings("Picture-v0") == ("group", 2, 8, 4, False)
-        with pytest.raises(ConfigError, match=r"Picture-v0 has images.*Use credit='group'"):
-            preset_for("Picture-v0", credit="fitted")
-    finally:
-        gymnasium.registry.pop("Picture-v0")
-
-
 def test_a_fitted_preset_trains_with_its_value_function_and_short_iterations() -> None:
     preset = preset_for("CartPole-v1", credit="fitted")
     trainer = preset.make_trainer(seed=0)
@@ -316,28 +306,6 @@ def test_a_fitted_preset_trains_with_its_value_function_and_short_iterations() -
     assert metrics["train/advantages_std"] > 0
     own = preset.make_trainer(trainer.policy, advantages=AdvantageEstimator(AdvantageConfig()))
     assert isinstance(own.advantages, AdvantageEstimator)
-
-
-def test_settings_without_a_preset_have_at_least_50_iterations_of_the_longest_episodes(
-    subtests: pytest.Subtests,
-) -> None:
-    rows: tuple[tuple[str, dict[str, Any], int], ...] = (
-        ("CliffWalking-v1", {"max_episode_steps": 200}, 200),
-        ("CliffWalking-v1", {"max_episode_steps": 30_000}, 30_000),
-        ("FrozenLake-v1", {}, 100),
-        ("MountainCarContinuous-v0", {}, 999),
-        ("MountainCarContinuous-v0", {"max_episode_steps": 100}, 100),
-    )
-    for env_id, options, longest in rows:
-        with subtests.test(env_id=env_id, options=options):
-            preset = preset_for(env_id, credit="group", **options)
-            per_iteration = preset.num_groups * preset.group_size * longest
-            assert preset.total_steps + 2_000 >= 50 * per_iteration  # up to 2,000 steps have shown what to choose
-            assert preset.total_steps + 2_000 >= 500_000
-            assert preset.total_steps // preset.evaluate_every == 20
-            policy = preset.make_policy(num_members=1)
-            assert policy.max_episode_steps == options.get("max_episode_steps")
-            policy.pool.close()
 
 
 def test_a_seed_fixes_the_first_weights_and_leaves_the_generator() -> None:
