@@ -11,7 +11,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from adapters.control import EnvironmentReward, EpisodePolicy, FittedAdvantages, StepReward, effort
-from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, pad_to_steps
+from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask
 from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, WeightedRewards
 from grpo.errors import ConfigError, ContractError, RewardError
 from tests.support.control_environments import UNIT, Chance, Spaces
@@ -79,12 +79,11 @@ def trainer_of(reward: Any, policy: EpisodePolicy | None = None, **settings: Any
     return GRPOTrainer(config=GRPOConfig(group_size=3, seed=0, **settings), policy=policy, reward_model=reward)
 
 
-def batch_of(episodes: Sequence[Episode], group_ids: Sequence[int] | None = None) -> ExperienceBatch:
+def batch_of(episodes: list[Episode], group_ids: Sequence[int] | None = None) -> ExperienceBatch:
     """Each episode is a group if nothing else is given."""
-    mask = episode_mask(episodes)
-    rewards = pad_to_steps(torch.cat([one.rewards for one in episodes]), mask)
-    groups = range(len(episodes)) if group_ids is None else group_ids
-    return ExperienceBatch.from_rows([EpisodeStart()] * len(episodes), episodes, rewards, list(groups), mask=mask)
+    rewards, groups = rewards_of(EnvironmentReward(), episodes), group_ids or range(len(episodes))
+    states = [EpisodeStart()] * len(episodes)
+    return ExperienceBatch.from_rows(states, episodes, rewards, list(groups), mask=episode_mask(episodes))
 
 
 def test_the_default_advantage_equals_hand_worked_values() -> None:
