@@ -105,24 +105,41 @@ def box_oracle(name: str, parameters: torch.Tensor) -> oracle.Distribution:
     raise AssertionError(name)
 
 
-def expected_log_prob(name: str, parameters: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+def parts_of(name: str, parameters: torch.Tensor) -> list[tuple[oracle.Distribution, Any]]:
+    """Independent distributions, and the columns of an action that they are of."""
     match name:
         case "discrete":
-            return oracle.Categorical(logits=parameters).log_prob(actions)
+            return [(oracle.Categorical(logits=parameters), 0)]
         case "ragged" | "even":
             parts = parameters.split(EVERY[name].sizes, -1)
-            columns = zip(parts, actions.unbind(-1), strict=True)
-            return sum(oracle.Categorical(logits=logits).log_prob(taken) for logits, taken in columns)
+            return [(oracle.Categorical(logits=logits), column) for column, logits in enumerate(parts)]
         case "bits":
-            return oracle.Bernoulli(logits=parameters).log_prob(actions.double()).sum(-1)
+            return [(oracle.Bernoulli(logits=parameters), slice(None))]
         case "nested":  # arm (joints, wheels), gripper (discrete, bits), speed: names in alphabetical order
             joints, wheels, grip, bits, speed = parameters.split([4, 5, 3, 2, 4], -1)
-            return (
-                box_oracle("gaussian", joints).log_prob(actions[:, :2]).sum(-1)
-                + oracle.Categorical(logits=wheels[:, :2]).log_prob(actions[:, 2])
-                + oracle.Categorical(logits=wheels[:, 2:]).log_prob(actions[:, 3])
-                + oracle.Categorical(logits=grip).log_prob(actions[:, 4])
-                + oracle.Bernoulli(logits=bits).log_prob(actions[:, 5:7]).sum(-1)
-                + box_oracle("unbounded", speed).log_prob(actions[:, 7:]).sum(-1)
-            )
-    return box_oracle(name, parameters).log_prob(actions).sum(-1)
+            return [
+                (box_oracle("gaussian", joints), slice(0, 2)),
+                (oracle.Categorical(logits=wheels[:, :2]), 2),
+                (oracle.Categorical(logits=wheels[:, 2:]), 3),
+                (oracle.Categorical(logits=grip), 4),
+                (oracle.Bernoulli(logits=bits), slice(5, 7)),
+                (box_oracle("unbounded", speed), slice(7, 9)),
+            ]
+    return [(box_oracle(name, parameters), slice(None))]
+
+
+def expected_log_prob(name: str, parameters: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+    columns = actions.double().reshape(len(actions), -1)
+    log_probs = [law.log_prob(columns[:, place]) for law, place in parts_of(name, parameters)]
+    return torch.stack([each.reshape(len(actions), -1).sum(-1) for each in log_probs]).sum(0)
+
+
+def expected_entropy(name: str, parameters: torch.Tensor) -> torch.Tensor:
+    def of(law: oracle.Distribution) -> torch.Tensor:
+        if isinstance(law, oracle.TransformedDistribution):  # from [0, 1] to the bounds of a box
+            (affine,) = law.transforms
+            return law.base_dist.entropy() + affine.scale.log()  # type: ignore[attr-defined]
+        return law.entropy()
+
+    laws = [law for law, _ in parts_of(name, parameters)]
+    return torch.stack([of(law).reshape(len(parameters), -1).sum(-1) for law in laws]).sum(0)

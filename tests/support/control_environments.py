@@ -50,6 +50,36 @@ class Chance(gymnasium.Env):
         return np.array([self.first, self.time, drawn], dtype=np.float32), float(drawn), ended, False, {}
 
 
+class Walk(gymnasium.Env):
+    """A walk with wind. `snapshot` and `restore` are its own. Each step draws from the environment's generator."""
+
+    spec = EnvSpec("Walk", max_episode_steps=30)
+    observation_space = spaces.Box(-100.0, 100.0, (2,), np.float32)
+    action_space = spaces.Discrete(3)
+
+    def __init__(self) -> None:
+        self.place, self.wind = 0.0, 0.0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.place, self.wind = float(self.np_random.normal()), 0.0
+        return self.look(), {}
+
+    def look(self) -> Any:
+        return np.array([self.place, self.wind], dtype=np.float32)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.wind = 0.5 * self.wind + float(self.np_random.normal())
+        self.place += float(action) - 1.0 + self.wind
+        return self.look(), self.place, bool(abs(self.place) > 20.0), False, {}
+
+    def snapshot(self) -> Any:
+        return self.place, self.wind
+
+    def restore(self, state: Any) -> None:
+        self.place, self.wind = state
+
+
 class Spaces(gymnasium.Env):
     """An environment of any spaces: observations are seeded samples, and the reward is a weighted sum of the action's numbers.
 

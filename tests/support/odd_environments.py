@@ -208,6 +208,7 @@ WORK: dict[str, Callable[[], Any]] = {
     "writes into its actions": Writes,
     "an observation as a list": lambda: Odd(look=lambda env: [0.5, -0.5]),
     "doubles for floats": lambda: Odd(look=lambda env: np.zeros(2)),
+    "a shorter integer for a category": lambda: Odd(spaces.Discrete(3), look=lambda env: np.int32(1)),
     "beyond the bounds of its box": lambda: Odd(look=lambda env: np.full(2, 9.0, np.float32)),
     "wrapped by a frame stack": lambda: gymnasium.wrappers.FrameStackObservation(Odd(), 3),
     "wrapped by a rescaling": lambda: gymnasium.wrappers.RescaleAction(
@@ -225,17 +226,24 @@ LOOKS: dict[str, tuple[spaces.Space, Any, str]] = {
     "5 in a pair": (PAIR, np.array([5, 0]), r"must lie in MultiDiscrete"),
     "a pair of the right type beyond": (PAIR, np.array([1, 3], np.int64), r"must lie in MultiDiscrete"),
     "2 as a bit": (spaces.MultiBinary(2), np.array([0, 2], np.int8), r"must lie in MultiBinary"),
-    "half a category": (spaces.Discrete(3), 0.5, "must be int64"),
+    "half a category": (spaces.Discrete(3), 0.5, r"must be int64 \[\]; got float64 \[\]\. Correct"),
     "a text": (spaces.Discrete(3), "1", "must be int64"),
-    "nothing": (BOX, None, "must be float32"),
+    "nothing": (BOX, None, r"must be float32 \[2\]; got object \[\]\. Correct"),
     "a column": (BOX, np.zeros((2, 1), np.float32), r"must be float32 \[2\]; got float32 \[2, 1\]"),
     "too few": (BOX, np.zeros(1, np.float32), r"must be float32 \[2\]; got float32 \[1\]"),
-    "uneven rows": (BOX, [[1.0], [1.0, 2.0]], "of uneven rows"),
+    "uneven rows": (BOX, [[1.0], [1.0, 2.0]], r"must be float32 \[2\]; got list of uneven rows"),
     "texts": (BOX, np.array(["a", "b"]), "must be float32"),
     "NaN": (BOX, np.array([np.nan, 0.0], np.float32), "contains NaN or infinity"),
     "infinity": (BOX, np.array([0.0, np.inf], np.float32), "contains NaN or infinity"),
-    "a missing key": (spaces.Dict(a=BOX, b=BOX), {"a": BOX.sample()}, r"must be a dict with the keys \['a', 'b'\]"),
-    "a list for a tuple": (spaces.Tuple((BOX, BOX)), [BOX.sample()] * 2, "must be a tuple of 2"),
+    "a missing key": (spaces.Dict(a=BOX, b=BOX), {"a": 0}, r"a dict with the keys \['a', 'b'\]; got the keys \['a'\]"),
+    "a number for a dict": (spaces.Dict(a=BOX), 1, r"must be a dict with the keys \['a'\]; got int"),
+    "a list for a tuple": (spaces.Tuple((BOX, BOX)), [BOX.sample()] * 2, "must be a tuple of 2; got list"),
+    "a longer tuple": (spaces.Tuple((BOX,)), (BOX.sample(),) * 2, "must be a tuple of 1; got 2"),
+    "half a category in a tuple": (
+        spaces.Tuple((spaces.Discrete(2),)),
+        (0.5,),
+        r"\[0\] must be int64 \[\]; got float64",
+    ),
     "a part beyond": (spaces.Dict(a=spaces.Discrete(2)), {"a": 2}, r"\['a'\] must lie in Discrete\(2\); got 2"),
 }
 
@@ -317,10 +325,11 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a grey image": (lambda: Odd(spaces.Box(0, 255, (64, 64), np.uint8)), "three axes.*add one to images without"),
     "a stack of images": (
-        lambda: Odd(spaces.Box(0, 255, (4, 64, 64, 3), np.uint8)),
-        "Stack frames along the last axis",
+        lambda: Odd(spaces.Tuple((BOX, spaces.Dict(camera=spaces.Box(0, 255, (4, 40, 40, 3), np.uint8))))),
+        "images with three axes.* in Tuple observations, .* to 19,202 numbers. Stack frames along the last axis",
     ),
-    "too many numbers": (lambda: Odd(spaces.Box(0.0, 1.0, (20_000,), np.float32)), "at most 10,000 numbers"),
+    "a stack of floats": (lambda: Odd(spaces.Box(0.0, 1.0, (4, 96, 96, 3))), "at most 10,000 numbers .* got 110,592"),
+    "too many categories": (lambda: Odd(spaces.Discrete(10_001)), "at most 10,000 numbers .* got 10,001 from Discrete"),
 }
 """Environments that cannot be trained on, and words of the error."""
 

@@ -117,22 +117,23 @@ def test_means_now_follow_each_runs_clock_without_advancing_it() -> None:
     assert before["generator"] == after["generator"]
 
 
-def test_resume_gives_bitwise_equal_pulls(subtests: pytest.Subtests) -> None:
+def test_a_resumed_reward_model_gives_bitwise_equal_rewards(subtests: pytest.Subtests) -> None:
     for build in (abrupt_testbed, random_walk_testbed, dynamic_testbed):
         with subtests.test(build.__name__):
             testbed = build(num_runs=3, seed=11)
+            reward_model = BanditReward(testbed)
             rng = np.random.default_rng(1)
             rows = [(rng.integers(3, size=50), rng.integers(3, size=50)) for _ in range(4)]
             for runs, arms in rows[:2]:
-                testbed.pull(runs, arms)
-            state = testbed.state_dict()
-            expected = [testbed.pull(runs, arms) for runs, arms in rows[2:]]
-            other = build(num_runs=3, seed=99)  # another walk, other noise: all of it must come from the state
+                reward_model.compute_rewards(runs, arms)
+            state = reward_model.state_dict()
+            expected = [reward_model.compute_rewards(runs, arms) for runs, arms in rows[2:]]
+            other = BanditReward(build(num_runs=3, seed=99))  # another walk, other noise: all must come from the state
             other.load_state_dict(state)
             for (runs, arms), rewards in zip(rows[2:], expected, strict=True):
-                np.testing.assert_array_equal(other.pull(runs, arms), rewards)
-            np.testing.assert_array_equal(other.regrets, testbed.regrets)
-            np.testing.assert_array_equal(other.pulls, testbed.pulls)
+                assert torch.equal(other.to("cpu").compute_rewards(runs, arms), rewards)
+            np.testing.assert_array_equal(other.testbed.regrets, testbed.regrets)
+            np.testing.assert_array_equal(other.testbed.pulls, testbed.pulls)
 
 
 def test_reset_repeats_the_runs_and_a_seed_makes_new_ones() -> None:
@@ -187,50 +188,33 @@ def test_invalid_arguments_are_refused(subtests: pytest.Subtests) -> None:
 # --- the reward model
 
 
-def test_every_row_pulls_an_arm_once_in_order() -> None:
+def test_every_row_pulls_an_arm_once_in_order_and_states_are_run_numbers_if_there_are_several() -> None:
     reward_model = BanditReward(dynamic_testbed(pulls_per_step=2))
-    states = ["whatever"] * 40
     arm = torch.full((40,), 3)
-    assert reward_model.compute_rewards(states, arm).tolist() == [0.4] * 40  # 20 steps of 2 pulls: regime 0
+    assert reward_model.compute_rewards(["any"] * 40, arm).tolist() == [0.4] * 40  # 20 steps of 2 pulls: regime 0
     assert reward_model.eval() is reward_model
     assert reward_model.compute_rewards([None] * 3, [3, 0, 2]).tolist() == [0.8, 0.1, 0.0]  # steps 20, 20 and 21
     assert reward_model.testbed.pulls.tolist() == [43]
-
-
-def test_with_several_runs_states_are_run_numbers() -> None:
     testbed = Testbed(np.array([[[0.0, 1.0]], [[2.0, 3.0]]]), noise="deterministic", cyclic=True)
     reward_model = BanditReward(testbed)
     rewards = reward_model.compute_rewards(torch.tensor([1, 0, 1]), torch.tensor([0, 1, 1]))
     assert rewards.dtype == torch.float64
     assert rewards.tolist() == [2.0, 1.0, 3.0]
     assert testbed.pulls.tolist() == [1, 2]
-    assert reward_model.compute_rewards([0, 1], [0, 0]).tolist() == [0.0, 2.0]
-
-
-def test_a_resumed_reward_model_gives_the_same_rewards() -> None:
-    reward_model = BanditReward(abrupt_testbed(num_runs=2, seed=1))
-    runs, arms = torch.arange(200) % 2, torch.arange(200) % 3
-    reward_model.compute_rewards(runs, arms)
-    state = reward_model.state_dict()
-    expected = reward_model.compute_rewards(runs, arms)
-    other = BanditReward(abrupt_testbed(num_runs=2, seed=2))
-    other.load_state_dict(state)
-    assert torch.equal(other.to("cpu").compute_rewards(runs, arms), expected)
 
 
 # --- Gymnasium environments
 
 
-NAMES = {"bandits/DynamicBandit-v0": (5, 100), "bandits/AbruptBandit-v0": (3, 10_000)}
-NAMES["bandits/RandomWalkBandit-v0"] = (10, 10_000)  # number of arms, number of steps
-
-
 def test_environments_pass_gymnasiums_checker_and_end_truncated_after_their_last_step(
     subtests: pytest.Subtests,
 ) -> None:
-    for name, (num_arms, num_steps) in NAMES.items():
+    for name, num_arms, num_steps in (("Dynamic", 5, 100), ("Abrupt", 3, 10_000), ("RandomWalk", 10, 10_000)):
         with subtests.test(name):
-            environment = gymnasium.make(name)
+            spec = gymnasium.spec(f"bandits/{name}Bandit-v0")
+            register_environments()  # Gymnasium warns when a name is overridden, and warnings are errors here
+            assert gymnasium.spec(spec.id) is spec
+            environment = gymnasium.make(spec)
             assert environment.action_space.n == num_arms
             check_env(environment.unwrapped)
             environment.reset(seed=0)
@@ -251,37 +235,19 @@ def test_info_holds_the_best_arm_of_the_next_pull() -> None:
     assert environment.step(3)[1] == 0.8
 
 
-def test_rewards_are_those_of_the_testbed() -> None:
-    environment = gymnasium.make("bandits/AbruptBandit-v0")
-    environment.reset(seed=3)
-    testbed = abrupt_testbed(seed=environment.unwrapped.testbed.seed)
-    rewards = [environment.step(arm)[1] for arm in (0, 1, 2) * 10]
-    np.testing.assert_array_equal(rewards, testbed.pull(np.zeros(30, dtype=int), np.array([0, 1, 2] * 10)))
-
-
-def test_every_episode_has_a_new_random_walk() -> None:
+def test_a_seed_fixes_the_random_walk_and_two_hundred_seeds_give_two_hundred_runs() -> None:
     environment = gymnasium.make("bandits/RandomWalkBandit-v0", num_steps=20)
-    environment.reset(seed=0)
-    first = environment.unwrapped.testbed.means.copy()
-    environment.reset()
-    assert not np.array_equal(environment.unwrapped.testbed.means, first)
-    environment.reset(seed=0)
-    np.testing.assert_array_equal(environment.unwrapped.testbed.means, first)
-
-
-def test_two_hundred_seeds_give_two_hundred_runs() -> None:
-    environment = gymnasium.make("bandits/RandomWalkBandit-v0")
+    walks = []
+    for seed in (0, None, 0):
+        environment.reset(seed=seed)
+        walks.append(environment.unwrapped.testbed.means.copy())
+    assert np.array_equal(walks[0], walks[2])
+    assert not np.array_equal(walks[0], walks[1])
     rewards = set()
     for seed in range(200):
         environment.reset(seed=seed)
         rewards.add(environment.step(0)[1])
     assert len(rewards) == 200
-
-
-def test_registering_again_changes_nothing() -> None:
-    before = gymnasium.spec("bandits/AbruptBandit-v0")
-    register_environments()  # Gymnasium warns when a name is overridden, and warnings are errors here
-    assert gymnasium.spec("bandits/AbruptBandit-v0") is before
 
 
 @pytest.mark.slow
@@ -322,15 +288,12 @@ def test_the_oracle_has_no_regret(testbed) -> None:
 # --- metrics
 
 
-def test_structured_reward_leaves_uniform_regimes_out() -> None:
+def test_structured_rewards_equal_hand_worked_values() -> None:
     # steps of regimes 1 and 3 pay .8, .2 and .5: mean .5
     assert structured_reward([9, 0.8, 0.2, 9, 0.5], [0, 1, 1, 2, 3]) == pytest.approx(0.5)
     np.testing.assert_allclose(structured_reward([[1, 2], [3, 5]], [1, 3]), [1.5, 4.0])
     with pytest.raises(ConfigError, match="at least one step must be in the regimes"):
         structured_reward([1.0], [0])
-
-
-def test_structured_rewards_of_chance_and_oracle_equal_hand_worked_values() -> None:
     testbed = dynamic_testbed(pulls_per_step=1)
     regimes = dynamic_regimes()
     # chance: the mean of the arms, (.1 + .2 + 0 + .8 + .3) / 5 = .28 and (.7 + .1 + .3 + .2 + 0) / 5 = .26 -> .27

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import gymnasium
@@ -11,11 +12,10 @@ import torch
 from gymnasium import spaces
 
 from adapters.control import (
+    PRESETS,
     Bernoulli,
     Categorical,
-    ControlPreset,
     EnvironmentReward,
-    Episode,
     EpisodeOptions,
     EpisodePolicy,
     EpisodeStart,
@@ -23,7 +23,6 @@ from adapters.control import (
     FromTorch,
     Gaussian,
     MultiCategorical,
-    Snapshot,
     StepReward,
     check_environment,
     distribution_for,
@@ -43,12 +42,10 @@ from tests.support.odd_environments import (
     FAULTS,
     IMAGES,
     MASKS,
-    OBSERVED,
     WORK,
     WRONG_MASKS,
     MaskedPart,
     Odd,
-    TheirVector,
     Writes,
 )
 
@@ -110,26 +107,6 @@ def test_an_environment_that_cannot_be_closed_is_said_and_the_others_are_closed(
     assert check_environment(Stuck, num_steps=3)["creation"].status == "passed"
 
 
-def test_what_is_no_environment_or_cannot_be_created_is_refused_with_the_line_that_helps(
-    subtests: pytest.Subtests,
-) -> None:
-    for environment, keywords, words in (
-        (TheirVector(), {}, "make_vec_env got, and num_members"),
-        (Odd(), {}, r"A single instance cannot be copied. Pass a function that creates it: lambda"),
-        (3, {}, "Pass a function that creates the environment"),
-        ("FrozenLake-v1", {"map_name": "9x9"}, r"FrozenLake-v1 cannot be created: it raised KeyError: '9x9'"),
-    ):
-        with subtests.test(words), pytest.raises(ConfigError, match=words):
-            made(environment, **keywords)
-
-
-def test_a_fault_in_a_worker_process_is_the_same_error() -> None:
-    policy = made(lambda: Odd(reward="1.5"), vectorization="async")
-    with pytest.raises(ContractError, match=r"the reward must be a number; got '1\.5'"):
-        policy.generate_actions([EpisodeStart(seed=1)], 2)
-    policy.pool.close()
-
-
 def test_images_get_a_network_that_fits_or_a_row_and_this_is_said(
     subtests: pytest.Subtests, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -153,28 +130,8 @@ def test_an_action_that_is_repeated_is_the_same_although_the_environment_writes_
     np.testing.assert_array_equal([first, third], episode.actions.clamp(-1, 1).numpy())
 
 
-def test_channels_first_and_last_give_the_same_features() -> None:
-    last, first = CNNTorso((40, 44, 3)), CNNTorso((3, 40, 44))
-    first.load_state_dict(last.state_dict())
-    images = torch.randint(256, (2, 40, 44, 3), dtype=torch.uint8)
-    torch.testing.assert_close(first(images.permute(0, 3, 1, 2)), last(images), rtol=0, atol=0)
-
-
-def test_a_mixed_torso_scales_pixels_and_reads_every_part() -> None:
-    space = OBSERVED["a dict with pixels"]
-    torso = MixedTorso(list(space.spaces.values()), 5)  # type: ignore[attr-defined]
-    observation = torch.rand(2, 36 * 36 * 3 + 2) * 255
-    features = torso.images[0](observation[:, :-2].unflatten(1, (36, 36, 3)) / 255)
-    expected = torso.joined(torch.cat([features, observation[:, -2:]], 1))
-    torch.testing.assert_close(torso(observation), expected)
-
-
 def test_an_environment_without_a_limit_is_cut_as_truncated_and_this_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    class Endless(Odd):
-        def step(self, action: Any) -> Any:
-            return np.zeros(2, np.float32), 1.0, False, False, {}
-
-    policy = made(Endless)
+    policy = made(lambda: Odd(result=(np.zeros(2, np.float32), 1.0, False, False, {})))
     ((episode,),) = policy.generate_actions([EpisodeStart(seed=1)], 1)
     assert (len(episode), episode.truncated, episode.terminated) == (10_000, True, False)
     (said,) = caplog.messages
@@ -240,10 +197,7 @@ def test_masks_that_cannot_be_read_are_refused_in_words(subtests: pytest.Subtest
 
 
 def test_masks_that_are_not_used_are_said_once(subtests: pytest.Subtests, caplog: pytest.LogCaptureFixture) -> None:
-    class Tells(Odd):
-        def action_masks(self) -> Any:
-            return np.ones(3, bool)
-
+    Tells = type("Tells", (Odd,), {"action_masks": lambda env: np.ones(3, bool)})
     part = gymnasium.spaces.Dict(observation=BOX, action_mask=gymnasium.spaces.MultiBinary(3))
     for environment, where in (
         (Tells, r"in action_masks()"),
@@ -316,34 +270,21 @@ WRONG: tuple[Any, ...] = (
 
 def cases() -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
     """Functions with good arguments, which are replaced one at a time."""
-    steps = {name: torch.zeros(2, 3) for name in ("observations", "actions")}
-    rows = {
-        "rewards": torch.zeros(2), "log_probs": torch.zeros(2), "allowed": None, "final_observation": torch.zeros(3),
-    }  # fmt: skip
     policy = EpisodePolicy("CartPole-v1", num_members=1, options=EpisodeOptions(hidden=(4,)))
+    (episodes,) = policy.generate_actions([EpisodeStart(seed=1)], 1)
     env = gymnasium.make("CartPole-v1")
     observation, _ = env.reset(seed=0)
     snapshot = take_snapshot(env, observation)
-    preset = {
-        "total_steps": 10, "threshold": 1.0, "gamma": 0.9, "group_size": 2, "learning_rate": 1e-3,
-        "evaluate_every": 5,
-    }  # fmt: skip
     build = torch.distributions.Categorical
-    yield EpisodeStart, {"seed": 1, "options": None, "snapshot": None}
-    yield Episode, {**steps, **rows, "terminated": True, "truncated": False}
-    yield Snapshot, {"environment": "CartPole-v1", "layers": (), "observation": None}
-    yield Evaluation, {"returns": np.ones(2), "lengths": np.ones(2, int)}
-    yield ControlPreset, {"env_id": "CartPole-v1", **preset, "max_episode_steps": None, "normalize_observations": True}
+    evaluation = Evaluation(returns=np.ones(2), lengths=np.ones(2, int))
+    for good in (EpisodeStart(seed=1), episodes[0], snapshot, evaluation, PRESETS["CartPole-v1"], EpisodeOptions()):
+        yield type(good), {field.name: getattr(good, field.name) for field in fields(good)}
     yield EpisodePolicy, {
         "environment": "CartPole-v1", "num_members": 1, "torso": None, "distribution": "auto", "critic": False,
         "action_mask": None, "options": None, "vectorization": "auto",
     }  # fmt: skip
-    yield EpisodeOptions, {
-        "hidden": (4,), "activation": "tanh", "std": "shared", "initial_log_std": 0.0, "normalize_observations": True,
-        "max_episode_steps": 5, "split_steps": True, "state_key_decimals": 3,
-    }  # fmt: skip
     yield policy.sample_actions, {"states": [EpisodeStart(seed=1)], "num_actions_per_state": 1}
-    yield policy.score_actions, {"states": None, "actions": policy.generate_actions([EpisodeStart(seed=1)], 1)[0]}
+    yield policy.score_actions, {"states": None, "actions": episodes}
     yield EnvironmentReward, {"per": "step", "discount": 1.0}
     yield StepReward, {"term": len}
     yield CNNTorso, {"shape": (40, 40, 3), "num_features": 4}

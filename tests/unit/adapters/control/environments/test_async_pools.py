@@ -12,17 +12,15 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium import spaces
-from gymnasium.vector import AsyncVectorEnv
 
 from adapters.control.environments.episodes import EpisodeStart
 from adapters.control.environments.pools import AsyncPool, WorkerLost, make_pool
 from adapters.control.environments.snapshots import take_snapshot
 from grpo.errors import ConfigError, ContractError
-from tests.support.control_environments import Command, Nested, Scripted
+from tests.support.control_environments import Command, Scripted
 from tests.support.control_pools import starts_of
 
-FINE, END = Command.FINE, Command.END
+FINE = Command.FINE
 
 
 @pytest.fixture(scope="module")
@@ -60,40 +58,6 @@ def kill_worker(pool: AsyncPool, member: int) -> None:
     worker = workers_of(pool)[member]
     os.kill(worker.pid, signal.SIGKILL)
     worker.join()
-
-
-def test_only_named_members_are_stepped_and_infos_come_along(pool: AsyncPool) -> None:
-    observations, infos = pool.reset([1, 0], [EpisodeStart(options={"number": 4.0}), EpisodeStart(seed=7)])
-    np.testing.assert_array_equal(observations, [[4.0, 0.0], Scripted().reset(seed=7)[0]])
-    assert infos == [{"starts": True}] * 2
-    step = pool.step(np.array([1]), np.array([FINE]))
-    assert (step.observations.tolist(), list(step.infos or ())) == ([[4.0, 1.0]], [{"step": 1}])
-    step = pool.step(np.array([1, 0]), np.array([END, Command.NARROWED]))
-    assert step.observations[:, 1].tolist() == [2.0, 1.0]
-    assert (step.rewards.tolist(), step.terminated.tolist()) == ([2.0, 2.0], [True, False])
-    with pytest.raises(ContractError, match=r"Scripted: step\(\) needs .* running episode; members \[1\] have none"):
-        pool.step(np.array([0, 1]), np.array([FINE, FINE]))
-
-
-def test_nested_observations_are_those_of_the_environment() -> None:
-    pool, single = AsyncPool([Nested]), Nested()
-    try:
-        for seed in (8, 9):
-            observations, _ = pool.reset([0], starts_of(seed))
-            expected, _ = single.reset(seed=seed)
-            assert isinstance(observations["pair"], tuple)
-            assert observations["pair"][0].tolist() == [expected["pair"][0]]
-            for got, wanted in (
-                (observations["pair"][1], expected["pair"][1]),
-                (observations["bits"], expected["bits"]),
-                (observations["wheels"], expected["wheels"]),
-            ):
-                np.testing.assert_array_equal(got, wanted[None], strict=True)
-        step = pool.step(np.array([0]), np.array([0]))
-        assert step.observations["pair"][1].shape == (1, 3)
-        assert step.infos is None  # not requested
-    finally:
-        pool.close()
 
 
 WRONG_SHAPE = r"the observation must be float32 \[2\]; got float32"
@@ -143,26 +107,27 @@ def test_a_snapshot_of_another_environment_is_not_a_lost_worker(pool: AsyncPool)
         pool.reset([1], [EpisodeStart(snapshot=snapshot)])
 
 
-def test_lost_workers_are_named_and_the_pool_continues(
+def test_lost_workers_are_named_in_order_and_the_pool_continues(
     pool: AsyncPool, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for command, reason in (
-        (Command.RAISE, "raised ArithmeticError: out of paper"),
-        (Command.EXIT, "ended with exit code 7"),
-        (Command.HANG, "gave no answer within 0.2 s"),
+    raised, ended = "which raised ArithmeticError: out of paper", "which ended with exit code 7"
+    for commands, lost_members, reason in (
+        ({0: FINE, 1: Command.RAISE}, [1], f"member 1, {raised}"),
+        ({0: FINE, 1: Command.EXIT}, [1], f"member 1, {ended}"),
+        ({1: Command.EXIT, 0: Command.RAISE}, [0, 1], f"member 0, {raised}; member 1, {ended}"),
+        ({1: Command.HANG}, [1], "member 1, which gave no answer within 0.2 s"),
     ):
-        with subtests.test(command=command):
+        with subtests.test(reason):
             rebuilds = pool.num_rebuilds
             pool.reset([0, 1], starts_of(0, 1))
             pool.step(np.array([0, 1]), np.array([FINE, FINE]))
             with monkeypatch.context() as patch:
-                members, actions = [0, 1], [FINE, command]
-                if command == Command.HANG:  # only the member that hangs is asked, whose answer cannot come in time
+                if len(commands) == 1:  # only the member that hangs is asked, whose answer cannot come in time
                     patch.setattr(pool, "_timeout", 0.2)
-                    members, actions = [1], [command]
-                with pytest.raises(WorkerLost, match=f"Lost the worker of member 1, which {reason}") as lost:
-                    pool.step(np.array(members), np.array(actions))
-            assert lost.value.members == [1]
+                with pytest.raises(WorkerLost, match=f"Lost the worker of {reason}") as lost:
+                    pool.step(np.array([*commands]), np.array([*commands.values()]))
+            assert lost.value.members == lost_members
+            assert ("In the worker" in str(getattr(lost.value, "__notes__", ""))) == (raised in reason)
             assert pool.num_rebuilds == rebuilds + 1
             with pytest.raises(ContractError, match=r"members \[0, 1\] have none"):
                 pool.step(np.array([0, 1]), np.array([FINE, FINE]))
@@ -178,14 +143,6 @@ def test_a_killed_worker_is_found_at_its_next_call(pool: AsyncPool) -> None:
     with pytest.raises(WorkerLost, match="member 1, which ended with exit code -9") as lost:
         pool.reset([0, 1], starts_of(0, 1))
     assert lost.value.members == [1]
-
-
-def test_several_lost_workers_are_named_in_order(pool: AsyncPool) -> None:
-    pool.reset([0, 1], starts_of(0, 1))
-    with pytest.raises(WorkerLost, match=r"member 0, which raised .*; member 1, which ended") as lost:
-        pool.step(np.array([1, 0]), np.array([Command.EXIT, Command.RAISE]))
-    assert lost.value.members == [0, 1]
-    assert "In the worker" in lost.value.__notes__[0]
 
 
 def test_answers_to_an_interrupted_call_are_not_used_for_the_next_call(pool: AsyncPool) -> None:
@@ -273,24 +230,6 @@ def end_in_worker(parent: int) -> gymnasium.Env:
     return Scripted()
 
 
-class ObservesText(Scripted):
-    observation_space = spaces.Text(5)
-
-
-def test_pools_that_cannot_be_created_are_refused() -> None:
+def test_a_worker_that_ends_while_it_creates_its_environment_is_named() -> None:
     with pytest.raises(ContractError, match="a worker process ended while it created its environment"):
         AsyncPool([partial(end_in_worker, os.getpid())])
-    with pytest.raises(ConfigError, match="fixed shape; got Text"):
-        AsyncPool([ObservesText])
-    for options, got in (({"timeout": 0.0}, "timeout=0.0"), ({"max_rebuilds": -1}, "max_rebuilds=-1")):
-        with pytest.raises(ConfigError, match=f"timeout > 0 or None, .* got 1 environments, .*{got}"):
-            AsyncPool([Scripted], **options)
-    with pytest.raises(ConfigError, match=r"AsyncPool needs at least one environment.* got 0 environments"):
-        AsyncPool([])
-
-
-def test_a_vector_environment_is_recreated_from_its_factories() -> None:
-    pool = make_pool(AsyncVectorEnv([Scripted]), 1)
-    assert isinstance(pool, AsyncPool)
-    assert pool.num_members == 1
-    pool.close()

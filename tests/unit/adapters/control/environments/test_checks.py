@@ -1,18 +1,17 @@
 """`check_environment` finds environments that break a rule, and passes Gymnasium's own environments."""
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.envs.registration import EnvSpec
 
 from adapters.control import check_environment
 from grpo.errors import ConfigError, ContractError
-from tests.support.control_environments import Chance, Crossing, Nested, Spaces
+from tests.support.control_environments import Chance, Crossing, Nested, Spaces, Walk
+from tests.support.odd_environments import ACTED, BOX, Odd
 
 RULES = (
     "creation", "statistics", "time limit", "observations", "masks", "rewards", "seeded", "resettable",
@@ -20,43 +19,13 @@ RULES = (
 )  # fmt: skip
 
 
-class Walk(gymnasium.Env):
-    """A correct environment: a walk with wind. `snapshot` and `restore` are its own."""
-
-    spec = EnvSpec("Walk", max_episode_steps=30)
-    observation_space = spaces.Box(-100.0, 100.0, (2,), np.float32)
-    action_space = spaces.Discrete(3)
-
-    def __init__(self) -> None:
-        self.place, self.wind = 0.0, 0.0
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.place, self.wind = float(self.np_random.normal()), 0.0
-        return self.look(), {}
-
-    def look(self) -> Any:
-        return np.array([self.place, self.wind], dtype=np.float32)
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.wind = 0.5 * self.wind + float(self.np_random.normal())
-        self.place += float(action) - 1.0 + self.wind
-        return self.look(), self.place, bool(abs(self.place) > 20.0), False, {}
-
-    def snapshot(self) -> Any:
-        return self.place, self.wind
-
-    def restore(self, state: Any) -> None:
-        self.place, self.wind = state
-
-
 class IgnoresSeed(Walk):
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, **_: Any) -> Any:
         return super().reset()
 
 
 class DrawsGlobally(Walk):
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> Any:
         self.place += float(torch.rand(()))
         return super().step(action)
 
@@ -64,19 +33,9 @@ class DrawsGlobally(Walk):
 class SeedsGlobally(DrawsGlobally):
     """Equal episodes if instances run one after the other, and others if they take turns."""
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         torch.manual_seed(seed or 0)
         return super().reset(seed=seed)
-
-
-class Forgets(Walk):
-    """Does not reset the wind."""
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        wind = self.wind
-        super().reset(seed=seed)
-        self.wind = wind
-        return self.look(), {}
 
 
 class HidesMemory(Walk):
@@ -84,7 +43,7 @@ class HidesMemory(Walk):
 
     num_steps = 0
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> Any:
         self.num_steps += 1
         self.place += 0.1 * (self.num_steps > 40)
         return super().step(action)
@@ -94,10 +53,7 @@ class LeavesWind(Walk):
     """Its snapshot lacks the wind."""
 
     def snapshot(self) -> Any:
-        return self.place
-
-    def restore(self, state: Any) -> None:
-        self.place = state
+        return self.place, 0.0
 
 
 class SharesState(Walk):
@@ -108,46 +64,6 @@ class SharesState(Walk):
         return super().snapshot()
 
 
-class Outside(Walk):
-    observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
-
-
-class WrongShape(Walk):
-    observation_space = spaces.Box(-100.0, 100.0, (3,), np.float32)
-
-
-def returning(changed: Callable[..., Any]) -> type[Walk]:
-    """A walk whose step returns something else, given what it would return."""
-
-    class Changed(Walk):
-        def step(self, action: Any) -> Any:
-            return changed(*super().step(action))
-
-    return Changed
-
-
-Unpaid = returning(lambda observation, reward, *rest: (observation, None, *rest))
-Infinite = returning(lambda observation, reward, *rest: (observation, np.inf, *rest))
-NotBool = returning(lambda observation, reward, terminated, *rest: (observation, reward, None, *rest))
-FourValues = returning(lambda *five: five[:4])
-Guess: Any = returning(lambda observation, reward, terminated, *rest: (observation, reward, True, *rest))
-"""One decision, so that a group has three outcomes."""
-
-
-class NoInfo(Walk):
-    def reset(self, **options: Any) -> Any:
-        return list(super().reset(**options))
-
-
-class Unlimited(Walk):
-    spec = None
-
-
-class Raises(Walk):
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        raise ArithmeticError("out of paper")
-
-
 class Narrows(Walk):
     """Allows fewer actions from its first reset on."""
 
@@ -156,128 +72,114 @@ class Narrows(Walk):
         return super().reset(**options)
 
 
-class Counts(Walk):
-    num_closed = 0
+class Guess(Walk):
+    """One decision, so that a group has three outcomes."""
 
-    def close(self) -> None:
-        self.num_closed += 1
+    def step(self, action: Any) -> Any:
+        observation, reward, _, *rest = super().step(action)
+        return observation, reward, True, *rest
 
 
-class Single:
-    env: ClassVar[Walk] = Walk()
+class Endless(Guess):
+    spec = None
 
-    def __call__(self) -> gymnasium.Env:
-        return self.env
+
+class Unlimited(Walk):
+    spec = None
 
 
 def test_each_broken_rule_is_found_and_named(subtests: pytest.Subtests) -> None:
+    walk = Walk()
     broken: tuple[tuple[Any, str, str], ...] = (
-        (Single(), "creation", "two calls returned the same"),
+        (lambda: walk, "creation", "two calls returned the same"),
         (lambda: 3, "creation", "must be a gymnasium.Env; got a int"),
         (3, "creation", "must be an id or a function that creates one; got int 3"),
         ("CartPol-v1", "creation", "Did you mean 'CartPole-v1'"),
         (lambda: gymnasium.wrappers.NormalizeObservation(Walk()), "statistics", "NormalizeObservation keeps a running"),
-        (Outside, "observations", "must lie within its space"),
-        (WrongShape, "observations", r"must be float32 \[3\]; got float32 \[2\]"),
-        (FourValues, "observations", r"step\(\) must return .*got 4 values"),
-        (NoInfo, "observations", r"reset\(\) must return \(observation, info\) .*got a list"),
+        (lambda: Odd(look=lambda env: np.full(2, 9, np.float32)), "observations", "must lie within its space"),
+        (lambda: Odd(look=lambda env: np.zeros(3)), "observations", r"must be float32 \[2\]; got float64 \[3\]"),
+        (lambda: Odd(result=(BOX.sample(), 0.0, True, {})), "observations", r"step\(\) must return .*got 4 values"),
+        (lambda: Odd(begins=[BOX.sample(), {}]), "observations", r"reset\(\) must return \(obs.*, info\) .*got a list"),
         (Narrows, "observations", r"action_space must stay .* was Discrete\(3\), and is Discrete\(2\) after a reset"),
-        (Raises, "observations", "ArithmeticError: out of paper"),
-        (Unpaid, "rewards", "the reward must be a finite number; got None"),
-        (Infinite, "rewards", "must be a finite number; got inf"),
-        (NotBool, "rewards", "terminated must be True or False; got None"),
+        (lambda: Odd(look=lambda env: BOX.sample() * (1 // (env.time - 1))), "observations", "ZeroDivisionError: "),
+        (lambda: Odd(reward=None), "rewards", "the reward must be a finite number; got None"),
+        (lambda: Odd(reward=np.inf), "rewards", "must be a finite number; got inf"),
+        (lambda: Odd(ended=None), "rewards", "terminated must be True or False; got None"),
         (IgnoresSeed, "seeded", "the first observation differs. .* super"),
         (DrawsGlobally, "seeded", "observation differs at step 1"),
         (SeedsGlobally, "independent", "if two take turns, observation differs at step"),
-        (Forgets, "resettable", "after another episode the first observation differs"),
         (HidesMemory, "resettable", "after another episode observation differs at step"),
         (lambda: gymnasium.wrappers.TimeLimit(Nested(), 9), "independent", "if two take turns"),  # share a space
         (LeavesWind, "snapshots", "restored in .* must continue exactly; observation differs at step"),
         (SharesState, "snapshots", "Taking a snapshot must not change the environment; observation differs"),
     )
     for environment, rule, message in broken:
-        with subtests.test(environment=getattr(environment, "__name__", str(environment)), rule=rule):
-            report = check_environment(environment)
+        with subtests.test(environment=getattr(environment, "__name__", str(environment)), message=message):
+            report = check_environment(environment, max_episode_steps=30)
             assert [result.name for result in report.results] == list(RULES)
             assert [result.name for result in report.failures] == [rule], report
             with pytest.raises(ContractError, match=message):
                 report.raise_for_failures()
 
 
-@pytest.mark.slow
-def test_correct_environments_pass(subtests: pytest.Subtests) -> None:
-    correct: tuple[tuple[str | Callable[[], gymnasium.Env], dict[str, Any]], ...] = (
-        ("CartPole-v1", {}),
-        ("Pendulum-v1", {}),
-        ("FrozenLake-v1", {}),
-        ("Taxi-v4", {}),
-        ("MountainCarContinuous-v0", {"num_steps": 50}),
-        ("CliffWalking-v1", {"max_episode_steps": 100}),
-        (Walk, {}),
-        (lambda: gymnasium.wrappers.TimeLimit(Unlimited(), 5), {}),
-        (lambda: gymnasium.wrappers.FrameStackObservation(Walk(), 3), {}),
-    )
-    for environment, options in correct:
-        with subtests.test(environment=str(environment)):
-            report = check_environment(environment, **options)
-            assert {result.status for result in report.results} == {"passed"}, report
+CORRECT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "CartPole-v1": ("CartPole-v1", {}),
+    "Pendulum-v1": ("Pendulum-v1", {}),
+    "FrozenLake-v1": ("FrozenLake-v1", {}),
+    "Taxi-v4": ("Taxi-v4", {}),
+    "MountainCarContinuous-v0": ("MountainCarContinuous-v0", {"num_steps": 50}),
+    "CliffWalking-v1": ("CliffWalking-v1", {"max_episode_steps": 100}),
+    "Reacher-v5": ("Reacher-v5", {}),
+    "a time limit": (lambda: gymnasium.wrappers.TimeLimit(Unlimited(), 5), {}),
+    "a stack": (lambda: gymnasium.wrappers.FrameStackObservation(Walk(), 3), {}),
+}
 
 
-def test_environments_without_snapshots_pass_the_other_rules(subtests: pytest.Subtests) -> None:
-    for environment in (
-        Chance,
-        Crossing,  # with masks: any other action is an error
-        lambda: Spaces(spaces.Discrete(3), spaces.Tuple((spaces.Discrete(2), spaces.MultiBinary(2)))),
-    ):
-        with subtests.test(environment=str(environment)):
-            report = check_environment(environment, max_episode_steps=None, strict=True)
-            assert report["snapshots"].status == "absent"
-
-
-def test_a_robot_passes() -> None:
-    pytest.importorskip("mujoco", reason="mujoco is not installed")
-    report = check_environment("Reacher-v5")
+@pytest.mark.parametrize("name", ["a stack", *(pytest.param(name, marks=pytest.mark.slow) for name in CORRECT)])
+def test_correct_environments_pass(name: str) -> None:
+    environment, options = CORRECT[name]
+    report = check_environment(environment, **options)
     assert {result.status for result in report.results} == {"passed"}, report
 
 
-def test_a_seed_that_leaves_few_outcomes_is_noted(subtests: pytest.Subtests) -> None:
-    for environment in ("Blackjack-v1", Guess):
-        with subtests.test(environment=environment):
-            report = check_environment(environment, max_episode_steps=20)
+def test_what_is_no_fault_is_noted(subtests: pytest.Subtests) -> None:
+    for environment, rule, status, words in (
+        (Chance, "snapshots", "absent", ""),
+        (Crossing, "snapshots", "absent", ""),  # with masks: any other action is an error
+        (lambda: Spaces(spaces.Discrete(3), ACTED["parts"]), "snapshots", "absent", ""),
+        ("Blackjack-v1", "group", "note", "Use a smaller group_size and more starts"),
+        (Guess, "group", "note", "Use a smaller group_size and more starts"),
+        (Endless, "time limit", "note", "all of 32 episodes of random actions ended within 200 steps"),
+        (Unlimited, "time limit", "note", "only 27 of 32 episodes of random actions ended within 200 steps"),
+        (Unlimited, "time limit", "note", "truncated after 10,000 steps"),
+    ):
+        with subtests.test(environment=str(environment), rule=rule):
+            report = check_environment(environment, strict=True)
             assert report.ok
-            assert report["group"].status == "note"
-            assert "Use a smaller group_size and more starts" in report["group"].message
-
-
-def test_an_environment_without_a_limit_whose_episodes_end_is_noted() -> None:
-    """Each episode of `Guess` ends at its first step. The same environment that ends none of them fails."""
-
-    class Endless(Guess):
-        spec = None
-
-    report = check_environment(Endless)
-    assert report["time limit"].status == "note"
-    assert "all of 32 episodes of random actions ended within 200 steps" in report["time limit"].message
-    report = check_environment(Unlimited)
-    assert report["time limit"].status == "note"
-    assert "only 27 of 32 episodes of random actions ended within 200 steps" in report["time limit"].message
-    assert "truncated after 10,000 steps" in report["time limit"].message
+            assert report[rule].status == status
+            assert words in report[rule].message
 
 
 def test_environments_are_closed_and_generators_restored() -> None:
-    created: list[Counts] = []
+    created: list[Any] = []
+    closed: list[Any] = []
 
-    def make() -> gymnasium.Env:
-        created.append(Counts())
-        return created[-1]
+    class Counts(Walk):
+        def __init__(self) -> None:
+            super().__init__()
+            created.append(self)
+
+        def close(self) -> None:
+            closed.append(self)
 
     torch.manual_seed(3)
     expected = torch.rand(())
     torch.manual_seed(3)
-    check_environment(make)
+    check_environment(Counts)
     check_environment(SeedsGlobally)
     assert torch.rand(()) == expected
-    assert [env.num_closed for env in created] == [1, 1, 1]
+    assert len(created) == 3
+    assert closed == created
 
 
 def test_numbers_and_names_that_cannot_be_used_are_refused(subtests: pytest.Subtests) -> None:
@@ -291,3 +193,5 @@ def test_numbers_and_names_that_cannot_be_used_are_refused(subtests: pytest.Subt
     for options, message in wrong:
         with subtests.test(options=options), pytest.raises(ConfigError, match=message):
             check_environment(Walk, **options)
+    with pytest.raises(ContractError, match=r"of a pool must be .*got a int"):
+        check_environment(lambda: 3, strict=True)  # type: ignore[arg-type,return-value]

@@ -14,7 +14,7 @@ import torch
 from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, episode_starts, pad_to_steps
 from adapters.control.environments.plain_data import pack, unpack
 from adapters.control.environments.snapshots import Snapshot
-from grpo.errors import CheckpointError, ConfigError, ContractError
+from grpo.errors import ConfigError, ContractError
 from tests.support.control_episodes import episode_of
 from tests.support.plain_states import assert_same, through_checkpoint
 
@@ -36,10 +36,6 @@ def test_at_least_one_group_is_required() -> None:
         episode_starts(0)
     with pytest.raises(ConfigError, match="seed must be an integer >= 0; got int -1"):
         episode_starts(1, seed=-1)
-
-
-def test_episode_starts_are_compared_by_value() -> None:
-    assert EpisodeStart(seed=3, options={"x": 1}) == EpisodeStart(seed=3, options={"x": 1}) != EpisodeStart(seed=4)
 
 
 def test_episodes_are_compared_by_identity() -> None:
@@ -117,22 +113,15 @@ def test_objects_in_several_places_stay_one_object() -> None:
 
 
 def test_objects_within_shared_objects_and_after_them_keep_their_numbers() -> None:
-    inner = [1]
-    outer = [inner, {"inner": inner}]
-    last: list[Any] = []
+    inner: list[Any] = [1]
+    outer, last = [inner, {"inner": inner}], list[Any]()
+    inner.append(outer)  # which contains itself then
     found = unpack(pack([outer, inner, last, outer, last]))
-    assert found == [outer, inner, last, outer, last]
-    assert found[0] is found[3]
+    assert found[0] is found[3] is found[1][1]
     assert found[0][0] is found[0][1]["inner"] is found[1]
+    assert found[1][0] == 1
     assert found[2] is found[4]
-
-
-def test_an_object_that_contains_itself_comes_back() -> None:
-    circle: list[Any] = [1]
-    circle.append(circle)
-    found = unpack(pack(circle))
-    assert found[0] == 1
-    assert found[1] is found
+    assert found[2] == []
 
 
 class Command(IntEnum):
@@ -166,9 +155,3 @@ def test_starts_come_back_from_a_checkpoint(tmp_path: Path, subtests: pytest.Sub
     for name, start in starts.items():
         with subtests.test(start=name):
             assert_same(through_checkpoint(start, tmp_path / name), start)
-
-
-def test_a_start_with_other_objects_cannot_be_saved(tmp_path: Path) -> None:
-    start = EpisodeStart(options={"goal": object()})
-    with pytest.raises((ContractError, CheckpointError), match=r"must be plain data .* contains a builtins.object"):
-        through_checkpoint(start, tmp_path)

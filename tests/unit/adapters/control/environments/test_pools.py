@@ -2,18 +2,21 @@
 
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium import spaces
-from gymnasium.vector import SyncVectorEnv
+from gymnasium import spaces, wrappers
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.utils.env_checker import data_equivalence
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 from adapters.control.environments.episodes import EpisodeStart
-from adapters.control.environments.pool_base import WorkerLost, find_misfit
+from adapters.control.environments.pool_base import WorkerLost
 from adapters.control.environments.pools import (
     AsyncPool,
     EnvironmentPool,
@@ -24,7 +27,7 @@ from adapters.control.environments.pools import (
 )
 from adapters.control.environments.snapshots import take_snapshot
 from grpo.errors import ConfigError, ContractError
-from tests.support.control_environments import Command, Nested, Scripted
+from tests.support.control_environments import Chance, Command, Nested, Scripted
 from tests.support.control_pools import assert_same_rows, starts_of, stepped_by_hand, stepped_by_pool
 
 LIMIT = 16
@@ -61,11 +64,12 @@ def test_every_kind_gives_the_episodes_of_an_environment_stepped_by_hand(
                 assert_same_rows(got, wanted)
 
 
-def test_members_that_are_not_listed_are_not_stepped(cartpoles: Pools, subtests: pytest.Subtests) -> None:
-    """Member 1 rests in the middle of its episode while member 0 runs to its end and starts another one."""
+def test_only_listed_members_with_a_running_episode_are_stepped(cartpoles: Pools, subtests: pytest.Subtests) -> None:
+    """Member 1 rests in the middle of its episode while member 0 runs to its end and starts another one. It then goes on to the
+    time limit, which counts its own steps."""
     for kind, pool in cartpoles.items():
         with subtests.test(kind=kind):
-            single = gymnasium.make("CartPole-v1")
+            single = gymnasium.make("CartPole-v1", max_episode_steps=LIMIT)
             pool.reset([0, 1], starts_of(0, 1))
             single.reset(seed=1)
             for action in (0, 1, 1):
@@ -74,10 +78,14 @@ def test_members_that_are_not_listed_are_not_stepped(cartpoles: Pools, subtests:
             ended = False
             while not ended:
                 ended = pool.step(np.array([0]), np.array([1])).terminated[0]
+            with pytest.raises(ContractError, match=r"CartPole-v1: step\(\) needs .* members \[0\] have none. Call"):
+                pool.step(np.array([0, 1]), np.array([0, 0]))
             pool.reset([0], starts_of(9))
             pool.step(np.array([0]), np.array([0]))
-            observations = pool.step(np.array([1]), np.array([1])).observations
-            np.testing.assert_array_equal(observations[0], single.step(1)[0])
+            for number in range(3, LIMIT):
+                step, expected = pool.step(np.array([1]), np.array([number % 2])), single.step(number % 2)
+                np.testing.assert_array_equal(step.observations[0], expected[0])
+                assert (step.terminated[0], step.truncated[0]) == expected[2:4] == (False, number == LIMIT - 1)
             again, _ = pool.reset([1], [EpisodeStart()])  # without a seed, the member's own generator continues
             np.testing.assert_array_equal(again[0], single.reset()[0])
 
@@ -104,24 +112,10 @@ def test_members_start_from_a_snapshot(cartpoles: Pools, subtests: pytest.Subtes
             np.testing.assert_array_equal(after[0], trunk.reset()[0])
 
 
-def test_only_members_with_a_running_episode_are_stepped(cartpoles: Pools, subtests: pytest.Subtests) -> None:
-    for kind, pool in cartpoles.items():
-        with subtests.test(kind=kind):
-            pool.reset([0, 1], starts_of(0, 1))
-            ended = False
-            while not ended:
-                ended = pool.step(np.array([0]), np.array([0])).terminated[0]
-            with pytest.raises(ContractError, match=r"CartPole-v1: step\(\) needs .* members \[0\] have none. Call"):
-                pool.step(np.array([0, 1]), np.array([0, 0]))
-    fresh = NativeCartPole(2)
-    with pytest.raises(ContractError, match=r"members \[0, 1\] have none"):
-        fresh.step(np.array([0, 1]), np.array([0, 0]))
-
-
 def test_closed_pools_refuse_to_work(subtests: pytest.Subtests) -> None:
-    for kind in ("native", "sync"):  # test_async_pools.py closes the third kind
-        with subtests.test(kind=kind):
-            pool = make_pool("CartPole-v1", 1, vectorization=kind)
+    env = Scripted()
+    for pool in (NativeCartPole(1), SerialPool([env])):  # test_async_pools.py closes the third kind
+        with subtests.test(kind=type(pool).__name__):
             pool.reset([0], starts_of(0))
             pool.close()
             pool.close()
@@ -129,49 +123,43 @@ def test_closed_pools_refuse_to_work(subtests: pytest.Subtests) -> None:
                 pool.step(np.array([0]), np.array([0]))
             with pytest.raises(ConfigError, match="the pool is closed"):
                 pool.reset([0], starts_of(0))
+    assert env.num_closed == 1
 
 
-def test_a_serial_pool_gives_the_episodes_of_other_environments(subtests: pytest.Subtests) -> None:
-    starts = starts_of(*range(4))
-    for env_id, max_steps in (
-        ("Pendulum-v1", 999),  # truncated by TimeLimit
-        ("FrozenLake-v1", 999),  # Discrete observations, random transitions
-        ("HalfCheetah-v5", 20),
-    ):
-        with subtests.test(env_id=env_id):
-            pool, single = make_pool(env_id, 3), gymnasium.make(env_id)
-            assert isinstance(pool, SerialPool)
-            for number, episode in enumerate(stepped_by_pool(pool, starts, max_steps)):
-                assert_same_rows(episode, stepped_by_hand(single, starts[number], number, max_steps))
+@pytest.mark.parametrize(("vector", "kind"), [(SyncVectorEnv, SerialPool), (AsyncVectorEnv, AsyncPool)])
+def test_a_vector_environment_is_stepped_member_by_member(vector: Any, kind: type) -> None:
+    pool = make_pool(vector([Scripted] * 2), 2, infos=True)
+    assert isinstance(pool, kind)
+    try:
+        observations, infos = pool.reset([1, 0], [EpisodeStart(options={"number": 4.0}), EpisodeStart(seed=7)])
+        np.testing.assert_array_equal(observations, [[4.0, 0.0], Scripted().reset(seed=7)[0]])
+        assert infos == [{"starts": True}] * 2
+        step = pool.step(np.array([1]), np.array([Command.FINE]))
+        assert (step.observations.tolist(), list(step.infos or ())) == ([[4.0, 1.0]], [{"step": 1}])
+        step = pool.step(np.array([1, 0]), np.array([Command.END, Command.NARROWED]))
+        assert step.observations[:, 1].tolist() == [2.0, 1.0]
+        assert (step.rewards.tolist(), step.terminated.tolist()) == ([2.0, 2.0], [True, False])
+        with pytest.raises(ContractError, match=r"Scripted: step\(\) needs .* episode; members \[1\] have none"):
+            pool.step(np.array([0, 1]), np.array([Command.FINE, Command.FINE]))
+    finally:
+        pool.close()
 
 
-def test_a_sync_vector_env_is_stepped_member_by_member() -> None:
-    vector = SyncVectorEnv([Scripted] * 3)
-    pool = make_pool(vector, 3, infos=True)
-    pool.reset([0, 1, 2], starts_of(0, 1, 2))
-    step = pool.step(np.array([2, 0]), np.array([Command.END, Command.FINE]))
-    assert step.terminated.tolist() == [True, False]
-    assert step.infos == [{"step": 1}, {"step": 1}]
-    pool.step(np.array([0]), np.array([Command.FINE]))
-    assert [env.num_steps for env in vector.envs] == [2, 0, 1]
-    observations, infos = pool.reset([2], [EpisodeStart(options={"number": 4.0})])
-    assert observations.tolist() == [[4.0, 0.0]]
-    assert infos == [{"starts": True}]
-    pool.close()
-    pool.close()
-    assert [env.num_closed for env in vector.envs] == [1, 1, 1]
-
-
-def test_nested_observations_are_batched_without_infos() -> None:
-    pool = SerialPool([Nested(), Nested()])
-    pool.reset([0, 1], starts_of(0, 1))
-    step = pool.step(np.array([1]), np.array([0]))
-    assert step.infos is None  # not requested
-    pair = step.observations["pair"]
-    assert isinstance(pair, tuple)
-    assert [part.shape for part in (*pair, step.observations["bits"])] == [(1,), (1, 3), (1, 2)]
-    rest = {key: step.observations[key][0] for key in ("bits", "wheels")}
-    assert Nested.observation_space.contains({"pair": tuple(part[0] for part in pair), **rest})
+@pytest.mark.parametrize(
+    "make", [lambda: SerialPool([Nested(), Nested()]), lambda: AsyncPool([Nested] * 2)], ids=["serial", "async"]
+)
+def test_nested_observations_are_batches_of_those_of_the_environment(make: Callable[[], EnvironmentPool]) -> None:
+    pool, space = make(), Nested.observation_space
+    try:
+        for seed in (8, 9):
+            observations, _ = pool.reset([1], starts_of(seed))
+            expected = concatenate(space, [Nested().reset(seed=seed)[0]], create_empty_array(space, 1))
+            assert data_equivalence(observations, expected, exact=True), observations
+        step = pool.step(np.array([1]), np.array([0]))
+        assert step.observations["pair"][1].shape == (1, 3)
+        assert step.infos is None  # not requested
+    finally:
+        pool.close()
 
 
 def test_an_environment_that_raises_is_named_and_the_pool_remains_usable() -> None:
@@ -266,53 +254,46 @@ class ObservesText(Scripted):
     observation_space = spaces.Text(5)
 
 
+class OtherCartPoles(CartPoleVectorEnv): ...
+
+
 def test_settings_that_contradict_each_other_are_refused(subtests: pytest.Subtests) -> None:
     one: Any = Scripted()
+    number: Any = 3
     sync = SyncVectorEnv([Scripted] * 2)
+    normalized, paid = wrappers.NormalizeObservation, wrappers.NormalizeReward
     for make, message in (
         (lambda: make_pool("CartPole-v1", 0), "num_members must be an integer >= 1; got int 0"),
         (lambda: make_pool("CartPole-v1", 1, vectorization="threads"), r"vectorization must be one of .* 'threads'"),
         (lambda: make_pool("Acrobot-v1", 1, vectorization="native"), "'native' supports CartPole-v0 and CartPole-v1"),
         (lambda: make_pool(Scripted, 1, g=1.0), r"keywords of gymnasium.make need an environment id; got \['g'\]"),
         (lambda: make_pool(one, 1), r"Scripted\. A single instance cannot be copied. Pass a function that creates it"),
+        (lambda: make_pool(number, 1), r"got int\. Pass a function that creates the environment"),
+        (lambda: make_pool("FrozenLake-v1", 1, map_name="9x9"), "-v1 cannot be created: it raised KeyError: '9x9'"),
         (lambda: make_pool(sync, 3, vectorization="sync"), "num_members=2 and vectorization='auto'; got 3 and 'sync'"),
         (lambda: make_pool(sync, 2, vectorization="sync"), "num_members=2 and vectorization='auto'; got 2 and 'sync'"),
         (lambda: make_pool(RecordEpisodeStatistics(sync), 2), "Statistics cannot be stepped member by member"),
+        (lambda: make_pool(OtherCartPoles(2), 2), "OtherCartPoles cannot be stepped member by member"),
         (lambda: make_pool(lambda: one, 2), "a separate one for each member; got 1 for 2 members"),
         (lambda: SerialPool([]), "got 0 for 0 members"),
         (lambda: NativeCartPole(0), "members must be an integer >= 1; got int 0"),
         (lambda: SerialPool([Scripted(), ObservesThreeNumbers()]), r"member 1 \(Scripted\) has Box\(0.0, 1.0, \(3,\)"),
         (lambda: SerialPool([ObservesText()]), "fixed shape; got Text"),
+        (lambda: AsyncPool([ObservesText]), "fixed shape; got Text"),
+        (lambda: AsyncPool([]), r"AsyncPool needs at least one environment.* got 0 environments"),
+        (lambda: AsyncPool([Scripted], timeout=0.0), "timeout > 0 or None, .* got 1 environments, timeout=0.0"),
+        (lambda: AsyncPool([Scripted], max_rebuilds=-1), "max_rebuilds >= 0; got 1 environments, .*max_rebuilds=-1"),
+        (lambda: AsyncPool([lambda: normalized(Chance())]), "NormalizeObservation keeps a running mean"),
+        (
+            lambda: make_pool(lambda: wrappers.ClipReward(paid(Chance()), -1.0, 1.0), 1),
+            "NormalizeReward keeps a running",
+        ),
     ):
         with subtests.test(message), pytest.raises(ConfigError, match=message):
             make()
-
-
-# --- descriptions of observations that do not fit, and the error about lost workers
-
-
-def test_the_error_describes_an_observation_outside_its_space(subtests: pytest.Subtests) -> None:
-    pair = spaces.Box(0, 1, (2,))
-    one_key, one_part = spaces.Dict({"a": spaces.Discrete(2)}), spaces.Tuple([spaces.Discrete(2)])
-    for space, observation, misfit in [
-        (spaces.Discrete(3), 2, None),
-        (spaces.Discrete(3), np.int32(2), None),
-        (spaces.Discrete(3), 2.0, "must be int64 []; got float64 []"),
-        (pair, [0, 1], None),
-        (pair, np.zeros(2, np.float64), None),
-        (pair, None, "must be float32 [2]; got object []"),
-        (pair, [[1], [1, 2]], "must be float32 [2]; got list of uneven rows"),
-        (one_key, {"a": 1}, None),
-        (one_key, {"b": 1}, "must be a dict with the keys ['a']; got the keys ['b']"),
-        (one_key, 1, "must be a dict with the keys ['a']; got int"),
-        (one_key, {"a": [1]}, "['a'] must be int64 []; got int64 [1]"),
-        (one_part, (1,), None),
-        (one_part, (1, 2), "must be a tuple of 1; got 2"),
-        (one_part, [1], "must be a tuple of 1; got list"),
-        (one_part, (0.5,), "[0] must be int64 []; got float64 []"),
-    ]:
-        with subtests.test(space=str(space), observation=observation):
-            assert find_misfit(space, observation) == misfit
+    frozen = normalized(Chance())
+    frozen.update_running_mean = False
+    SerialPool([frozen]).reset([0], starts_of(1))
 
 
 def test_a_lost_workers_error_survives_pickling() -> None:
@@ -323,3 +304,63 @@ def test_a_lost_workers_error_survives_pickling() -> None:
         "Lost the worker of member 0, which raised ValueError: x; member 2, which ended with exit code 7. "
         "The pool was rebuilt: reset its members and run their episodes again."
     )
+
+
+# --- CartPole in one array
+
+
+def test_the_sutton_barto_reward_is_minus_one_at_the_fall() -> None:
+    pool = make_pool("CartPole-v1", 1, sutton_barto_reward=True)
+    assert isinstance(pool, NativeCartPole)
+    pool.reset([0], starts_of(0))
+    rewards, ended = [], False
+    while not ended:
+        step = pool.step(np.array([0]), np.array([1]))
+        rewards.append(step.rewards[0])
+        ended = step.terminated[0]
+    assert rewards == [0.0] * (len(rewards) - 1) + [-1.0]
+
+
+def test_steps_before_a_reset_and_actions_other_than_0_and_1_are_refused() -> None:
+    pool = NativeCartPole(1)
+    with pytest.raises(ContractError, match=r"members \[0\] have none"):
+        pool.step(np.array([0]), np.array([0]))
+    pool.reset([0], starts_of(0))
+    with pytest.raises(ContractError, match=r"must be integers, 0 \(push left\) or 1 .*; got float64 \[1\]"):
+        pool.step(np.array([0]), np.array([0.7]))
+    for action in (2, -1):
+        with pytest.raises(ContractError, match=rf"must be integers, 0 .* or 1 .*; got \[{action}\]"):
+            pool.step(np.array([0]), np.array([action]))
+
+
+def test_a_vector_environments_settings_are_used(subtests: pytest.Subtests) -> None:
+    """Every setting differs from CartPole's. The pole passes the angle at which CartPole's own episode would end."""
+    settings: dict[str, Any] = {"gravity": 7.0, "force_mag": 5.0, "tau": 0.01}
+    settings |= {"masspole": 0.3, "total_mass": 1.7, "length": 0.8, "polemass_length": 0.24}
+    settings |= {"theta_threshold_radians": 0.7, "x_threshold": 0.5}
+    for integrator in ("euler", "semi-implicit euler"):
+        with subtests.test(integrator=integrator):
+            vector: Any = gymnasium.make_vec("CartPole-v1", 1, vectorization_mode="vector_entry_point")
+            single: Any = gymnasium.make("CartPole-v1")
+            for env in (vector.unwrapped, single.unwrapped):
+                vars(env).update(settings, kinematics_integrator=integrator)
+            for number, episode in enumerate(stepped_by_pool(make_pool(vector, 1), starts_of(3, 4))):
+                assert_same_rows(episode, stepped_by_hand(single, EpisodeStart(seed=3 + number), number))
+                assert max(abs(observation[2]) for observation, *_ in episode) > 0.25
+
+
+def test_a_snapshot_with_other_settings_is_refused() -> None:
+    trunk = gymnasium.make("CartPole-v1", max_episode_steps=50)
+    observation, _ = trunk.reset(seed=0)
+    with pytest.raises(ConfigError, match=r"\['max_episode_steps'\] differ. Use vectorization='sync'"):
+        NativeCartPole(1).reset([0], [EpisodeStart(snapshot=take_snapshot(trunk, observation))])
+    trunk.unwrapped.gravity = 1.6
+    with pytest.raises(ConfigError, match=r"\['gravity', 'max_episode_steps'\] differ"):
+        NativeCartPole(1).reset([0], [EpisodeStart(snapshot=take_snapshot(trunk, observation))])
+
+
+def test_infos_are_empty_dicts_if_requested() -> None:
+    for infos, expected in ((True, [{}, {}]), (False, None)):
+        pool = NativeCartPole(2, infos=infos)
+        assert pool.reset([0, 1], starts_of(0, 1))[1] == [{}, {}]
+        assert pool.step(np.array([0, 1]), np.array([0, 0])).infos == expected

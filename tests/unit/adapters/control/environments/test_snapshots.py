@@ -22,6 +22,7 @@ from adapters.control.environments.snapshots import (
     take_snapshot,
 )
 from grpo.errors import ConfigError, ContractError
+from tests.support.control_environments import Nested, Walk
 
 TABLES_AND_CONTROL = [
     "CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCar-v0", "MountainCarContinuous-v0", "FrozenLake-v1",
@@ -143,73 +144,17 @@ def test_contacts_are_those_of_the_restored_state() -> None:
     assert lying.unwrapped.data.ncon == standing.unwrapped.data.ncon == 0
 
 
-def test_a_finished_cartpole_stays_finished() -> None:
-    trunk, branch = gymnasium.make("CartPole-v1"), gymnasium.make("CartPole-v1")
-    observation, _ = trunk.reset(seed=0)
-    terminated = False
-    while not terminated:
-        observation, _, terminated, _, _ = trunk.step(1)
-    restore_snapshot(branch, take_snapshot(trunk, observation))
-    assert branch.unwrapped.steps_beyond_terminated == 0
-
-
-class Plain(gymnasium.Env):
-    """Its state is its attributes."""
-
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def snapshot(self) -> Any:
-        return environment_state(self)
-
-    def restore(self, state: Any) -> None:
-        restore_environment_state(self, state)
-
-
-def test_a_generator_that_does_not_exist_yet_is_restored() -> None:
-    class Dice(Plain):
-        """Draws only in step, so at the snapshot its generator does not exist."""
-
-        observation_space = gymnasium.spaces.Discrete(2)
-
-        def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
-            return 0, {}
-
-        def step(self, action):
-            return 0, self.np_random.random(), False, False, {}
-
-    trunk, branch = Dice(), Dice()
-    restore_snapshot(branch, take_snapshot(trunk, trunk.reset()[0]))
-    assert [branch.step(0)[1] for _ in range(5)] == [trunk.step(0)[1] for _ in range(5)]
-
-
-def test_neither_the_environment_nor_a_branch_changes_a_snapshot() -> None:
-    env = gymnasium.make("Blackjack-v1")
-    observation, _ = env.reset(seed=5)
-    snapshot = take_snapshot(env, observation)
-    hand = list(env.unwrapped.player)
-    env.step(1)  # appends to the hand in place
-    restore_snapshot(env, snapshot)
-    env.step(1)
-    restore_snapshot(env, snapshot)
-    assert env.unwrapped.player == hand
-    array_env = gymnasium.make("Hopper-v5")
-    observation, _ = array_env.reset(seed=0)
-    snapshot = take_snapshot(array_env, observation)
-    kept = observation.copy()
-    observation[:] = 7.0
-    restore_snapshot(array_env, snapshot)[:] = 8.0
-    np.testing.assert_array_equal(restore_snapshot(array_env, snapshot), kept)
-
-
-def test_restoring_does_not_change_earlier_observations() -> None:
-    """MountainCarContinuous returns its state array: writing into it would change recorded observations."""
+def test_neither_snapshot_nor_restored_state_is_an_array_that_others_hold() -> None:
+    """MountainCarContinuous returns its state array."""
     env = gymnasium.make("MountainCarContinuous-v0")
-    snapshot = take_snapshot(env, played(env, seed=0, num_steps=1))
+    observation = played(env, seed=0, num_steps=1)
+    snapshot, kept = take_snapshot(env, observation), observation.copy()
     recorded = env.step(np.ones(1, np.float32))[0]
-    kept = recorded.copy()
-    restore_snapshot(env, snapshot)
-    np.testing.assert_array_equal(recorded, kept)
+    observation[:] = 7.0
+    restored, expected = restore_snapshot(env, snapshot), recorded.copy()
+    restored[:] = 8.0
+    np.testing.assert_array_equal(restore_snapshot(env, snapshot), kept)
+    np.testing.assert_array_equal(recorded, expected)
 
 
 def test_render_mode_and_window_of_the_instance_are_kept() -> None:
@@ -244,45 +189,12 @@ def test_the_memory_of_a_recording_wrapper_is_not_state() -> None:
     np.testing.assert_array_equal(branch.unwrapped.state, trunk.unwrapped.state)
 
 
-class Counter(gymnasium.Env):
-    """Counts steps in an iterator, which is not plain data."""
-
-    observation_space = gymnasium.spaces.Box(0.0, 100.0, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self) -> None:
-        self.counted = iter(range(100))
-        self.count = 0
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.restore(0)
-        return self.observation(), {}
-
-    def step(self, action):
-        self.count = next(self.counted)
-        return self.observation(), float(self.np_random.normal()), self.count > 50, False, {}
-
-    def observation(self) -> np.ndarray:
-        return np.array([self.count], np.float32)
-
-
-class SnapshotableCounter(Counter):
-    def snapshot(self) -> Any:
-        return {"count": self.count}
-
-    def restore(self, state: Any) -> None:
-        self.count = state["count"] if state else 0
-        self.counted = iter(range(self.count + 1, 100))
-
-
 class Repeat(gymnasium.Wrapper):
-    """A wrapper with state in an iterator, so it implements its own methods."""
+    """A wrapper with state in an iterator, which is not plain data, so it implements its own methods."""
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
-        self.memory = iter([1.0] * 5 + [2.0] * 100)
-        self.num_read = 0
+        self.restore(0)
 
     def step(self, action):
         observation, reward, terminated, truncated, info = self.env.step(action)
@@ -293,99 +205,83 @@ class Repeat(gymnasium.Wrapper):
         return self.num_read
 
     def restore(self, state: Any) -> None:
-        self.num_read = state
-        self.memory = iter(([1.0] * 5 + [2.0] * 100)[state:])
+        self.num_read, self.memory = state, iter(([1.0] * 5 + [2.0] * 100)[state:])
 
 
 def test_custom_environments_and_wrappers_restore_their_own_state() -> None:
-    assert isinstance(SnapshotableCounter(), Snapshotable)
-    assert_branches_like_its_trunk(SnapshotableCounter)
-    assert_branches_like_its_trunk(lambda: wrappers.TimeLimit(Repeat(SnapshotableCounter()), 20), num_steps=3)
+    assert isinstance(Walk(), Snapshotable)
+    assert_branches_like_its_trunk(Walk)
+    assert_branches_like_its_trunk(lambda: wrappers.TimeLimit(Repeat(Walk()), 20), num_steps=3)
 
 
-def test_np_random_is_restored_in_place() -> None:
-    class Dealer(SnapshotableCounter):
+def test_np_random_is_restored_in_place_also_where_it_did_not_exist() -> None:
+    class Dealer(Walk):
         """A bound method holds the environment's generator, so replacing `np_random` would not reach it."""
 
-        def reset(self, *, seed=None, options=None):
-            returned = super().reset(seed=seed)
-            self.draw = self.np_random.normal
-            return returned
-
         def step(self, action):
+            vars(self).setdefault("draw", self.np_random.normal)
             observation, *_ = super().step(action)
             return observation, self.draw(), False, False, {}
 
     trunk, branch = Dealer(), Dealer()
-    snapshot = take_snapshot(trunk, played(trunk, seed=0, num_steps=3))
-    played(branch, seed=1, num_steps=5)
-    restore_snapshot(branch, snapshot)
-    assert future(branch, [0] * 5) == future(trunk, [0] * 5)
+    for num_steps in (0, 3):
+        future(trunk, [0] * num_steps)
+        restore_snapshot(branch, take_snapshot(trunk, trunk.look()))
+        assert future(branch, [0] * 5) == future(trunk, [0] * 5)
 
 
 def test_a_custom_environment_restores_its_attributes() -> None:
-    class Windy(Plain):
-        """Has state in attributes and in two kinds of generators."""
+    class Windy(Walk):
+        """Has state in attributes, which it changes in place, and in three kinds of generators."""
 
-        observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+        snapshot, restore = environment_state, restore_environment_state
 
-        def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
-            self.position = np.zeros(2)
-            self.path: list[np.ndarray] = []
-            self.wind = np.random.Generator(np.random.MT19937(seed))
-            self.gusts = self.np_random.spawn(1)[0]
-            return self.position.copy(), {}
+        def reset(self, **options: Any) -> Any:
+            returned = super().reset(**options)
+            self.path, self.gust = list[np.ndarray](), np.zeros(2)
+            self.generators = np.random.Generator(np.random.MT19937(options.get("seed")))
+            self.spawned = self.np_random.spawn(1)[0]
+            return returned
 
-        def step(self, action):
-            self.path.append(self.position.copy())
-            self.position += self.wind.normal(size=2) + self.gusts.normal(size=2)
-            return self.position.copy(), float(np.sum(self.path)), False, False, {}
+        def step(self, action: Any) -> Any:
+            self.path.append(self.gust.copy())
+            self.gust += self.generators.normal(size=2) + self.spawned.normal(size=2)
+            observation, *_ = super().step(action)
+            return observation, float(np.sum(self.path)), False, False, {}
 
     assert_branches_like_its_trunk(Windy)
 
 
-def test_the_error_for_an_unsupported_environment_says_what_to_implement() -> None:
-    with pytest.raises(ConfigError, match=r"Counter must be .*implement Snapshotable.*snapshot\(self\).*restore"):
-        take_snapshot(Counter(), 0)
-
-
-def test_an_attribute_of_an_unknown_type_is_named() -> None:
-    env = gymnasium.make("CartPole-v1")
-    observation, _ = env.reset(seed=0)
-    env.unwrapped.motor = object()
-    with pytest.raises(ConfigError, match=r"CartPoleEnv\.motor must be plain data.*got object"):
-        take_snapshot(env, observation)
-
-
-def test_state_that_cannot_be_pickled_is_refused() -> None:
-    env = SnapshotableCounter()
-    observation, _ = env.reset(seed=0)
-    env.snapshot = lambda: {"count": lambda: 0}  # type: ignore[method-assign]
-    with pytest.raises(ContractError, match=r"SnapshotableCounter must be picklable"):
-        take_snapshot(env, observation)
-
-
-def test_a_snapshot_of_another_environment_is_refused() -> None:
-    cartpole, pendulum = gymnasium.make("CartPole-v1"), gymnasium.make("Pendulum-v1")
+def test_what_cannot_be_copied_or_restored_is_refused(subtests: pytest.Subtests) -> None:
+    cartpole, motorised, unpicklable = gymnasium.make("CartPole-v1"), gymnasium.make("CartPole-v1"), Walk()
     snapshot = take_snapshot(cartpole, played(cartpole, seed=0, num_steps=2))
-    assert isinstance(snapshot, Snapshot)
-    with pytest.raises(
-        ContractError, match=r"Pendulum-v1 with the layers .* needs a snapshot .* got one of CartPole-v1"
-    ):
-        restore_snapshot(pendulum, snapshot)
-    with pytest.raises(
-        ContractError,
-        match=r"CartPole-v1 with the layers \['FlattenObservation', .*got one of CartPole-v1 .*\['TimeLimit'",
-    ):
-        restore_snapshot(wrappers.FlattenObservation(cartpole), snapshot)
-
-
-def test_a_snapshot_of_another_mujoco_model_is_refused() -> None:
+    observation, _ = motorised.reset(seed=0)
+    motorised.unwrapped.motor = object()
+    unpicklable.snapshot = lambda: {"count": lambda: 0}  # type: ignore[method-assign]
     pendulum, double = gymnasium.make("InvertedPendulum-v5"), gymnasium.make("InvertedDoublePendulum-v5")
     state = environment_state(double.unwrapped)
-    with pytest.raises(ContractError, match=r"needs a state of \d+ numbers; got \d+"):
-        restore_environment_state(pendulum.unwrapped, state)
+    flat, other = wrappers.FlattenObservation(cartpole), gymnasium.make("Pendulum-v1")
+    implement, layers = r"must be .*implement Snapshotable.*snapshot\(self\).*restore", r"CartPole-v1 with the layers"
+    theirs = rf"{layers} \['FlattenObservation', .*got one of CartPole-v1 .*\['TimeLimit'"
+    cases: tuple[tuple[Callable[[], Any], type[Exception], str], ...] = (
+        (lambda: take_snapshot(Nested(), 0), ConfigError, f"Nested {implement}"),
+        (
+            lambda: take_snapshot(motorised, observation),
+            ConfigError,
+            r"CartPoleEnv\.motor must be plain data.*got object",
+        ),
+        (lambda: take_snapshot(unpicklable, unpicklable.reset(seed=0)[0]), ContractError, "Walk must be picklable"),
+        (lambda: restore_snapshot(other, snapshot), ContractError, "Pendulum-v1 with the .* got one of CartPole-v1"),
+        (lambda: restore_snapshot(flat, snapshot), ContractError, theirs),
+        (
+            lambda: restore_environment_state(pendulum.unwrapped, state),
+            ContractError,
+            r"a state of \d+ numbers; got \d+",
+        ),
+    )
+    for call, error, words in cases:
+        with subtests.test(words), pytest.raises(error, match=words):
+            call()
 
 
 @pytest.mark.slow

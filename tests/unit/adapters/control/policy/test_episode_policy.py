@@ -1,8 +1,6 @@
-"""EpisodePolicy: sampling and scoring agree, critics and copies work, and custom parts are used."""
+"""EpisodePolicy: sampling and scoring agree, custom parts are used, `predict`, and settings that are refused."""
 
 import copy
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import gymnasium
@@ -10,27 +8,20 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch import nn
 
-from adapters.control import EnvironmentReward, EpisodeOptions, EpisodePolicy, FromTorch, StepReward, take_snapshot
+from adapters.control import EpisodeOptions, EpisodePolicy, FromTorch
 from adapters.control.environments.episodes import Episode, EpisodeStart
-from adapters.control.environments.pools import make_pool
-from grpo import ActionScores, ConfigError, ContractError, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
+from adapters.control.environments.pools import SerialPool
+from adapters.control.policy.fast_forward import fast_forward
+from grpo import ConfigError, ContractError, ExperienceBatch, GRPOConfig, GRPOTrainer
 from grpo.policy_base import SplitsSteps
-from tests.support.control_environments import UNIT, Chance, Spaces, Watched
+from tests.support.control_environments import GOALS, UNIT, Chance, Crossing, Spaces, space_of_everything
 from tests.support.control_episodes import episode_of
-from tests.support.control_policies import POLICIES, STARTS, made, policy_of, rows_of, trainer_of
+from tests.support.control_policies import ACTIONS, IMAGE, POLICIES, STARTS, made, policy_of, rows_of, trainer_of
 
 
-@pytest.fixture(scope="module")
-def policies() -> dict[str, EpisodePolicy]:
-    """One policy of each kind. Tests sample from it, and do not change its weights."""
-    torch.manual_seed(0)
-    return {kind: made(kind) for kind in POLICIES}
-
-
-def test_sampling_and_scoring_report_the_same_numbers(subtests: pytest.Subtests) -> None:
+def test_sampling_scoring_and_single_steps_report_the_same_numbers(subtests: pytest.Subtests) -> None:
     for kind in POLICIES:
         with subtests.test(kind=kind):
             policy = made(kind)
@@ -56,77 +47,51 @@ def test_sampling_and_scoring_report_the_same_numbers(subtests: pytest.Subtests)
                 torch.testing.assert_close(episode.log_probs, own, atol=2e-6, rtol=1e-6)
             totals = torch.stack([episode.log_probs.sum() for episode in episodes])
             torch.testing.assert_close(policy.get_log_probabilities(STARTS, episodes), totals, rtol=1e-5, atol=1e-5)
-
-
-def test_single_steps_have_the_scores_of_their_episode(
-    policies: dict[str, EpisodePolicy], subtests: pytest.Subtests
-) -> None:
-    for kind, policy in policies.items():
-        with subtests.test(kind=kind):
-            episodes = rows_of(policy.sample_actions(STARTS, 2).actions)
-            whole = policy.score_actions(STARTS, episodes)
             states, actions = policy.split_steps(STARTS, episodes)
             assert len(states) == len(actions) == sum(map(len, episodes))
             order = torch.randperm(len(states))  # updates shuffle steps
             split = policy.score_actions(states[order], actions[order])
             assert split.log_probs.shape == (len(states), 1)
             for name in ("log_probs", "entropy", "values"):
-                of_steps, of_episodes = getattr(split, name), getattr(whole, name)
+                of_steps, of_episodes = getattr(split, name), getattr(scores, name)
                 assert (of_steps is None) == (of_episodes is None)
                 if of_steps is not None:
-                    expected = of_episodes[whole.mask][order]
+                    expected = of_episodes[scores.mask][order]
                     torch.testing.assert_close(of_steps.squeeze(1), expected, rtol=1e-6, atol=2e-6)
 
 
-def test_padding_does_not_change_scores(policies: dict[str, EpisodePolicy], subtests: pytest.Subtests) -> None:
-    for kind in ("critic", "everything", "masked"):
-        with subtests.test(kind=kind):
-            policy = policies[kind]
-            episodes = sorted(rows_of(policy.sample_actions(STARTS, 4).actions), key=len)
-            together = policy.score_actions(None, episodes)
-            for row, episode in enumerate(episodes):
-                alone = policy.score_actions(None, [episode])
-                assert alone.mask.shape == (1, len(episode))
-                for name in ("log_probs", "entropy", "values"):
-                    of_one, of_all = getattr(alone, name), getattr(together, name)
-                    if of_one is not None:
-                        torch.testing.assert_close(of_one[0], of_all[row, : len(episode)], rtol=1e-6, atol=2e-6)
-                        assert not of_all[row, len(episode) :].any()
-
-
-def test_entropy_and_log_probs_are_those_of_the_distribution() -> None:
-    policy = made("categorical")
-    episodes = rows_of(policy.sample_actions(STARTS, 2).actions)
-    scores = policy.score_actions(STARTS, episodes)
-    observations = torch.cat([episode.observations for episode in episodes])
-    expected = torch.distributions.Categorical(logits=policy.actor(observations))
-    torch.testing.assert_close(scores.entropy[scores.mask], expected.entropy())  # type: ignore[index]
-    actions = torch.cat([episode.actions for episode in episodes])
-    torch.testing.assert_close(scores.log_probs[scores.mask], expected.log_prob(actions))
+def test_entropy_and_log_probs_are_those_of_the_distribution(subtests: pytest.Subtests) -> None:
+    categorical, laplace = made("categorical"), FromTorch(UNIT, 2, lambda mean: torch.distributions.Laplace(mean, 0.5))
+    custom = policy_of(lambda: Spaces(UNIT, UNIT), distribution=laplace, hidden=(4,))
+    for policy, law in (
+        (categorical, lambda logits: torch.distributions.Categorical(logits=logits)),
+        (custom, lambda mean: torch.distributions.Independent(torch.distributions.Laplace(mean, 0.5), 1)),
+    ):
+        with subtests.test(type(policy.distribution).__name__):
+            episodes = rows_of(policy.sample_actions(STARTS, 2).actions)
+            scores = policy.score_actions(STARTS, episodes)
+            expected = law(policy.actor(torch.cat([episode.observations for episode in episodes])))
+            torch.testing.assert_close(scores.entropy[scores.mask], expected.entropy())  # type: ignore[index]
+            actions = torch.cat([episode.actions for episode in episodes])
+            torch.testing.assert_close(scores.log_probs[scores.mask], expected.log_prob(actions))
     assert made("squashed").sample_actions(STARTS, 1).scores.entropy is None  # type: ignore[union-attr]
 
 
 def test_values_are_the_critics_and_final_ones_are_0_for_terminated_episodes() -> None:
-    """The policy truncates at 6 steps, and some episodes have terminated by then."""
-    policy = policy_of(lambda: Chance(99, end_above=0.9), critic=True, hidden=(4,), max_episode_steps=6)
-    assert policy.critic is not None
-    episodes = rows_of(policy.sample_actions([EpisodeStart(seed=seed) for seed in range(8)], 1).actions)
-    assert len({episode.terminated for episode in episodes}) == 2
-    scores = policy.score_actions(None, episodes)
-    expected = policy.critic(torch.stack([episode.final_observation for episode in episodes])).squeeze(1)
-    assert expected.abs().min() > 1e-3
-    is_cut = torch.tensor([not episode.terminated for episode in episodes])
-    torch.testing.assert_close(scores.final_values, torch.where(is_cut, expected, 0.0))
-    values = policy.critic(torch.cat([episode.observations for episode in episodes])).squeeze(1)
-    torch.testing.assert_close(scores.values[scores.mask], values)  # type: ignore[index]
-
-
-def test_a_custom_critic_is_used_and_trained() -> None:
+    """In the second iteration, episodes terminate, are truncated at 6 steps, or go on after 4."""
     critic = nn.Linear(3, 1)
-    policy = EpisodePolicy(Chance, critic=critic)
-    episodes = rows_of(policy.sample_actions(STARTS, 1).actions)
-    values = policy.score_actions(STARTS, episodes).values
-    torch.testing.assert_close(values[0], critic(episodes[0].observations).squeeze(1))  # type: ignore[index]
+    policy = policy_of(lambda: Chance(99, end_above=0.9), critic=critic, hidden=(4,), max_episode_steps=6, num_steps=4)
+    for first in (0, 16):
+        starts = [EpisodeStart(seed=first + number) for number in range(16)]
+        episodes = rows_of(policy.sample_actions(starts, 1).actions)
+    assert len({(episode.terminated, episode.truncated) for episode in episodes}) == 3
+    scores = policy.score_actions(None, episodes)
+    expected = critic(torch.stack([episode.final_observation for episode in episodes])).squeeze(1)
+    assert expected.abs().min() > 1e-3
+    has_rest = torch.tensor([not episode.terminated for episode in episodes])
+    torch.testing.assert_close(scores.final_values, torch.where(has_rest, expected, 0.0))
+    values = critic(torch.cat([episode.observations for episode in episodes])).squeeze(1)
+    torch.testing.assert_close(scores.values[scores.mask], values)  # type: ignore[index]
     assert {"critic.weight", "critic.bias"} <= set(policy.get_parameters())
 
 
@@ -244,23 +209,6 @@ def test_a_copy_has_its_own_weights_and_shares_the_environments() -> None:
     assert twin.normalizer is not policy.normalizer
     torch.testing.assert_close(policy.score_actions(STARTS, episodes).log_probs, before, rtol=0, atol=0)
     assert not torch.allclose(twin.score_actions(STARTS, episodes).log_probs, before)
-    states, actions = twin.split_steps(STARTS, episodes)
-    mine, theirs = (one.score_actions(states, actions).log_probs for one in (policy, twin))
-    assert not torch.allclose(theirs, mine)
-    assert torch.equal(policy.split_steps(STARTS, episodes)[0], states)
-
-
-def test_a_group_starts_from_a_snapshot() -> None:
-    env = gymnasium.make("Pendulum-v1")
-    env.reset(seed=3)
-    for _ in range(5):
-        observation, *_ = env.step(np.array([1.0], dtype=np.float32))
-    start = EpisodeStart(snapshot=take_snapshot(env, observation))
-    policy = EpisodePolicy("Pendulum-v1", num_members=2, options=EpisodeOptions(max_episode_steps=4))
-    ((first, second),) = policy.sample_actions([start], 2).actions
-    for episode in (first, second):
-        torch.testing.assert_close(episode.observations[0], torch.from_numpy(observation), rtol=0, atol=0)
-    assert not torch.equal(first.actions, second.actions)
 
 
 def test_the_initial_log_std_is_used_by_both_kinds_of_heads() -> None:
@@ -271,86 +219,144 @@ def test_the_initial_log_std_is_used_by_both_kinds_of_heads() -> None:
         assert bool((parameters[:, 0].abs() < 0.1).all())
 
 
-def test_a_custom_distribution_is_used() -> None:
-    laplace = FromTorch(UNIT, 2, lambda mean: torch.distributions.Laplace(mean, 0.5))
-    policy = EpisodePolicy(lambda: Spaces(UNIT, UNIT), distribution=laplace, options=EpisodeOptions(hidden=(4,)))
-    episodes = rows_of(policy.sample_actions(STARTS, 2).actions)
-    scores = policy.score_actions(STARTS, episodes)
-    means = policy.actor(torch.cat([episode.observations for episode in episodes]))
-    actions = torch.cat([episode.actions for episode in episodes])
-    torch.testing.assert_close(
-        scores.log_probs[scores.mask], torch.distributions.Laplace(means, 0.5).log_prob(actions).sum(1)
+def test_a_subclass_may_add_weights() -> None:
+    class Foreseeing(EpisodePolicy):
+        def __init__(self, environment: Any, **arguments: Any) -> None:
+            super().__init__(environment, **arguments)
+            self.expected = nn.Linear(4, 4)
+
+    policy = Foreseeing("CartPole-v1", num_members=2)
+    assert policy.sample_actions(STARTS, 1).mask.shape[0] == 2
+    assert "expected.weight" in policy.get_parameters()
+
+
+def test_a_torso_of_ones_own_takes_a_stack_of_images() -> None:
+    stack = spaces.Box(0, 255, (4, 40, 40, 3), np.uint8)
+    own = nn.Sequential(nn.Unflatten(1, (4, 4800)), nn.AvgPool1d(100), nn.Flatten())
+    policy = EpisodePolicy(lambda: Spaces(stack, spaces.Discrete(2)), num_members=1, torso=own)
+    assert policy.sample_actions(STARTS, 1).mask.shape == (2, 4)
+
+
+# --- settings
+
+
+def test_ranks_compare_the_arguments_of_a_policy(subtests: pytest.Subtests) -> None:
+    usual = policy_of("CartPole-v1", num_members=2).settings()
+    for changed, arguments in {
+        "num_members": {"num_members": 3},
+        "critic": {"critic": True},
+        "torso": {"torso": nn.Linear(4, 3)},
+        "action_mask": {"action_mask": lambda observations: observations[..., :2] > -9},
+        "options": {"normalize_observations": True},
+        "make": {"vectorization": "sync"},
+    }.items():
+        with subtests.test(changed):
+            found = policy_of("CartPole-v1", **{"num_members": 2, **arguments}).settings()
+            assert {name for name in usual if found[name] != usual[name]} == {changed}
+
+
+def test_settings_that_cannot_work_are_refused(subtests: pytest.Subtests) -> None:
+    one_member = SerialPool([Chance()])
+    images, bits = (lambda: Spaces(IMAGE, spaces.Discrete(2))), (lambda: Spaces(UNIT, spaces.MultiBinary(2)))
+    mixed = lambda: Spaces(spaces.Tuple((IMAGE, UNIT)), spaces.Discrete(2))  # noqa: E731
+    for environment, settings, message in (
+        (Chance, {"max_episode_steps": 0}, "EpisodeOptions.max_episode_steps must be >= 1; got 0"),
+        (Chance, {"action_mask": lambda observations: observations > 0},
+         r"action_mask needs actions with categories, .* or leave action_mask out"),
+        (Chance, {"action_mask": "infos"}, r"action_mask must be 'info', a callable .* got 'infos'"),
+        (Chance, {"torso": nn.Flatten(0)}, r"Flatten: a torso must map \[n, \*observation\] to features \[n, F\]"),
+        (Chance, {"torso": nn.LSTM(3, 4)}, "LSTM: a torso must have no memory"),
+        (Chance, {"critic": nn.Sequential(nn.Linear(3, 4), nn.GRU(4, 1))}, "a torso must have no memory.*got GRU"),
+        (Chance, {"std": "common"}, "EpisodeOptions.std must be one of 'shared', 'observation'; got 'common'"),
+        (bits, {"std": "observation"}, r"are for the Gaussian actions of a single Box; got std='observation'.*Bernoulli"),
+        (bits, {"initial_log_std": -1.0}, r"single Box; got std='shared', initial_log_std=-1.0 with Bernoulli"),
+        (Chance, {"critic": nn.Linear(3, 2)}, r"a critic must map observations .* to values \[n, 1\]; got \[n, 2\]"),
+        (images, {"num_members": 1, "normalize_observations": True}, "normalize_observations=True does not support images"),
+        (mixed, {"num_members": 1, "normalize_observations": True},
+         r"whose networks scale pixels. Leave it out. With a preset: dataclasses\.replace"),
+        (one_member, {"vectorization": "sync"},
+         r"an existing pool of 1 members; got .* \['vectorization'\]. Leave them out"),
+        (one_member, {"num_members": 3}, r"an existing pool of 1 members; got num_members=3"),
+    ):  # fmt: skip
+        with subtests.test(settings=settings), pytest.raises(ConfigError, match=message):
+            policy_of(environment, **settings)
+    with pytest.raises(ConfigError, match=r"takes hidden, std in options. Pass options=EpisodeOptions\(hidden=\.\."):
+        EpisodePolicy("CartPole-v1", hidden=(8,), std="shared")
+
+
+def test_the_number_of_members_is_that_of_the_pool_or_vector_environment() -> None:
+    assert EpisodePolicy(SerialPool([Chance(), Chance()])).pool.num_members == 2
+    assert EpisodePolicy(gymnasium.make_vec("CartPole-v1", 3)).pool.num_members == 3
+    assert EpisodePolicy(Chance).pool.num_members == 16
+
+
+def test_states_must_be_episode_starts() -> None:
+    with pytest.raises(ContractError, match=r"states must be EpisodeStart objects; got int. Use episode_starts"):
+        EpisodePolicy(Chance).sample_actions([3], 2)  # type: ignore[list-item]
+
+
+def test_a_network_on_another_device_computes_there() -> None:
+    policy = EpisodePolicy("Pendulum-v1", num_members=1, options=EpisodeOptions(normalize_observations=True)).to("meta")
+    assert fast_forward(policy.normalizer, policy.actor) is None
+    assert policy.decide(torch.zeros(2, 3)).device.type == "meta"
+
+
+# --- predict has the signature of Stable-Baselines3's
+
+
+def test_predict_gives_categories_for_one_observation_and_for_a_batch() -> None:
+    policy = made("categorical")
+    observation = np.array([0.1, 0.2, -0.3, 0.4], dtype=np.float32)
+    action, state = policy.predict(observation, deterministic=True)
+    assert np.shape(action) == ()
+    assert state is None
+    batch, state = policy.predict(np.stack([observation] * 3), state=("kept",), deterministic=True)
+    assert batch.tolist() == [int(action)] * 3
+    assert state == ("kept",)
+    assert int(action) == int(policy.decide(torch.from_numpy(observation)[None]).argmax())
+    drawn, _ = policy.predict(np.stack([observation] * 200))
+    assert set(drawn.tolist()) == {0, 1}
+    torch.manual_seed(7)
+    first, _ = policy.predict(np.stack([observation] * 20))
+    torch.manual_seed(7)
+    assert policy.predict(np.stack([observation] * 20))[0].tolist() == first.tolist()
+
+
+def test_predict_gives_box_actions_for_one_observation_and_for_a_batch() -> None:
+    policy = made("gaussian")
+    observation = np.array([1.0, 0.0, 0.5], dtype=np.float32)
+    action, _ = policy.predict(observation, deterministic=True)
+    assert (action.shape, action.dtype) == ((1,), np.float32)
+    batch, _ = policy.predict(observation[None].repeat(4, 0), deterministic=True)
+    np.testing.assert_allclose(batch, np.stack([action] * 4), rtol=1e-6)
+    mean = float(policy.decide(torch.from_numpy(observation)[None])[0, 0].detach())
+    assert action.item() == pytest.approx(2.0 * mean)  # the torque is in [-2, 2]
+    wild, _ = EpisodePolicy("Pendulum-v1", options=EpisodeOptions(initial_log_std=2.0)).predict(
+        observation[None].repeat(50, 0)
     )
+    assert np.abs(wild).max() == 2.0  # clipped to the bounds
 
 
-def test_a_custom_pool_is_used() -> None:
-    pool = Watched(make_pool("CartPole-v1", 3))
-    policy = EpisodePolicy(pool)
-    assert policy.pool is pool
-    sampled = policy.sample_actions(STARTS, 2)
-    assert sum(map(len, pool.stepped)) == sampled.metrics["episodes/steps"]
+def test_predict_distinguishes_single_and_batched_observations_of_every_space(subtests: pytest.Subtests) -> None:
+    for space, actions in ((spaces.Discrete(4, start=2), UNIT), (GOALS, UNIT), (space_of_everything(), ACTIONS)):
+        with subtests.test(space=str(space)):
+            policy = EpisodePolicy(lambda space=space, actions=actions: Spaces(space, actions), num_members=1)
+            space.seed(1)
+            samples = [space.sample() for _ in range(3)]
+            batch = gymnasium.vector.utils.concatenate(
+                space, samples, gymnasium.vector.utils.create_empty_array(space, len(samples))
+            )
+            one_by_one = [policy.predict(sample, deterministic=True)[0] for sample in samples]
+            together, _ = policy.predict(batch, deterministic=True)
+            for one, other in zip(together, one_by_one, strict=True):
+                assert actions.contains(one)
+                assert actions.contains(other)
+                one, other = (spaces.flatten(actions, taken) for taken in (one, other))
+                np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
-def test_the_reward_gets_the_episodes_in_the_order_of_their_states() -> None:
-    policy = EpisodePolicy(Chance)
-    seen: list[float] = []
-
-    def term(episode: Episode) -> Tensor:
-        seen.append(float(episode.observations[0, 0]))
-        return episode.rewards
-
-    config = GRPOConfig(group_size=2, seed=0)
-    GRPOTrainer(config=config, policy=policy, reward_model=StepReward(term)).step(
-        [EpisodeStart(seed=1, options={"first": 0.25}), EpisodeStart(seed=1, options={"first": 0.75})]
-    )
-    assert seen == [0.25, 0.25, 0.75, 0.75]
-
-
-class Foreseeing(EpisodePolicy):
-    """With a density of the next observation: a Gaussian with standard deviation 1 around what a linear layer says."""
-
-    def __init__(self, environment: Any, **arguments: Any) -> None:
-        super().__init__(environment, **arguments)
-        self.expected = torch.nn.Linear(4, 4)
-
-    def score_actions(self, states: Any, actions: Any) -> ActionScores:
-        scores = super().score_actions(states, actions)
-        rows = [
-            torch.distributions.Normal(self.expected(one.observations), 1.0).log_prob(next_observations(one)).sum(1)
-            for one in actions
-        ]
-        return replace(scores, observed_log_probs=pad_sequence(rows, batch_first=True), observed_mask=scores.mask)
-
-
-def next_observations(episode: Episode) -> torch.Tensor:
-    return torch.cat([episode.observations[1:], episode.final_observation[None]])
-
-
-def test_a_density_of_the_next_observation_is_learned_with_its_own_gradient() -> None:
-    """Least squares by hand: c times the mean over all observations of |x W + b - y|^2 / 2. They teach nothing else, so the
-    actor's step is that of a policy without them."""
-    torch.manual_seed(0)
-    options = EpisodeOptions(split_steps=False)
-    plain = EpisodePolicy("CartPole-v1", num_members=2, options=options)
-    torch.manual_seed(0)
-    policy = Foreseeing("CartPole-v1", num_members=2, options=options)
-    batches = []
-    for each, coef in ((plain, 0.0), (policy, 0.5)):
-        objective = ObjectiveConfig(observation_coef=coef, aggregation="step_mean")
-        config = GRPOConfig(group_size=2, seed=0, max_grad_norm=None, objective=objective)
-        trainer = GRPOTrainer(
-            config=config, policy=each, reward_model=EnvironmentReward(), optimizer=partial(torch.optim.SGD, lr=0.1)
-        )
-        batches.append(trainer.collect([EpisodeStart(seed=0), EpisodeStart(seed=1)]))
-        start = copy.deepcopy(dict(each.named_parameters()))
-        trainer.update(batches[-1])
-    x = torch.cat([one.observations for one in batches[1].actions]).double()
-    y = torch.cat([next_observations(one) for one in batches[1].actions]).double()
-    weight, bias = (start[f"expected.{name}"].detach().double() for name in ("weight", "bias"))
-    error = x @ weight.T + bias - y
-    torch.testing.assert_close(
-        policy.expected.weight.double(), weight - 0.1 * 0.5 * error.T @ x / len(x), rtol=1e-4, atol=1e-6
-    )
-    torch.testing.assert_close(policy.expected.bias.double(), bias - 0.1 * 0.5 * error.mean(0), rtol=1e-4, atol=1e-6)
-    for name, value in plain.named_parameters():
-        torch.testing.assert_close(policy.get_parameters()[name], value, msg=name)
+def test_predict_obeys_a_mask_function() -> None:
+    policy = EpisodePolicy(Crossing, action_mask=lambda observations: observations > 0.5)
+    observation = np.array([0.0, 1.0, 0.0, 0.0, 0.0], dtype=np.float32)
+    assert {int(policy.predict(observation)[0]) for _ in range(20)} == {1}
+    assert policy.predict(observation, deterministic=True)[0] == 1

@@ -1,8 +1,6 @@
 """Short iterations: an episode goes on where it stood, also after a resume, an evaluation, a lost worker and an exception."""
 
 import copy
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +10,38 @@ import pytest
 import torch
 
 from adapters.control import (
-    EnvironmentReward,
     Episode,
     EpisodeOptions,
     EpisodePolicy,
     EpisodeStart,
-    FittedAdvantages,
     SerialPool,
     evaluate_policy,
     make_pool,
 )
-from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, TrainingInterrupted
 from grpo.errors import ConfigError, ContractError, GRPOWarning
 from tests.support.control_environments import Chance, Crossing, Watched
+from tests.support.control_episodes import Hand
 from tests.support.control_policies import policy_of
 
 STARTS = [EpisodeStart(seed=seed) for seed in (3, 4, 5)]
 
-POLICIES: dict[str, Callable[[], EpisodePolicy]] = {
-    "native": lambda: EpisodePolicy("CartPole-v1", num_members=3, options=EpisodeOptions(num_steps=7)),
-    "sync": lambda: policy_of("CartPole-v1", num_members=4, vectorization="sync", num_steps=7),
-    "repeated": lambda: policy_of("Pendulum-v1", num_members=3, num_steps=8, repeat=3, max_episode_steps=40),
-    "normalised": lambda: EpisodePolicy(
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "native": ("CartPole-v1", {"num_members": 3, "num_steps": 7}),
+    "sync": ("CartPole-v1", {"num_members": 4, "num_steps": 7, "vectorization": "sync"}),
+    "repeated": ("Pendulum-v1", {"num_members": 3, "num_steps": 8, "repeat": 3, "max_episode_steps": 40}),
+    "normalised": (
         "MountainCarContinuous-v0",
-        num_members=3,
-        options=EpisodeOptions(num_steps=20, max_episode_steps=45, normalize_observations=True),
+        {"num_members": 3, "num_steps": 20, "max_episode_steps": 45, "normalize_observations": True},
     ),
-    "masked": lambda: EpisodePolicy("Taxi-v4", num_members=3, action_mask="info", options=EpisodeOptions(num_steps=30)),
-    "chance": lambda: policy_of(lambda: Chance(9, end_above=0.9), num_members=3, num_steps=4),
+    "masked": ("Taxi-v4", {"num_members": 3, "num_steps": 30, "action_mask": "info"}),
+    "chance": (lambda: Chance(9, end_above=0.9), {"num_members": 3, "num_steps": 4}),
 }
 
 
 def made(kind: str) -> EpisodePolicy:
     torch.manual_seed(0)
-    return POLICIES[kind]()
+    environment, settings = KINDS[kind]
+    return policy_of(environment, **settings)
 
 
 def sampled(policy: EpisodePolicy, seed: int) -> tuple[list[Episode], dict[str, float]]:
@@ -61,83 +57,34 @@ def assert_same(first: list[Episode], second: list[Episode]) -> None:
         assert (one.terminated, one.truncated) == (other.terminated, other.truncated)
 
 
-@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_parts_are_the_episode_that_single_environments_play(kind: str) -> None:
     """Its actions are played again by hand, from the seed of its start."""
-    policy = made(kind)
-    played: list[list[Episode]] = [[], [], []]
+    policy, (environment, _) = made(kind), KINDS[kind]
+    envs = [environment() if callable(environment) else gymnasium.make(environment) for _ in STARTS]
+    hands = [Hand(env, policy, start.seed or 0) for env, start in zip(envs, STARTS, strict=True)]
+    num_ended = 0
     for number in range(12):
+        before = sum(hand.all_steps for hand in hands)
         episodes, metrics = sampled(policy, number)
-        assert metrics["episodes/steps"] == sum(steps_of(policy, episode) for episode in episodes)
-        ended = []
-        for parts, episode in zip(played, episodes, strict=True):
-            assert 1 <= len(episode) <= -(-(policy.num_steps or 0) // policy.repeat)
-            if parts and not is_over(parts[-1]):
-                assert torch.equal(parts[-1].final_observation, episode.observations[0])
-            parts.append(episode)
-            if is_over(episode):
-                whole = whole_of(parts)
-                ended.append(
-                    (sum(float(part.rewards.sum()) for part in whole), sum(steps_of(policy, p) for p in whole))
-                )
+        assert all(1 <= len(episode) <= -(-(policy.num_steps or 0) // policy.repeat) for episode in episodes)
+        ended = [end for hand, episode in zip(hands, episodes, strict=True) if (end := hand.play(episode))]
+        assert metrics["episodes/steps"] == sum(hand.all_steps for hand in hands) - before
         assert metrics["episodes/ended"] == len(ended)
         if ended:
             np.testing.assert_allclose(metrics["episodes/return"], np.mean([total for total, _ in ended]))
-            assert metrics["episodes/length"] == np.mean([steps for _, steps in ended])
+            assert metrics["episodes/length"] == np.mean([length for _, length in ended])
         else:
             assert "episodes/return" not in metrics
-    assert any(is_over(part) for parts in played for part in parts)
-    for seed, parts in zip((3, 4, 5), played, strict=True):
-        assert_played_by(policy, seed, parts)
+        num_ended += len(ended)
+    assert num_ended > 0
 
 
 def is_over(episode: Episode) -> bool:
     return episode.terminated or episode.truncated
 
 
-def steps_of(policy: EpisodePolicy, episode: Episode) -> int:
-    """Environment steps of a part. The last action of an episode may be repeated less often."""
-    limit = 40 if policy.repeat > 1 else 0
-    if policy.repeat == 1 or not is_over(episode):
-        return len(episode) * policy.repeat
-    return (len(episode) - 1) * policy.repeat + (limit - 1) % policy.repeat + 1
-
-
-def whole_of(parts: list[Episode]) -> list[Episode]:
-    """The parts of the episode that has just ended."""
-    before = [place for place, part in enumerate(parts[:-1]) if is_over(part)]
-    return parts[before[-1] + 1 if before else 0 :]
-
-
-def assert_played_by(policy: EpisodePolicy, seed: int, parts: list[Episode]) -> None:
-    """The first episode of a row, in an environment of its own."""
-    ends = [place for place, part in enumerate(parts) if is_over(part)]
-    parts = parts[: ends[0] + 1] if ends else parts
-    names = {
-        "Pendulum": "Pendulum-v1", "MountainCar": "MountainCarContinuous-v0", "Taxi": "Taxi-v4",
-        "Cart": "CartPole-v1",
-    }  # fmt: skip
-    setting = str(policy.settings()["environment"])
-    env = next((gymnasium.make(name) for start, name in names.items() if setting.startswith(start)), Chance(9, 0.9))
-    observation, _ = env.reset(seed=seed)
-    taken = 0
-    for part in parts:
-        for place in range(len(part)):
-            assert torch.equal(part.observations[place], policy.encoder(np.asarray(observation)[None])[0])
-            action, total = policy.distribution.to_env(part.actions[place : place + 1])[0], 0.0
-            for _ in range(policy.repeat):
-                observation, reward, terminated, truncated, _ = env.step(action)
-                total, taken = total + float(reward), taken + 1
-                if terminated or truncated or taken == (policy.max_episode_steps or policy.time_limit):
-                    break
-            assert total == float(part.rewards[place])
-        assert part.terminated == terminated
-        assert part.truncated == (
-            not terminated and (truncated or taken == (policy.max_episode_steps or policy.time_limit))
-        )
-
-
-@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_another_process_goes_on_with_the_same_episodes(kind: str) -> None:
     policy = made(kind)
     for number in range(3):
@@ -221,45 +168,32 @@ def test_an_environment_that_does_not_repeat_itself_begins_anew_and_is_counted()
         assert torch.equal(one.final_observation, two.observations[0])
 
 
-def test_a_lost_worker_changes_nothing_but_the_count() -> None:
+def test_a_lost_worker_or_an_interrupt_changes_nothing_but_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
     def policy(lost_in: tuple[int, ...]) -> EpisodePolicy:
         torch.manual_seed(0)
         pool = Watched(SerialPool([Chance(9, end_above=0.9) for _ in range(3)]), lost_in=lost_in)
         return EpisodePolicy(pool, options=EpisodeOptions(num_steps=4))
 
     unbroken, broken = policy(()), policy((1, 9))
+    step = broken.pool.step
+
+    def interrupted(members: Any, actions: Any) -> Any:
+        step(members, actions)
+        raise KeyboardInterrupt
+
     counts = []
     for number in range(4):
+        if number == 2:  # a collection that is given up after a step
+            monkeypatch.setattr(broken.pool, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                sampled(broken, number)
+            monkeypatch.undo()
         expected, (got, metrics) = sampled(unbroken, number)[0], sampled(broken, number)
         assert_same(got, expected)
         counts.append(metrics["episodes/lost_environments"])
     assert sum(counts) == 2
     with pytest.raises(ContractError, match=r"lost 4 times in one iteration.*exit code 7.*vectorization='sync'"):
         sampled(policy(tuple(range(9))), 0)
-
-
-def test_a_collection_that_is_given_up_changes_nothing() -> None:
-    class Fails(Chance):
-        steps_left = 10**9
-
-        def step(self, action: Any) -> Any:
-            Fails.steps_left -= 1
-            if Fails.steps_left == 0:
-                raise KeyboardInterrupt
-            return super().step(action)
-
-    def policy() -> EpisodePolicy:
-        torch.manual_seed(0)
-        return EpisodePolicy(SerialPool([Fails(30) for _ in range(3)]), options=EpisodeOptions(num_steps=4))
-
-    unbroken, broken = policy(), policy()
-    expected = [sampled(unbroken, number)[0] for number in range(3)]
-    sampled(broken, 0)
-    Fails.steps_left = 5
-    with pytest.raises(KeyboardInterrupt):
-        sampled(broken, 1)
-    assert_same(sampled(broken, 1)[0], expected[1])
-    assert_same(sampled(broken, 2)[0], expected[2])
 
 
 def test_groups_and_states_without_a_member_are_refused() -> None:
@@ -276,51 +210,6 @@ def test_a_file_of_the_policy_holds_no_episodes(tmp_path: Path) -> None:
     loaded = EpisodePolicy.load(policy.save(tmp_path / "policy"), environment=lambda: Chance(9, end_above=0.9))
     first = sampled(loaded, 1)[0]
     assert [float(episode.observations[0, 1]) for episode in first] == [0, 0, 0]
-
-
-def trainer_of(policy: EpisodePolicy, reward: Any = None) -> GRPOTrainer:
-    config = GRPOConfig(
-        group_size=1, batch_size=16, num_epochs_per_update=2, learning_rate=1e-2, seed=0, lr_schedule="linear"
-    )
-    advantages = FittedAdvantages(policy, gamma=0.9, num_features=10, num_kept=64)
-    return GRPOTrainer(config=config, policy=policy, reward_model=reward or EnvironmentReward(), advantages=advantages)
-
-
-@pytest.mark.parametrize("kind", ["native", "repeated", "normalised", "masked"])
-def test_a_run_that_is_stopped_ends_like_one_that_is_not(kind: str, tmp_path: Path) -> None:
-    """The stop comes while rewards are computed: the collection is given up, and sampled again."""
-    reward = EnvironmentReward()
-    policy = made(kind)
-    budget = ("episodes/steps", 9 * 3 * (policy.num_steps or 0))
-    unbroken = trainer_of(policy, lambda states, actions: reward.compute_rewards(states, actions))
-    history = unbroken.train(STARTS, budget=budget, progress=False)
-    assert {"episodes/ended", "rewards/mean"} <= set(history[0])
-
-    def stops(states: Any, actions: Any) -> Any:
-        if trainer.iteration == 4:
-            signal.raise_signal(signal.SIGTERM)
-        return reward.compute_rewards(states, actions)
-
-    trainer = trainer_of(made(kind), stops)
-    with pytest.raises(TrainingInterrupted):
-        trainer.train(STARTS, budget=budget, checkpoint_dir=tmp_path, resume="auto", progress=False)
-    resumed = made(kind)
-    trainer = trainer_of(resumed, lambda states, actions: reward.compute_rewards(states, actions))
-    trainer.train(STARTS, budget=budget, checkpoint_dir=tmp_path, resume="auto", progress=False)
-    for name, value in policy.get_parameters().items():
-        torch.testing.assert_close(resumed.get_parameters()[name], value, rtol=0, atol=0, msg=name)
-
-
-def test_a_critic_estimates_the_rest_of_an_episode_that_goes_on() -> None:
-    torch.manual_seed(0)
-    policy = EpisodePolicy("CartPole-v1", num_members=3, critic=True, options=EpisodeOptions(num_steps=4))
-    scores = policy.sample_actions(STARTS, 1).scores
-    assert scores is not None
-    assert scores.final_values is not None
-    assert bool((scores.final_values != 0).all())
-    config = GRPOConfig(group_size=1, advantage=AdvantageConfig(credit="gae", gamma=0.9))
-    metrics = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward()).step(STARTS)
-    assert metrics["train/advantages_std"] > 0
 
 
 def test_a_mask_goes_on_with_its_episode() -> None:

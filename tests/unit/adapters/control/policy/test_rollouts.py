@@ -1,6 +1,6 @@
 """Rollouts: an episode depends on its start, its row and the policy, and not on other episodes or lost workers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +8,16 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.envs.registration import EnvSpec
 
 from adapters.control import EpisodeOptions, EpisodePolicy, evaluate_policy
 from adapters.control.environments.episodes import Episode, EpisodeStart
-from adapters.control.environments.pools import PoolStep, SerialPool, WorkerLost, make_pool
-from adapters.control.policy.observations import as_batch
+from adapters.control.environments.pools import SerialPool, WorkerLost, make_pool
 from adapters.control.policy.rollouts import MAX_LOSSES_IN_A_ROW, Record
 from grpo.errors import ConfigError, ContractError, GRPOWarning
 from tests.support.control_environments import Chance, Crossing, Spaces, Watched, space_of_everything
-from tests.support.control_policies import policy_of
+from tests.support.control_episodes import Hand
+from tests.support.control_policies import policy_of, rows_of
+from tests.support.control_pools import starts_of
 from tests.support.odd_environments import ACTED
 
 POOLS: dict[str, Callable[[int], Any]] = {
@@ -26,10 +26,6 @@ POOLS: dict[str, Callable[[int], Any]] = {
     "pendulum": lambda members: make_pool("Pendulum-v1", members, max_episode_steps=40),
     "chance": lambda members: SerialPool([Chance(9, end_above=0.8) for _ in range(members)]),
 }
-
-
-def starts_of(*seeds: int) -> list[EpisodeStart]:
-    return [EpisodeStart(seed=seed) for seed in seeds]
 
 
 def policy_on(pool: Any, **options: Any) -> EpisodePolicy:
@@ -41,62 +37,26 @@ def policy_on(pool: Any, **options: Any) -> EpisodePolicy:
     return policy
 
 
-def rows_of(record: Record) -> list[tuple[torch.Tensor, ...]]:
+def parts_of(record: Record) -> list[tuple[torch.Tensor, ...]]:
     columns = (record.observations, record.actions, record.rewards)
     return list(zip(*(column.split(record.lengths) for column in columns), record.final_observations, strict=True))
 
 
 def assert_same(first: Record, second: Record, tolerance: float = 0.0) -> None:
     assert (first.lengths, first.terminated) == (second.lengths, second.terminated)
-    for mine, theirs in zip(rows_of(first), rows_of(second), strict=True):
+    for mine, theirs in zip(parts_of(first), parts_of(second), strict=True):
         for got, expected in zip(mine, theirs, strict=True):
             torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-
-
-def flat(groups: Sequence[Sequence[Episode]]) -> list[Episode]:
-    return [episode for group in groups for episode in group]
-
-
-def test_the_same_seed_gives_the_same_episodes_bit_for_bit(subtests: pytest.Subtests) -> None:
-    for kind, make in POOLS.items():
-        with subtests.test(kind=kind):
-            policy = policy_on(make(4))
-
-            def sample(seed: int, policy: EpisodePolicy = policy) -> list[Episode]:
-                torch.manual_seed(seed)
-                return flat(policy.sample_actions([EpisodeStart(), EpisodeStart(seed=7)], 3).actions)
-
-            first, again, other = sample(1), sample(1), sample(2)
-            for one, two in zip(first, again, strict=True):
-                for field in ("observations", "actions", "rewards", "log_probs", "final_observation"):
-                    torch.testing.assert_close(getattr(one, field), getattr(two, field), rtol=0, atol=0)
-                assert (one.terminated, one.truncated) == (two.terminated, two.truncated)
-            assert [episode.actions.tolist() for episode in first] != [episode.actions.tolist() for episode in other]
-            assert torch.equal(first[3].observations[0], other[3].observations[0])  # the start has a seed
-            assert not torch.equal(first[0].observations[0], other[0].observations[0])  # the start has no seed
-
-
-def test_a_group_has_one_start_and_different_actions(subtests: pytest.Subtests) -> None:
-    for kind, make in POOLS.items():
-        with subtests.test(kind=kind):
-            policy = policy_on(make(4))
-            groups = policy.sample_actions([EpisodeStart(), EpisodeStart()], 5).actions
-            for group in groups:
-                for episode in group:
-                    assert torch.equal(episode.observations[0], group[0].observations[0])
-                assert len({tuple(episode.actions[:4].flatten().tolist()) for episode in group}) > 1
-            assert not torch.equal(groups[0][0].observations[0], groups[1][0].observations[0])
 
 
 def test_every_member_of_a_group_gets_the_same_reset() -> None:
     pool = Watched(SerialPool([Chance() for _ in range(2)]))
     policy = policy_on(pool)
     options = {"first": 0.25}
-    policy.sample_actions([EpisodeStart(), EpisodeStart(seed=3, options=options)], 3)
+    policy.sample_actions([EpisodeStart(), EpisodeStart(), EpisodeStart(seed=3, options=options)], 3)
     begun = [start for _, start in pool.begun]
-    assert begun[0].seed is not None
-    assert begun[:3] == [begun[0]] * 3
-    assert begun[3:] == [EpisodeStart(seed=3, options=options)] * 3
+    assert begun == [begun[0]] * 3 + [begun[3]] * 3 + [EpisodeStart(seed=3, options=options)] * 3
+    assert len({None, begun[0].seed, begun[3].seed}) == 3
 
 
 def test_an_episode_does_not_depend_on_the_number_of_members_or_on_other_episodes(subtests: pytest.Subtests) -> None:
@@ -108,9 +68,9 @@ def test_an_episode_does_not_depend_on_the_number_of_members_or_on_other_episode
             assert_same(records[2], records[0], tolerance=1e-6)
             others = policy_on(make(3)).roll_out(starts_of(9, 1, 8, 3), seed=11)
             for row in (1, 3):
-                for got, expected in zip(rows_of(others)[row], rows_of(records[0])[row], strict=True):
+                for got, expected in zip(parts_of(others)[row], parts_of(records[0])[row], strict=True):
                     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-            assert not torch.equal(rows_of(others)[0][0], rows_of(records[0])[0][0])
+            assert not torch.equal(parts_of(others)[0][0], parts_of(records[0])[0][0])
 
 
 def test_noise_depends_on_the_row_and_the_step() -> None:
@@ -140,80 +100,47 @@ def test_only_active_members_are_stepped_and_finished_ones_start_waiting_episode
     assert all(len(members) < 3 for members in pool.stepped[all_begun:])
 
 
-def test_an_episode_records_hand_worked_observations_and_rewards() -> None:
-    env = Chance(3)
-    policy = policy_on(SerialPool([env]))
-    ((episode,),) = policy.sample_actions([EpisodeStart(seed=4)], 1).actions
-    rng = np.random.default_rng(4)
-    first = rng.random()
-    drawn = [rng.random() for _ in range(3)]
-    expected = [[first, 0.0, 0.0], [first, 1.0, drawn[0]], [first, 2.0, drawn[1]]]
-    torch.testing.assert_close(episode.observations, torch.tensor(expected))
-    torch.testing.assert_close(episode.final_observation, torch.tensor([first, 3.0, drawn[2]], dtype=torch.float32))
-    assert episode.rewards.tolist() == drawn
-    assert (len(episode), episode.terminated, episode.truncated) == (3, True, False)
-
-
-def test_an_episode_is_truncated_at_the_policys_limit(subtests: pytest.Subtests) -> None:
-    for limit, length, terminated in ((3, 3, False), (5, 5, True), (9, 5, True), (1, 1, False)):
-        with subtests.test(limit=limit):
-            policy = policy_on(SerialPool([Chance(5) for _ in range(2)]), max_episode_steps=limit)
-            sampled = policy.sample_actions([EpisodeStart(seed=4)], 3)
-            for episode in flat(sampled.actions):
-                assert (len(episode), episode.terminated, episode.truncated) == (length, terminated, not terminated)
-            assert sampled.metrics["episodes/steps"] == 3 * length
+def test_limits_and_counts_are_in_steps_of_the_environment(subtests: pytest.Subtests) -> None:
+    """A limit of 6 steps is a decision of 4 and one of 2, with 10 steps in all of an episode that nobody limits."""
+    for length, limit, repeat, steps, terminated in (
+        (5, 1, 1, [1], False),
+        (5, 3, 1, [1, 1, 1], False),
+        (5, 5, 1, [1, 1, 1, 1, 1], True),
+        (5, 9, 1, [1, 1, 1, 1, 1], True),
+        (10, 6, 4, [4, 2], False),
+        (10, None, 4, [4, 4, 2], True),
+    ):
+        with subtests.test(limit=limit, repeat=repeat):
+            pool = SerialPool([Chance(length) for _ in range(2)])
+            policy = policy_on(pool, max_episode_steps=limit, repeat=repeat)
+            sampled = policy.sample_actions(starts_of(4), 3)
+            for episode in rows_of(sampled.actions):
+                assert (len(episode), episode.terminated, episode.truncated) == (len(steps), terminated, not terminated)
+            assert sampled.metrics["episodes/steps"] == 3 * sum(steps)
             assert sampled.metrics["episodes/terminated"] == (3 if terminated else 0)
-
-
-SINGLE: dict[str, Callable[[], gymnasium.Env]] = {
-    "native": lambda: gymnasium.make("CartPole-v1"),
-    "sync": lambda: gymnasium.make("CartPole-v1"),
-    "pendulum": lambda: gymnasium.make("Pendulum-v1", max_episode_steps=40),
-    "chance": lambda: Chance(9, end_above=0.8),
-    "nested": lambda: Spaces(space_of_everything(), ACTED["named parts"], length=7),
-}
+    assert evaluate_policy(policy, num_episodes=2).lengths.tolist() == [10, 10]
 
 
 @pytest.mark.parametrize("repeat", [1, 2, 3, 50])
 def test_an_action_is_repeated_and_its_rewards_are_summed(repeat: int, subtests: pytest.Subtests) -> None:
     """Each episode is played again by hand. 40 steps of Pendulum are 13 decisions of 3 steps, and one of a single step."""
-    pools = {**POOLS, "nested": lambda members: SerialPool([SINGLE["nested"]() for _ in range(members)])}
-    for kind, make in pools.items():
-        with subtests.test(kind=kind):
-            policy = policy_on(make(3), repeat=repeat)
-            record = policy.roll_out(starts_of(1, 2, 3, 4, 5), seed=7)
-            actions, seen = record.actions.split(record.lengths), record.observations.split(record.lengths)
-            rewards = record.rewards.split(record.lengths)
-            env = SINGLE[kind]()
-            for row in range(5):
-                observation, _ = env.reset(seed=row + 1)
-                num_steps, terminated, truncated = 0, False, False
-                for number, action in enumerate(policy.distribution.to_env(actions[row])):
-                    batch, _ = as_batch(policy.pool.observation_space, observation)
-                    torch.testing.assert_close(policy.encoder(batch)[0], seen[row][number])
-                    total = 0.0
-                    for _ in range(repeat):
-                        if not (terminated or truncated):
-                            observation, reward, terminated, truncated, _ = env.step(action)
-                            total, num_steps = total + float(reward), num_steps + 1
-                    assert float(rewards[row][number]) == pytest.approx(total)
-                batch, _ = as_batch(policy.pool.observation_space, observation)
-                torch.testing.assert_close(policy.encoder(batch)[0], record.final_observations[row])
-                assert (record.num_steps[row], record.terminated[row]) == (num_steps, terminated)
-                assert terminated or truncated
-
-
-def test_limits_and_counts_of_repeated_actions_are_in_steps_of_the_environment() -> None:
-    """A limit of 6 steps is a decision of 4 and one of 2, with 10 steps in all of an episode that nobody limits."""
-    for limit, lengths, terminated in ((6, [4, 2], False), (None, [4, 4, 2], True)):
-        policy = policy_on(SerialPool([Chance(10) for _ in range(2)]), repeat=4, max_episode_steps=limit)
-        sampled = policy.sample_actions(starts_of(1), 2)
-        for episode in flat(sampled.actions):
-            assert (len(episode), episode.terminated) == (len(lengths), terminated)
-        assert sampled.metrics["episodes/steps"] == 2 * sum(lengths)
-    assert evaluate_policy(policy, num_episodes=2).lengths.tolist() == [10, 10]
-    with pytest.raises(ConfigError, match="repeat=2 and an action mask contradict each other"):
-        policy_on(SerialPool([Crossing()], infos=True), repeat=2, action_mask="info")
+    environments: tuple[Any, ...] = (
+        "CartPole-v1",
+        lambda: gymnasium.make("CartPole-v1"),
+        lambda: gymnasium.make("Pendulum-v1", max_episode_steps=40),
+        lambda: Chance(9, end_above=0.8),
+        lambda: Spaces(space_of_everything(), ACTED["named parts"], length=7),
+    )
+    for place, environment in enumerate(environments):
+        with subtests.test(place=place):
+            policy = policy_on(environment, num_members=3, repeat=repeat)
+            sampled = policy.sample_actions(starts_of(1, 2, 3, 4, 5), 1)
+            ended = []
+            for seed, episode in enumerate(rows_of(sampled.actions), 1):
+                env = environment() if callable(environment) else gymnasium.make(environment)
+                ended.append(Hand(env, policy, seed).play(episode))
+            assert None not in ended
+            assert sampled.metrics["episodes/steps"] == sum(steps for _, steps in ended)  # type: ignore[misc]
 
 
 # Lost workers
@@ -223,7 +150,7 @@ def sample_with(pool: Any) -> tuple[list[Episode], Any]:
     policy = policy_on(pool)
     torch.manual_seed(3)
     sampled = policy.sample_actions([EpisodeStart(), EpisodeStart()], 4)
-    return flat(sampled.actions), sampled
+    return rows_of(sampled.actions), sampled
 
 
 def test_a_lost_worker_changes_no_episode(subtests: pytest.Subtests) -> None:
@@ -260,26 +187,10 @@ def test_losses_with_finished_episodes_in_between_are_tolerated() -> None:
     assert (record.num_lost, record.lengths) == (4, [3] * 10)
 
 
-class Fatal(Watched):
-    """A pool that loses member 0 in every third step."""
-
-    age = 0
-
-    def reset(self, members: Sequence[int], starts: Sequence[EpisodeStart]) -> tuple[Any, list[dict[str, Any]]]:
-        self.age = 0
-        return super().reset(members, starts)
-
-    def step(self, members: Any, actions: Any) -> PoolStep:
-        self.age += 1
-        if self.age == 3:
-            raise WorkerLost([0], "member 0, which raised ArithmeticError: out of paper")
-        return super().step(members, actions)
-
-
 def test_an_episode_that_always_loses_its_worker_ends_the_run() -> None:
-    pool = Fatal(SerialPool([Chance(5) for _ in range(2)]))
+    pool = Watched(SerialPool([Chance(5) for _ in range(2)]), lost_in=range(2, 99, 3))
     with pytest.raises(
-        ContractError, match=r"lost 4 times without a finished episode .* out of paper. .*vectorization='sync'"
+        ContractError, match=r"lost 4 times without a finished episode .* exit code 7. .*vectorization='sync'"
     ) as raised:
         policy_on(pool).roll_out(starts_of(1, 2), seed=0)
     assert isinstance(raised.value.__cause__, WorkerLost)
@@ -306,22 +217,12 @@ def test_a_diverged_network_is_named_and_not_the_environment(
             assert env_id not in str(raised.value)
 
 
-def test_a_broken_environment_is_named_and_not_the_network() -> None:
-    class Broken(Chance):
-        def step(self, action: Any) -> Any:
-            observation, *rest = super().step(action)
-            return (observation * np.nan, *rest)
-
-    with pytest.raises(ContractError, match=r"Chance, member 0, step 1, seed 1: the observation contains NaN"):
-        policy_on(SerialPool([Broken()])).roll_out(starts_of(1), seed=0)
-
-
 # Groups
 
 
 class IgnoresSeed(Chance):
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        return super().reset(options=options)
+    def reset(self, **_: Any) -> Any:
+        return super().reset()
 
 
 def test_groups_of_strangers_are_named_once() -> None:
@@ -359,36 +260,15 @@ def test_groups_of_twins_are_named_in_the_first_iteration() -> None:
         EpisodePolicy(env_id, num_members=8).sample_actions(starts_of(1, 2), 16)
 
 
-def test_wrappers_with_statistics_of_their_own_are_refused(subtests: pytest.Subtests) -> None:
-    normalized, paid = gymnasium.wrappers.NormalizeObservation, gymnasium.wrappers.NormalizeReward
-    for make, options in (
-        (lambda: normalized(Chance()), {}),
-        (lambda: normalized(Chance()), {"vectorization": "async"}),
-        (lambda: gymnasium.wrappers.ClipReward(paid(Chance()), -1.0, 1.0), {}),
-    ):
-        with (
-            subtests.test(options=options),
-            pytest.raises(ConfigError, match=r"Normalize.* keeps a running mean. .*normalize_observations=True"),
-        ):
-            policy_of(make, num_members=2, **options)
-
-    def frozen() -> gymnasium.Env:
-        env = normalized(Chance())
-        env.update_running_mean = False
-        return env
-
-    EpisodePolicy(frozen, num_members=2).sample_actions(starts_of(1, 2), 3)
-
-
 # Masks
 
 
 class Silent(Crossing):
     """Has no mask in the info at the end of an episode."""
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        observation, reward, terminated, truncated, info = super().step(action)
-        return observation, reward, terminated, truncated, {} if terminated else info
+    def step(self, action: Any) -> Any:
+        *step, info = super().step(action)
+        return *step, {} if self.time >= self.length else info
 
 
 @pytest.mark.filterwarnings("ignore:.*must have the same start:grpo.errors.GRPOWarning")  # the members' masks differ
@@ -399,7 +279,7 @@ def test_masks_are_obeyed_at_every_step(subtests: pytest.Subtests) -> None:
             envs = [make(allows=1 + member % 3) for member in range(4)]
             policy = policy_on(SerialPool(envs, infos=True), action_mask=mask)
             sampled = policy.sample_actions(starts_of(1, 2), 6)  # the environment raises for a masked action
-            episodes = flat(sampled.actions)
+            episodes = rows_of(sampled.actions)
             for episode in episodes:
                 assert episode.allowed is not None
                 assert torch.equal(episode.allowed, episode.observations > 0.5)
@@ -415,33 +295,13 @@ def test_masks_are_obeyed_at_every_step(subtests: pytest.Subtests) -> None:
             torch.testing.assert_close(scored, sampled.scores.log_probs)
 
 
-def test_missing_and_wrong_masks_are_refused(subtests: pytest.Subtests) -> None:
+def test_masks_that_cannot_be_used_are_refused() -> None:
     narrow: Any = lambda observations: observations[:, :3] > 0.5  # noqa: E731
-    for env, infos, mask, error, message in (
-        (Crossing(tells=False), True, "info", ContractError, r"needs info\['action_mask'\] .* Pass a callable"),
-        (Crossing(), False, "info", ConfigError, r"make_pool\(..., infos=True\)"),
-        (Crossing(allows=0), True, "info", ContractError, r"must allow an action; row 0 allows none. Correct the mask"),
-        (Crossing(), False, narrow, ContractError, r"mask must be bool \[n, K\] = \[1, 5\]"),
-    ):
-        with subtests.test(message=message):
-            policy = policy_on(SerialPool([env], infos=infos), action_mask=mask)
-            with pytest.raises(error, match=message):
-                policy.sample_actions(starts_of(1), 1)
-
-
-class Unending(Chance):
-    spec = None
-
-    def __init__(self) -> None:
-        super().__init__(length=10**9)
-
-
-def test_no_episode_is_longer_than_the_time_limit() -> None:
-    policy = EpisodePolicy(Unending, num_members=2, options=EpisodeOptions(max_episode_steps=40))
-    assert policy.roll_out(starts_of(1, 2), seed=0).lengths == [40, 40]
-    assert policy.sample_actions(starts_of(1), 2).mask.shape == (2, 40)
-    assert policy.roll_out(starts_of(1), seed=0, max_steps=60).lengths == [60]
-    Registered = type("Registered", (Unending,), {"spec": EnvSpec("Registered", max_episode_steps=30)})
-    policy = EpisodePolicy(Registered, num_members=1)  # the environment itself does not truncate
-    assert policy.roll_out(starts_of(1), seed=0).lengths == [30]
-    assert policy.roll_out(starts_of(1), seed=0, max_steps=60).lengths == [30]
+    policy = policy_on(SerialPool([Crossing()]), action_mask=narrow)
+    with pytest.raises(ContractError, match=r"mask must be bool \[n, K\] = \[1, 5\]"):
+        policy.sample_actions(starts_of(1), 1)
+    policy = policy_on(SerialPool([Crossing()], infos=False), action_mask="info")
+    with pytest.raises(ConfigError, match=r"make_pool\(\.\.\., infos=True\)"):
+        policy.sample_actions(starts_of(1), 1)
+    with pytest.raises(ConfigError, match="repeat=2 and an action mask contradict each other"):
+        policy_on(SerialPool([Crossing()], infos=True), repeat=2, action_mask="info")

@@ -24,7 +24,7 @@ from tests.support.control_policies import policy_of
 from tests.support.odd_environments import ACTED, Odd
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def screenless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     if not os.environ.get("DISPLAY"):
@@ -38,7 +38,6 @@ def frames_or_skip(*args: Any, **options: Any) -> list[Any]:
         pytest.skip(f"no renderer: {error}")
 
 
-@pytest.mark.usefixtures("screenless")
 def test_frames_show_the_most_likely_actions_of_consecutive_episodes() -> None:
     policy = EpisodePolicy("CartPole-v1", num_members=1, options=EpisodeOptions(hidden=(4,)))
     with torch.no_grad():
@@ -59,7 +58,6 @@ def test_frames_show_the_most_likely_actions_of_consecutive_episodes() -> None:
     np.testing.assert_array_equal(np.stack(frames), np.stack(expected[:7]))
 
 
-@pytest.mark.usefixtures("screenless")
 def test_films_of_an_environment_without_a_limit_have_that_of_the_policy() -> None:
     policy = EpisodePolicy("CliffWalking-v1", num_members=1, options=EpisodeOptions(hidden=(4,), max_episode_steps=5))
     with torch.no_grad():
@@ -118,24 +116,18 @@ def test_a_film_of_every_action_space_takes_each_action_as_often_as_training(
         gymnasium.registry.pop("Filmed-v0")
 
 
-def test_a_function_without_frames_and_numbers_below_1_are_refused() -> None:
+def test_what_cannot_be_rendered_and_numbers_below_1_are_refused(subtests: pytest.Subtests) -> None:
     policy = EpisodePolicy(Odd, num_members=1, options=EpisodeOptions(hidden=(4,)))
-    with pytest.raises(ConfigError, match=r'render_mode="rgb_array"; Filmed created one with None. Let it pass this'):
-        record_frames(policy, Filmed, num_frames=1)
-    with pytest.raises(ConfigError, match=r"must be a gymnasium\.Env; got a int"):
-        record_frames(policy, lambda: 3, num_frames=1)
-    with pytest.raises(ConfigError, match="every must be an integer >= 1; got int 0"):
-        record_frames(policy, "CartPole-v1", every=0, num_frames=5)
+    for environment, options, words in (
+        (Filmed, {}, r'render_mode="rgb_array"; Filmed created one with None. Let it pass this'),
+        (lambda: 3, {}, r"must be a gymnasium\.Env; got a int"),
+        ("CartPole-v1", {"no_such_keyword": 1}, "cannot be rendered here"),
+        ("CartPole-v1", {"every": 0}, "every must be an integer >= 1; got int 0"),
+    ):
+        with subtests.test(words), pytest.raises(ConfigError, match=words):
+            record_frames(policy, environment, **{"num_frames": 1} | options)
 
 
-@pytest.mark.usefixtures("screenless")
-def test_frames_of_a_robot_have_the_requested_size() -> None:
-    pytest.importorskip("mujoco", reason="mujoco is not installed")
-    frames = frames_or_skip(EpisodePolicy("Reacher-v5", num_members=1), "Reacher-v5", num_frames=2, width=64, height=48)
-    assert [frame.shape for frame in frames] == [(48, 64, 3)] * 2
-
-
-@pytest.mark.usefixtures("screenless")
 def test_a_video_is_written_as_mp4(tmp_path: Path) -> None:
     pytest.importorskip("moviepy", reason="moviepy is not installed")
     policy = EpisodePolicy("CartPole-v1", num_members=1, options=EpisodeOptions(hidden=(4,)))
@@ -145,17 +137,15 @@ def test_a_video_is_written_as_mp4(tmp_path: Path) -> None:
     assert path.read_bytes()[4:8] == b"ftyp"  # the signature of an MP4 file
 
 
-@pytest.mark.usefixtures("screenless")
-def test_an_environment_that_cannot_be_rendered_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot be rendered here"):
-        record_frames(EpisodePolicy("CartPole-v1", num_members=1), "CartPole-v1", no_such_keyword=1)
-
-
 # --- plots of learning curves
 
 
-def test_plotted_curves_are_medians_and_quartiles(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+def test_plotted_curves_are_medians_and_quartiles_and_a_written_plot_leaves_no_figure_open(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from matplotlib import pyplot
+
+    pyplot.close("all")  # figures that another test has left open
+    matplotlib.use("svg")
     runs = [
         LearningCurve(iterations=[0, 1], steps=[0, 100], returns=[low, low + 10.0], seconds=[1.0, 2.0])
         for low in (0.0, 2.0, 8.0)
@@ -163,6 +153,7 @@ def test_plotted_curves_are_medians_and_quartiles(tmp_path: Path) -> None:
     path = tmp_path / "new" / "curves.png"
     figure = plot_learning_curves({"GRPO": runs, "one": runs[:1]}, path, title="CartPole", threshold=9.0)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (matplotlib.get_backend(), pyplot.get_fignums()) == ("svg", [])
     median, single, threshold = figure.axes[0].get_lines()
     assert median.get_ydata().tolist() == [2.0, 12.0]
     assert single.get_ydata().tolist() == [0.0, 10.0]
@@ -170,18 +161,6 @@ def test_plotted_curves_are_medians_and_quartiles(tmp_path: Path) -> None:
     # only for the name with several runs: from 1 to 5 at first, and from 11 to 15 at the end
     (quartiles,) = figure.axes[0].collections
     assert sorted(set(quartiles.get_paths()[0].vertices[:, 1])) == [1.0, 5.0, 11.0, 15.0]
-
-
-def test_a_written_plot_leaves_no_figure_open(tmp_path: Path) -> None:
-    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from matplotlib import pyplot
-
-    run = LearningCurve(iterations=[0, 1], steps=[0, 100], returns=[0.0, 1.0], seconds=[1.0, 2.0])
-    pyplot.close("all")  # figures that another test has left open
-    matplotlib.use("svg")
-    plot_learning_curves({"GRPO": [run]}, tmp_path / "curves.png", title="CartPole")
-    assert matplotlib.get_backend() == "svg"
-    assert pyplot.get_fignums() == []
-    shown = plot_learning_curves({"GRPO": [run]}, None, title="CartPole")
+    shown = plot_learning_curves({"GRPO": runs[:1]}, None, title="CartPole")
     assert [pyplot.figure(number) for number in pyplot.get_fignums()] == [shown]
     pyplot.close(shown)

@@ -1,21 +1,26 @@
-"""Whole runs: when they evaluate, when they stop, and how an interrupted run resumes."""
+"""Evaluations, and whole runs: when they evaluate, when they stop, and how an interrupted run resumes."""
 
 import itertools
 import json
+import random
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.registration import EnvSpec
 
 from adapters.control import (
     EnvironmentReward,
     EpisodeOptions,
     EpisodePolicy,
+    Evaluation,
     FittedAdvantages,
+    FromTorch,
     LearningCurve,
     evaluate_policy,
     train_control,
@@ -26,40 +31,23 @@ from adapters.control.training.evaluation import EVALUATION_SEED
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer
 from grpo.callbacks import EarlyStopping
 from grpo.checkpoint import best_checkpoint
-from grpo.errors import ConfigError, GRPOWarning
-from grpo.sinks import Samples
-from tests.support.control_environments import Chance, Watched
+from grpo.errors import ConfigError, ContractError, GRPOWarning
+from tests.support.control_environments import UNIT, Chance, Crossing, Spaces, Watched
 from tests.support.control_policies import policy_of
 from tests.support.stopped_runs import Calls, by_exception, by_signal, stopped
 
 pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
-class Sink:
-    """Records metrics."""
-
-    def __init__(self) -> None:
-        self.metrics: list[tuple[int, dict[str, float]]] = []
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        self.metrics.append((step, dict(metrics)))
-
-    def close(self) -> None:
-        pass
+OF_POLICY = ("distribution", "max_episode_steps", "normalize_observations", "num_steps", "repeat")
 
 
-def trainer_of(
-    environment: Any,
-    *,
-    normalize_observations: bool = False,
-    num_steps: int | None = None,
-    is_fitted: bool = False,
-    **config: Any,
-) -> GRPOTrainer:
+def trainer_of(environment: Any, *, is_fitted: bool = False, **settings: Any) -> GRPOTrainer:
+    """Settings are those of the configuration and of the policy."""
     torch.manual_seed(2)
-    options = {"normalize_observations": normalize_observations, "num_steps": num_steps}
+    options = {name: settings.pop(name) for name in OF_POLICY if name in settings}
     policy = policy_of(environment, hidden=(8,), num_members=4, **options)
-    settings = {"group_size": 2, "batch_size": 16, "num_epochs_per_update": 2, "seed": 0} | config
+    settings = {"group_size": 2, "batch_size": 16, "num_epochs_per_update": 2, "seed": 0} | settings
     return GRPOTrainer(
         config=GRPOConfig(**settings, advantage=AdvantageConfig(scale="batch")),
         policy=policy,
@@ -76,6 +64,95 @@ def of_five_steps(**config: Any) -> GRPOTrainer:
 QUIET: dict[str, Any] = {"progress": False, "num_eval_episodes": 3}
 
 
+def trained(environment: Any = "Pendulum-v1", **options: Any) -> EpisodePolicy:
+    trainer = trainer_of(environment, max_episode_steps=9, **options)
+    trainer.step(episode_starts(2)(0))
+    return trainer.policy
+
+
+def everything_random() -> list[Any]:
+    return [torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()]  # noqa: NPY002
+
+
+def test_an_evaluation_is_repeatable_and_changes_no_policy_state_mode_or_generator(subtests: pytest.Subtests) -> None:
+    laplace = FromTorch(UNIT, 2, lambda mean: torch.distributions.Laplace(mean, 0.5))  # draws from a global generator
+    policies = trained(normalize_observations=True), trained(lambda: Spaces(UNIT, UNIT), distribution=laplace)
+    for policy, deterministic, is_training in (
+        (policies[0], True, True),
+        (policies[0], False, False),
+        (policies[1], False, True),
+    ):
+        with subtests.test(policy=policies.index(policy), deterministic=deterministic, is_training=is_training):
+            policy.train(is_training)
+            policy.actor[0].eval()  # a part that the user keeps in evaluation mode
+            before = {name: value.clone() for name, value in policy.state_dict().items()}
+            drawn = everything_random()
+            first, again, other = (
+                evaluate_policy(policy, num_episodes=4, deterministic=deterministic, seed=seed) for seed in (3, 3, 1)
+            )
+            assert everything_random() == drawn
+            assert first.returns.tolist() == again.returns.tolist() != other.returns.tolist()
+            for name, value in policy.state_dict().items():
+                assert torch.equal(value, before[name]), name
+            assert (policy.training, policy.actor[0].training) == (is_training, False)
+
+
+def test_evaluation_takes_the_most_likely_actions_unless_told_to_sample() -> None:
+    policy = EpisodePolicy("CartPole-v1", num_members=2, options=EpisodeOptions(hidden=(4,)))
+    with torch.no_grad():
+        policy.actor[1].weight.zero_()
+        policy.actor[1].bias.copy_(torch.tensor([0.0, 0.1]))  # always to the right
+    result = evaluate_policy(policy, num_episodes=3)
+    assert set(result.lengths.tolist()) <= {8, 9, 10}  # the pole falls at once
+    assert result.returns.tolist() == result.lengths.tolist()  # 1 per step
+    assert result.mean_return == result.returns.mean()
+    noisy = evaluate_policy(policy, num_episodes=20, deterministic=False)
+    assert noisy.mean_return > 12  # left and right about equally often
+
+
+def test_an_evaluation_obeys_action_masks() -> None:
+    policy = EpisodePolicy(lambda: Crossing(allows=2), action_mask="info", num_members=2)
+    # the environment raises for a masked action
+    assert evaluate_policy(policy, num_episodes=4).lengths.tolist() == [6] * 4
+
+
+def test_an_evaluation_restores_the_mode_after_an_error() -> None:
+    policy = EpisodePolicy(lambda: Crossing(tells=False), action_mask="info", num_members=1).train()
+    with pytest.raises(ContractError):
+        evaluate_policy(policy)
+    assert policy.training
+
+
+def test_limits_of_training_apply_to_evaluations_only_if_the_environment_has_none(subtests: pytest.Subtests) -> None:
+    """What is registered limits an environment that never ends by itself, too."""
+    registered = type("Registered", (Chance,), {"spec": EnvSpec("Registered", max_episode_steps=30)})
+    for environment, lengths in (
+        ("Pendulum-v1", [200, 11, 200]),
+        ("CliffWalking-v1", [7, 11, 300]),  # a first policy walks into a wall
+        (lambda: registered(length=10**9), [30, 11, 30]),
+    ):
+        policy = EpisodePolicy(environment, num_members=2, options=EpisodeOptions(max_episode_steps=7))
+        for max_steps, length in zip((None, 11, 300), lengths, strict=True):
+            with subtests.test(environment=environment, max_steps=max_steps):
+                assert evaluate_policy(policy, num_episodes=2, max_steps=max_steps).lengths.tolist() == [length] * 2
+
+
+def test_an_evaluation_prints_its_mean_and_numbers_below_1_are_refused() -> None:
+    result = Evaluation(returns=np.array([1.0, 3.0]), lengths=np.array([10, 21]))
+    assert str(result) == "return 2.0 +- 1.0 in 2 episodes of 16 steps"
+    for name, value, words in (
+        ("num_episodes", 0, ">= 1; got int 0"),
+        ("max_steps", 0, ">= 1, or None; got int 0"),
+        ("seed", -1, ">= 0; got int -1"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} must be an integer {words}"):
+            evaluate_policy(EpisodePolicy(Chance), **{name: value})
+    evaluate_policy(EpisodePolicy(Chance), num_episodes=1, max_steps=1, seed=0)
+
+
+# --- runs
+
+
 def test_evaluations_come_at_their_steps_and_at_the_end(subtests: pytest.Subtests) -> None:
     for total_steps, evaluate_every, evaluated_at in (
         (130, 50, [60, 100, 140]),  # due at 50 and 100, and at the end
@@ -85,17 +162,18 @@ def test_evaluations_come_at_their_steps_and_at_the_end(subtests: pytest.Subtest
         (1, 50, [20]),
     ):
         with subtests.test(total_steps=total_steps, evaluate_every=evaluate_every):
-            sink, trainer = Sink(), of_five_steps()
+            logged: list[tuple[int, dict[str, float]]] = []
+            sink = SimpleNamespace(log=lambda metrics, step, to=logged: to.append((step, dict(metrics))), close=print)
+            trainer = of_five_steps()
             steps = {"total_steps": total_steps, "evaluate_every": evaluate_every}
             curve = train_control(trainer, episode_starts(2), sinks=[sink], **steps, **QUIET)
             assert curve.steps == evaluated_at
             assert trainer.iteration == evaluated_at[-1] // 20
             assert curve.iterations == [steps // 20 for steps in evaluated_at]
-            assert [step for step, _ in sink.metrics] == list(range(1, trainer.iteration + 1))
-            totals = [metrics["episodes/total_steps"] for _, metrics in sink.metrics]
-            assert totals == [20 * step for step, _ in sink.metrics]
-            logged = {20 * step: metrics["eval/return"] for step, metrics in sink.metrics if "eval/return" in metrics}
-            assert logged == dict(zip(curve.steps, curve.returns, strict=True))
+            assert [step for step, _ in logged] == list(range(1, trainer.iteration + 1))
+            assert [metrics["episodes/total_steps"] for _, metrics in logged] == [20 * step for step, _ in logged]
+            found = {20 * step: metrics["eval/return"] for step, metrics in logged if "eval/return" in metrics}
+            assert found == dict(zip(curve.steps, curve.returns, strict=True))
             assert curve.seconds == sorted(curve.seconds)
             assert curve.seconds[0] > 0.0
 
@@ -118,19 +196,6 @@ def test_training_and_evaluation_use_their_own_starts() -> None:
     assert curve.returns == [evaluate_policy(trainer.policy, num_episodes=3).mean_return]
 
 
-def test_a_run_stops_when_an_evaluation_reaches_the_target() -> None:
-    # the actions do not matter, so it is always the same
-    target = evaluate_policy(of_five_steps().policy, num_episodes=3).mean_return
-
-    def run(stop_at: float) -> LearningCurve:
-        return train_control(
-            of_five_steps(), episode_starts(2), total_steps=200, evaluate_every=50, stop_at=stop_at, **QUIET
-        )
-
-    assert run(target).steps == [60]
-    assert run(target + 0.01).steps == [60, 100, 160, 200]
-
-
 def test_a_learning_curve_finds_when_and_whether_a_threshold_is_reached() -> None:
     curve = LearningCurve(iterations=[1, 2, 3], steps=[10, 20, 30], returns=[1.0, 5.0, 3.0], seconds=[0.1, 0.2, 0.3])
     assert [curve.steps_to(threshold) for threshold in (0.5, 1.0, 1.1, 5.0, 5.1)] == [10, 10, 20, 20, None]
@@ -150,7 +215,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(kind: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
-    """By a signal in an optimizer step, and by an error in a callback. Everything goes on: weights, curve, callbacks."""
+    """By a signal in an optimizer step, or while rewards are computed, whose collection is given up, and by an error in a
+    callback. Everything goes on: weights, curve, callbacks."""
 
     def run(
         folder: Path | None, phase: str = "callback", stop: Any = by_exception, at: int | None = None
@@ -163,7 +229,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(kind: str, tmp_path: Pa
 
     expected, first, best = run(None)
     assert len(expected.steps) >= 3
-    for phase, stop, at in (("step", by_signal, 8), ("callback", by_exception, 2)):
+    for phase, stop, at in (("step", by_signal, 8), ("callback", by_exception, 2), ("reward", by_signal, 2)):
         with subtests.test(phase=phase):
             folder = tmp_path / phase
             with stopped():
@@ -179,46 +245,18 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(kind: str, tmp_path: Pa
                 assert torch.equal(found, value) if isinstance(value, torch.Tensor) else str(found) == str(value), name
 
 
-def test_progress_is_steps_done_and_a_schedule_reads_it() -> None:
-    """Four iterations of 20 steps, and a learning rate that falls to 0 over 80."""
-    trainer = of_five_steps(lr_schedule="linear", learning_rate=1.0)
-    train_control(trainer, episode_starts(2), total_steps=80, evaluate_every=80, **QUIET)
-    rates = [metrics["train/learning_rate"] for metrics in trainer.history]
-    assert rates == pytest.approx([1.0, 0.75, 0.5, 0.25])
-
-
-def test_a_budget_counts_steps_of_the_environment_where_actions_are_repeated() -> None:
-    """Two groups of two episodes of five steps: three decisions each, 20 steps in all."""
-    torch.manual_seed(2)
-    policy = policy_of(lambda: Chance(5), hidden=(4,), num_members=4, repeat=2)
-    trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=policy, reward_model=EnvironmentReward())
-    curve = train_control(trainer, episode_starts(2), total_steps=40, evaluate_every=40, **QUIET)
-    assert curve.steps == [40]
-    assert [metrics["steps/mean"] for metrics in trainer.history] == [3, 3]
-
-
-def test_groups_with_equal_rewards_are_replaced_and_their_steps_count() -> None:
-    """All groups are dead: an iteration draws three times, and has 3 x 20 steps."""
-    trainer = of_five_steps(dynamic_sampling_rounds=2)
-    trainer.reward_model.compute_rewards = lambda states, actions: torch.zeros(len(actions), 5)
-    pool: Any = trainer.policy.pool
-    curve = train_control(trainer, episode_starts(2), total_steps=120, evaluate_every=200, **QUIET)
-    assert curve.steps == [120]
-    assert [metrics["group_stats/num_rounds"] for metrics in trainer.history] == [2, 2]
-    assert trainer.progress.num_draws == 6
-    assert pool is trainer.policy.pool
-
-
 def test_a_run_that_reached_its_target_or_its_total_stays_ended_and_says_so(tmp_path: Path) -> None:
-    def run(**settings: Any) -> LearningCurve:
-        return train_control(
-            of_five_steps(), episode_starts(2), evaluate_every=50, folder=tmp_path, **QUIET, **settings
-        )
+    # the actions do not matter, so it is always the same
+    target = evaluate_policy(of_five_steps().policy, num_episodes=3).mean_return
 
-    stopped_early = run(total_steps=200, stop_at=-1.0)
+    def run(folder: Path | None = tmp_path, **settings: Any) -> LearningCurve:
+        return train_control(of_five_steps(), episode_starts(2), evaluate_every=50, folder=folder, **QUIET, **settings)
+
+    assert run(None, total_steps=100, stop_at=target + 0.01).steps == [60, 100]
+    stopped_early = run(total_steps=200, stop_at=target)
     assert stopped_early.steps == [60]
     with pytest.warns(GRPOWarning, match="StopAt has ended the run already"):
-        assert run(total_steps=200, stop_at=-1.0) == stopped_early
+        assert run(total_steps=200, stop_at=target) == stopped_early
     longer = run(total_steps=120)
     assert longer.steps == [60, 100, 120]
     with pytest.warns(GRPOWarning, match=r"episodes/steps=120 is the total, .* nothing left to do"):
@@ -226,30 +264,6 @@ def test_a_run_that_reached_its_target_or_its_total_stays_ended_and_says_so(tmp_
 
 
 def test_the_folder_of_another_run_is_refused_by_name(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    def run(seed: int = 0, limit: int = 6, **environment: Any) -> LearningCurve:
-        options = EpisodeOptions(hidden=(4,), max_episode_steps=limit)
-        given = environment.pop("environment", "Pendulum-v1")
-        policy = EpisodePolicy(given, num_members=2, options=options, **environment)
-        trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=policy, reward_model=EnvironmentReward())
-        steps = {"total_steps": 12, "evaluate_every": 12, "num_eval_episodes": 1, "max_eval_steps": 6}
-        return train_control(trainer, episode_starts(1, seed=seed), folder=tmp_path, progress=False, **steps)
-
-    curve = run()
-    for changed, words in (
-        ({"g": 0.5}, r"make was \{\} and is \{'g': 0\.5\}"),
-        ({"environment": lambda: gymnasium.make("Pendulum-v1", g=0.5)}, r"environment was Pendulum-v1 and is function"),
-        ({"environment": "MountainCarContinuous-v0"}, "environment was Pendulum-v1 and is MountainCarContinuous-v0"),
-        ({"seed": 3}, r"first starts was \['seed \d+'\] and is \['seed \d+'\]"),
-        ({"limit": 5}, r"options was .*'max_episode_steps': 6.* and is .*'max_episode_steps': 5"),
-        ({"distribution": "beta"}, "distribution was auto and is beta"),
-    ):
-        with subtests.test(words), pytest.raises(ConfigError, match=f"holds another run: .*{words}"):
-            run(**changed)
-    with pytest.warns(GRPOWarning, match="nothing left to do"):
-        assert run(vectorization="sync") == curve
-
-
-def test_an_environment_with_other_numbers_is_refused_by_name(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """An environment of one's own has no keywords that a folder could note. What counts instances is no setting."""
     count = itertools.count()
 
@@ -262,21 +276,33 @@ def test_an_environment_with_other_numbers_is_refused_by_name(tmp_path: Path, su
         def reward(self, reward: Any) -> Any:
             return self.scale * reward
 
-    def run(num_steps: int = 5, scale: float = 2.0) -> LearningCurve:
-        trainer = trainer_of(lambda: Scaled(Chance(num_steps), scale))
-        return train_control(
-            trainer, episode_starts(2), total_steps=20, evaluate_every=20, folder=tmp_path / "run", **QUIET
-        )
+    def own(length: int = 5, scale: float = 2.0) -> dict[str, Any]:
+        return {"environment": lambda: Scaled(Chance(length), scale)}
 
-    curve = run()
-    for changed, words in (
-        ({"num_steps": 4}, r"Chance\.\w+ was 5 and is 4"),
-        ({"scale": 3.0}, "Scaled.scale was 2 and is 3"),
+    def run(folder: str, environment: Any, seed: int = 0, **options: Any) -> LearningCurve:
+        options = {"max_episode_steps": 6, "num_members": 2, "hidden": (4,)} | options
+        config, policy = GRPOConfig(group_size=2), policy_of(environment, **options)
+        trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward())
+        steps = {"total_steps": 10, "evaluate_every": 10, "num_eval_episodes": 1, "max_eval_steps": 6}
+        return train_control(trainer, episode_starts(1, seed=seed), folder=tmp_path / folder, progress=False, **steps)
+
+    first = {"by id": {"environment": "Pendulum-v1"}, "own": own()}
+    curves = {folder: run(folder, **given) for folder, given in first.items()}
+    for folder, changed, words in (
+        ("by id", {"g": 0.5}, r"make was \{\} and is \{'g': 0\.5\}"),
+        ("by id", {"environment": lambda: gymnasium.make("Pendulum-v1", g=0.5)}, "was Pendulum-v1 and is function"),
+        ("by id", {"environment": "MountainCarContinuous-v0"}, "was Pendulum-v1 and is MountainCarContinuous-v0"),
+        ("by id", {"seed": 3}, r"first starts was \['seed \d+'\] and is \['seed \d+'\]"),
+        ("by id", {"max_episode_steps": 5}, r"options was .*'max_episode_steps': 6.* is .*'max_episode_steps': 5"),
+        ("by id", {"distribution": "beta"}, "distribution was auto and is beta"),
+        ("own", own(length=4), r"Chance\.\w+ was 5 and is 4"),
+        ("own", own(scale=3.0), "Scaled.scale was 2 and is 3"),
     ):
-        with subtests.test(words), pytest.raises(ConfigError, match=f"holds another run: {words}"):
-            run(**changed)  # type: ignore[arg-type]
-    with pytest.warns(GRPOWarning, match="nothing left to do"):
-        assert run() == curve
+        with subtests.test(words), pytest.raises(ConfigError, match=f"holds another run: .*{words}"):
+            run(folder, **first[folder] | changed)
+    for folder, changed in (("by id", {"vectorization": "sync"}), ("own", {})):
+        with subtests.test(folder), pytest.warns(GRPOWarning, match="nothing left to do"):
+            assert run(folder, **first[folder] | changed) == curves[folder]
 
 
 def test_the_best_checkpoint_has_the_highest_return(tmp_path: Path) -> None:
@@ -304,40 +330,3 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     train_control(of_five_steps(), episode_starts(2), total_steps=40, evaluate_every=20, **QUIET)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_sinks_that_record_samples_get_the_episodes_of_each_iteration() -> None:
-    class Recorder(Sink):
-        def __init__(self) -> None:
-            super().__init__()
-            self.samples: list[tuple[int, str, int]] = []
-
-        def log_samples(self, samples: Samples, iteration: int) -> None:
-            self.samples.append((iteration, samples.kind, len(samples.rewards)))
-
-    sink, trainer = Recorder(), of_five_steps()
-    train_control(trainer, episode_starts(2), total_steps=40, evaluate_every=40, sinks=[sink], **QUIET)
-    assert sink.samples == [(1, "train", 4), (2, "train", 4)]
-    assert trainer.samples is None  # so that later iterations are not kept
-
-
-def test_callbacks_see_each_iteration_and_stop_the_run() -> None:
-    """An iteration has 2 x 2 episodes of five steps."""
-
-    class Stops:
-        def __init__(self) -> None:
-            self.calls: list[str] = []
-
-        def on_iteration(self, trainer: Any, metrics: Any) -> str | None:
-            self.calls.append(f"iteration {trainer.iteration}")
-            assert metrics is trainer.history[-1]
-            return "stop" if trainer.iteration == 3 else None
-
-        def on_evaluation(self, trainer: Any, metrics: Any) -> None:
-            self.calls.append(f"evaluation {metrics['eval/return']}")
-
-    callback, trainer = Stops(), of_five_steps()
-    curve = train_control(trainer, episode_starts(2), total_steps=400, evaluate_every=40, callbacks=[callback], **QUIET)
-    assert [call for call in callback.calls if call.startswith("iteration")] == [f"iteration {n}" for n in (1, 2, 3)]
-    assert callback.calls[1] == f"evaluation {curve.returns[0]}"
-    assert len(trainer.history) == 3
