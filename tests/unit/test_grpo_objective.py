@@ -136,6 +136,13 @@ def test_the_reported_kl_is_k3_whatever_the_estimator(estimator):
     assert kl.tolist() == pytest.approx([2, 0.5, (LOG2 - 0.5) ** 2 + (1 - LOG2) ** 2])
 
 
+def test_metrics_carry_no_gradient():
+    log_probs = double([[-1.0, -2.0]]).requires_grad_()
+    output = grpo_objective(objective_inputs(log_probs, double([1])), ObjectiveConfig())
+    assert output.loss.requires_grad
+    assert not any(moments.requires_grad for moments in output.metrics.values())
+
+
 EXTREMES = [s * d for d in (0.0, 1.0, 19.5, 20.5, 88.0, 89.0, 700.0, 710.0, 1e4) for s in (1.0, -1.0)]
 
 
