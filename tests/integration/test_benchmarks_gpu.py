@@ -21,11 +21,11 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
-def lines_of(run: str, tmp_path: Path, *, deadline: float | None = None) -> list[list[str]]:
+def lines_of(run: str, tmp_path: Path, *, seconds: float = 600) -> list[list[str]]:
     """The cells of the lines that a sampler writes."""
     output = tmp_path / "gpu.md"
     with as_users_run_it():
-        gpu.run_sampler(run, output, deadline or time.time() + 600, 1, tiny=True)
+        gpu.run_sampler(run, output, time.time() + seconds, 1, tiny=True)
     return [cells(line) for line in output.read_text().splitlines()]
 
 
@@ -49,23 +49,17 @@ def test_every_sampler_of_the_policy_is_measured() -> None:
     assert names <= set(gpu.OURS)
 
 
-def test_a_sampler_that_is_not_there_is_one_line_with_the_reason(tmp_path: Path) -> None:
-    (line,) = lines_of("ours:telepathic", tmp_path)
-    assert line[:2] == ["ours", "telepathic"]
-    assert line[4].startswith("not run. ConfigError: HFPolicy: sampler must be")
-
-
-def test_a_model_whose_steps_are_not_recorded_is_one_line_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("sampler", "seconds", "reason"), [
+    ("telepathic", 600, "ConfigError: HFPolicy: sampler must be"), ("recorded", 600, "ConfigError: its layers have states"),
+    ("decoding", -1, "TimeoutError: no time was left"),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_one_line_with_the_reason(
+    sampler: str, seconds: int, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(recorded, "obstacle", lambda lm: "its layers have states")
-    (line,) = lines_of("ours:recorded", tmp_path)
-    assert line[4] == "not run. ConfigError: its layers have states"
-
-
-def test_no_line_begins_after_the_deadline(tmp_path: Path) -> None:
-    (line,) = lines_of("ours:decoding", tmp_path, deadline=time.time() - 1)
-    assert line[4] == "not run. TimeoutError: no time was left"
+    (line,) = lines_of(f"ours:{sampler}", tmp_path, seconds=seconds)
+    assert line[:2] == ["ours", sampler]
+    assert line[4].startswith(f"not run. {reason}")
 
 
 def test_medians_leave_out_the_first_iteration_and_iterations_end_before_the_deadline() -> None:

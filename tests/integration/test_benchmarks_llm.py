@@ -18,6 +18,7 @@ from adapters.llm import HFOptions, HFPolicy, SamplingConfig
 from adapters.llm.sampling.samplers import SampledTokens
 from benchmarks import _bare_llm, _trl, llm_vs_trl
 from benchmarks._bare_llm import BareLoop
+from benchmarks.gpu import TINY as TINY_SHAPE
 from benchmarks.objective import HAS_TRL, INSTALL
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import GRPOWarning
@@ -106,19 +107,6 @@ def test_the_fastest_sampler_is_chosen_among_those_that_run(capsys: pytest.Captu
     ]
 
 
-def test_trl_is_measured_with_graphs() -> None:
-    assert _trl.SAMPLERS["continuous batching"]["transformers_continuous_batching_config"]["use_cuda_graph"] is True
-
-
-TINY_SHAPE = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
 TINY_CASE = llm_vs_trl.Case(prompt=5, completion=12, group=4, rows=12, hazard=0.15)
 
 

@@ -23,7 +23,6 @@ from adapters.control import (
 from adapters.control.environments.episodes import Episode
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, WeightedRewards
 from grpo.checks import check_policy, check_reward_model
-from grpo.errors import ConfigError
 from grpo.surrogates import Clip
 from tests.support.control_environments import GOALS, UNIT, Spaces, space_of_everything
 from tests.support.control_policies import policy_of
@@ -98,9 +97,9 @@ def of_its_actions(episode: Episode) -> Tensor:
     return episode.actions.double().reshape(len(episode), -1).sum(1)
 
 
-@pytest.mark.filterwarnings("ignore:.*copies of another:grpo.errors.GRPOWarning")  # Blackjack has few outcomes
 @pytest.mark.slow
-def test_every_kind_of_policy_passes_the_conformance_kit(subtests: pytest.Subtests) -> None:
+@pytest.mark.filterwarnings("ignore:.*copies of another:grpo.errors.GRPOWarning")  # Blackjack has few outcomes
+def test_every_kind_of_policy_passes_the_conformance_kit_and_trains(subtests: pytest.Subtests) -> None:
     for name, case in available_cases().items():
         with subtests.test(case=name):
             torch.manual_seed(0)
@@ -115,139 +114,80 @@ def test_every_kind_of_policy_passes_the_conformance_kit(subtests: pytest.Subtes
             for reward in (EnvironmentReward(), EnvironmentReward(per="episode"), StepReward(of_its_actions)):
                 check_reward_model(reward, states, rows, strict=True)
 
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*copies of another:grpo.errors.GRPOWarning")  # Blackjack has few outcomes
-def test_every_kind_of_policy_trains_for_two_iterations(subtests: pytest.Subtests) -> None:
-    for name, case in available_cases().items():
-        with subtests.test(case=name):
-            torch.manual_seed(0)
             lengths: list[int] = []
-            policy = case.policy()
             terms = {"env": counted(EnvironmentReward(), lengths), "own": StepReward(of_its_actions)}
             # with a weight of 1, the loss of a game of Blackjack would cancel the reward of one more card
-            reward = WeightedRewards(terms, weights={"env": 1.0, "own": 0.5})
-            trainer = GRPOTrainer(config=GRPOConfig(group_size=6, seed=0), policy=policy, reward_model=reward)
-            for iteration in range(2):
-                before = [value.clone() for value in policy.actor.parameters()]
-                lengths.clear()
-                metrics = trainer.step(episode_starts(2)(iteration))
+            for metrics in trained(policy, WeightedRewards(terms, weights={"env": 1.0, "own": 0.5}), group_size=6):
                 assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
                 assert metrics["train/ratio_std"] < 1e-4
-                assert metrics["episodes/steps"] == sum(lengths)
-                assert metrics["steps/mean"] == pytest.approx(sum(lengths) / 12)
-                assert len(lengths) == 12
-                after = policy.actor.parameters()
-                assert any(not torch.equal(now, then) for now, then in zip(after, before, strict=True))
-                assert all(bool(value.isfinite().all()) for value in policy.parameters())
-
-
-# Credit, ratios, references
+                assert metrics["episodes/steps"] == sum(lengths[:12])
+                assert metrics["steps/mean"] == pytest.approx(sum(lengths[:12]) / 12)
+                del lengths[:12]
+            assert lengths == []
 
 
 def trained(
-    policy: EpisodePolicy, reward: Any = None, reference: Any = None, **settings: Any
+    policy: EpisodePolicy, reward: Any = None, *, reference: Any = None, group_size: int = 3, **settings: Any
 ) -> list[dict[str, float]]:
-    """Metrics of two iterations, in each of which the weights changed."""
+    """Metrics of two iterations, in each of which the actor's weights changed."""
     trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=3, seed=0, **settings),
+        config=GRPOConfig(group_size=group_size, seed=0, **settings),
         policy=policy,
         reward_model=reward or EnvironmentReward(),
         reference_policy=reference,
     )
     history = []
     for iteration in range(2):
-        before = torch.cat([value.detach().flatten() for value in policy.parameters()])
+        before = torch.cat([value.detach().flatten() for value in policy.actor.parameters()])
         history.append(trainer.step(episode_starts(2)(iteration)))
-        after = torch.cat([value.detach().flatten() for value in policy.parameters()])
-        assert bool(after.isfinite().all())
+        after = torch.cat([value.detach().flatten() for value in policy.actor.parameters()])
         assert not torch.equal(before, after)
+        assert all(bool(value.isfinite().all()) for value in policy.parameters())
     return history
 
 
 def test_a_critic_learns_with_gae() -> None:
     torch.manual_seed(0)
+    settings = {"learning_rate": 2e-2, "num_epochs_per_update": 8}
+    config = GRPOConfig(group_size=4, seed=0, advantage=AdvantageConfig(credit="gae", gamma=0.5), **settings)
     policy = CASES["Pendulum, gaussian"].policy()
-    assert policy.critic is not None
-    config = GRPOConfig(
-        group_size=4,
-        seed=0,
-        learning_rate=2e-2,
-        num_epochs_per_update=8,
-        advantage=AdvantageConfig(credit="gae", gamma=0.5),
-    )
     trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward())
     losses = [trainer.step(STARTS)["train/value_loss"] for _ in range(5)]
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_policies_train_with_every_other_kind_of_credit(subtests: pytest.Subtests) -> None:
-    reward = WeightedRewards({"env": EnvironmentReward(), "own": StepReward(of_its_actions)})
-    for kind, advantage in (
-        ("FrozenLake", AdvantageConfig(credit="gigpo", gamma=0.9)),
-        ("CartPole, native", AdvantageConfig(credit="gigpo")),
-        ("Pendulum, gaussian", AdvantageConfig(credit="process_supervision", scale="group")),
-        ("CartPole, native", AdvantageConfig(baseline="leave_one_out", gamma=0.9)),
-    ):
-        with subtests.test(kind=kind, advantage=advantage):
+def test_policies_train_with_every_other_kind_of_credit_with_row_ratios_and_with_replayed_rows(
+    subtests: pytest.Subtests,
+) -> None:
+    own = StepReward(of_its_actions)
+    both = WeightedRewards({"env": EnvironmentReward(), "own": own})
+    row_ratios = {
+        "objective": ObjectiveConfig(surrogate=Clip(level="row")),
+        "advantage": AdvantageConfig(scale="group"),
+    }
+    cases: list[tuple[str, Any, dict[str, Any]]] = [
+        ("FrozenLake", both, {"advantage": AdvantageConfig(credit="gigpo", gamma=0.9)}),
+        ("Pendulum, gaussian", both, {"advantage": AdvantageConfig(credit="process_supervision", scale="group")}),
+        ("CartPole, native", both, {"advantage": AdvantageConfig(baseline="leave_one_out", gamma=0.9)}),
+        ("CartPole, whole episodes", EnvironmentReward(per="episode"), row_ratios),
+        ("Pendulum, gaussian", None, {"replay_iterations": 1}),
+        ("Taxi, masked", own, {"replay_iterations": 1}),
+    ]
+    for kind, reward, settings in cases:
+        with subtests.test(kind=kind, settings=settings):
             torch.manual_seed(0)
-            for metrics in trained(CASES[kind].policy(), reward, advantage=advantage):
-                assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
-
-
-def test_state_keys_find_the_recurring_states_of_frozen_lake() -> None:
-    """Without recurring states, gigpo would equal the row's advantage."""
-    policy = CASES["FrozenLake"].policy()
-    episodes = policy.generate_actions(STARTS[:1], 6)[0]
-    keys = policy.state_keys(None, episodes)
-    numbers = torch.cat([one.observations.argmax(1) for one in episodes])
-    mask = torch.arange(keys.shape[1]) < torch.tensor([[len(one)] for one in episodes])
-    assert len(keys[mask].unique()) == len(numbers.unique()) < len(numbers)
-
-
-def test_ratios_of_whole_episodes_are_1_and_are_refused_where_steps_are_split() -> None:
-    policy = EpisodePolicy("CartPole-v1", num_members=6, options=EpisodeOptions(hidden=(8,), split_steps=False))
-    history = trained(
-        policy,
-        EnvironmentReward(per="episode"),
-        objective=ObjectiveConfig(surrogate=Clip(level="row")),
-        advantage=AdvantageConfig(scale="group"),
-    )
-    assert [metrics["train/ratio_mean"] for metrics in history] == pytest.approx([1.0, 1.0], abs=1e-5)
-    with pytest.raises(ConfigError, match=r"level='row'"):  # single steps have no ratio of the row
-        trained(EpisodePolicy("CartPole-v1", num_members=6), objective=ObjectiveConfig(surrogate=Clip(level="row")))
-
-
-def test_splitting_steps_does_not_change_the_gradient() -> None:
-    """In one update of all steps with equal weights, single steps and whole episodes give the same gradient."""
-
-    def weights(split_steps: bool) -> Tensor:
-        torch.manual_seed(4)
-        policy = EpisodePolicy(
-            "CartPole-v1", num_members=6, options=EpisodeOptions(hidden=(8,), split_steps=split_steps)
-        )
-        optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-        config = GRPOConfig(group_size=3, seed=0, objective=ObjectiveConfig(aggregation="step_mean"))
-        trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward(), optimizer=optimizer)
-        trainer.step(STARTS)
-        return torch.cat([value.detach().flatten() for value in policy.parameters()])
-
-    torch.testing.assert_close(weights(True), weights(False), rtol=1e-5, atol=1e-7)
-
-
-def test_episodes_are_replayed_with_and_without_masks() -> None:
-    for kind, reward in (("Pendulum, gaussian", None), ("Taxi, masked", StepReward(of_its_actions))):
-        first, second = trained(CASES[kind].policy(), reward, replay_iterations=1)
-        assert (first["rows/replayed"], second["rows/replayed"]) == (0.0, 6.0)
+            first, second = trained(CASES[kind].policy(), reward, **settings)
+            if "replay_iterations" in settings:
+                assert (first["rows/replayed"], second["rows/replayed"]) == (0.0, 6.0)
+            else:
+                assert [one["train/ratio_mean"] for one in (first, second)] == pytest.approx([1.0, 1.0], abs=1e-5)
 
 
 def test_a_reference_policy_stays_frozen_while_the_kl_grows(subtests: pytest.Subtests) -> None:
-    for split_steps in (True, False):
-        with subtests.test(split_steps=split_steps):
+    for kind in ("CartPole, native", "CartPole, whole episodes"):
+        with subtests.test(kind=kind):
             torch.manual_seed(0)
-            policy = EpisodePolicy(
-                "CartPole-v1", num_members=6, options=EpisodeOptions(hidden=(8,), split_steps=split_steps)
-            )
+            policy = CASES[kind].policy()
             reference = copy.deepcopy(policy)
             frozen = [value.clone() for value in reference.parameters()]
             objective = ObjectiveConfig(kl_coef=0.1, kl_estimator="k3")
@@ -255,43 +195,6 @@ def test_a_reference_policy_stays_frozen_while_the_kl_grows(subtests: pytest.Sub
             assert first["train/kl_mean"] == pytest.approx(0.0, abs=1e-6)
             assert second["train/kl_mean"] > 1e-5
             assert all(torch.equal(now, then) for now, then in zip(reference.parameters(), frozen, strict=True))
-
-
-def test_dynamic_sampling_counts_the_steps_of_all_samples() -> None:
-    lengths: list[int] = []
-    policy = EpisodePolicy(
-        "Pendulum-v1",
-        num_members=6,
-        options=EpisodeOptions(hidden=(8,), max_episode_steps=5, normalize_observations=True),
-    )
-    is_first = iter([True])
-
-    def rewards(states: Any, actions: Sequence[Episode]) -> Tensor:
-        lengths.extend(map(len, actions))
-        dead = next(is_first, False)
-        return torch.zeros(len(actions)) if dead else torch.stack([one.rewards.sum() for one in actions])
-
-    config = GRPOConfig(group_size=3, seed=0, dynamic_sampling_rounds=1)
-    trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards)
-    (metrics,) = trainer.train(episode_starts(2), num_iterations=1, progress=False)
-    assert len(lengths) == 12
-    assert metrics["episodes/steps"] == sum(lengths)
-    assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
-
-
-def test_rewarded_actions_become_more_likely() -> None:
-    torch.manual_seed(0)
-    policy = EpisodePolicy(lambda: Spaces(UNIT, spaces.Discrete(4)), num_members=8, options=EpisodeOptions(hidden=(8,)))
-    config = GRPOConfig(group_size=8, seed=0, learning_rate=0.02, advantage=AdvantageConfig(scale="batch"))
-    trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward())
-    returns = [
-        metrics["rewards/mean"] for metrics in trainer.train(episode_starts(2), num_iterations=25, progress=False)
-    ]
-    assert returns[0] < 4 * 3.0  # random actions get 2.5 per step
-    assert returns[-1] > 4 * 3.5  # the best action gets 4 per step
-
-
-# Peers
 
 
 def test_stable_baselines_can_evaluate_an_episode_policy() -> None:

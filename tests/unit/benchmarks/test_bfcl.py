@@ -1,8 +1,11 @@
-"""BFCL as tools and tasks: everything is read, and a call is right where BFCL's own checker says so."""
+"""Real tools and requests: BFCL's, where a call is right if BFCL's own checker says so, its conversations', and NumPy's."""
 
 import hashlib
 import importlib.util
+import inspect
 import json
+import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,7 +18,8 @@ import pytest
 import torch
 
 from adapters.tools import Tool, ToolCall, ToolCatalogue
-from benchmarks import _bfcl
+from adapters.tools.text.fill import fill_from_request
+from benchmarks import _bfcl, _conversations, _numpy_tools, tool_fill, tool_logs
 from benchmarks._bfcl import (
     Question,
     catalogue_of,
@@ -33,14 +37,12 @@ NO_RIGHT_CALL = {"record": 2, "Trains_1_FindTrains": 1, "transfer_to_human_agent
 """Questions without a right call: BFCL requires a parameter and allows no value of it, or allows one that is not defined."""
 
 
-def question(allowed: dict[str, list[Any]], required: tuple[str, ...] = (), **schemas: Any) -> Question:
+def question(
+    allowed: dict[str, list[Any]], required: tuple[str, ...] = (), *, text: str = "t", **schemas: Any
+) -> Question:
     parameters = {"type": "object", "properties": schemas, "required": list(required)}
     tool = Tool(name="f", description="f", function=print, parameters=parameters)
-    return Question(text="t", offered=tool, allowed=allowed, menu=("f",))
-
-
-def right(asked: Question, **arguments: Any) -> bool:
-    return is_right(asked, ToolCall(tool="f", arguments=arguments))
+    return Question(text=text, offered=tool, allowed=allowed, menu=("f",))
 
 
 @pytest.mark.slow
@@ -60,16 +62,6 @@ def test_the_first_definition_of_a_name_is_a_tool_and_a_question_keeps_its_own()
     asked = questions(["get_stock_price"])
     assert list(tools()["get_stock_price"].properties) == ["company_name", "date", "exchange"]
     assert {tuple(question.offered.properties) for question in asked} >= {("company", "days", "exchange")}
-
-
-def test_types_are_those_of_json_schema() -> None:
-    def kinds(schema: Any) -> Iterator[str]:
-        yield schema.get("type", "none")
-        for inner in [*schema.get("properties", {}).values(), *([schema["items"]] if "items" in schema else [])]:
-            yield from kinds(inner)
-
-    found = Counter(kind for tool in tools().values() for kind in kinds(tool.parameters))
-    assert set(found) == {"object", "string", "integer", "number", "boolean", "array", "none"}
 
 
 def test_enumerated_values_have_their_schemas_type() -> None:
@@ -188,36 +180,6 @@ def test_a_call_is_right_where_bfcls_own_checker_says_so(checker: Callable[..., 
     assert {asked.tool for asked, _, _ in entries()} == {asked.tool for asked in questions()}
 
 
-def test_a_call_needs_what_is_required_and_what_may_not_be_left_out() -> None:
-    number, text = {"type": "number"}, {"type": "string"}
-    asked = question(
-        {"a": [2], "b": ["New York, NY", "NYC"], "c": ["", 1]}, required=("a",), a=number, b=text, c=number
-    )
-    assert right(asked, a=2, b="new york NY")
-    assert right(asked, a=2.0, b="N.Y.C.", c=1)
-    assert not right(asked, a=2)
-    assert not right(asked, b="NYC")
-    assert not right(asked, a=2, b="NYC", d=1)
-    assert not right(asked, a=2, b="Boston")
-    assert not right(asked, a=3, b="NYC")
-    assert not right(asked, a="2", b="NYC")
-    assert not is_right(asked, ToolCall(tool="g", arguments={"a": 2, "b": "NYC"}))
-
-
-def test_lists_and_objects_are_right_element_by_element() -> None:
-    inner = {"type": "array", "items": {"type": "object"}}
-    asked = question(
-        {"l": [[1, 2]], "o": [{"x": ["A b", "c"], "y": ["", 1]}], "d": [[{"x": [1]}]]},
-        l={"type": "array", "items": {"type": "integer"}}, o={"type": "object"}, d=inner,
-    )  # fmt: skip
-    good = {"l": [1, 2], "o": {"x": "a-B"}, "d": [{"x": 1}]}
-    assert right(asked, **good)
-    assert right(asked, **good | {"o": {"x": "C", "y": 1}})
-    for wrong in ({"l": [2, 1]}, {"l": [1.0, 2]}, {"l": 1}, {"o": {"y": 1}}, {"o": {"x": "d"}}, {"o": {"x": "c", "z": 1}},
-                  {"d": [{"x": 2}]}, {"d": [{"x": 1}, {"x": 1}]}, {"d": []}, {"d": [{}]}):  # fmt: skip
-        assert not right(asked, **good | wrong), wrong
-
-
 @pytest.mark.parametrize(("least", "num_tools", "num_questions"), [(4, 74, 1036), (2, 261, 1444), (1, 728, 1911)])
 def test_a_catalogue_has_the_tools_with_enough_questions(least: int, num_tools: int, num_questions: int) -> None:
     catalogue = catalogue_of(least)
@@ -316,3 +278,145 @@ def test_without_the_package_an_error_says_what_installs_it(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else found(name))
     with pytest.raises(ModuleNotFoundError, match=r"not installed\. `make test` installs it\."):
         call()
+
+
+# --- the catalogue of BFCL's conversations: one right function per request
+
+
+def test_every_request_has_one_function_of_the_catalogue() -> None:
+    catalogue = _conversations.catalogue()
+    tasks = [task for part in _conversations.split(10**6, seed=0) for task in part]
+    assert (len(catalogue), len(tasks)) == (37, 427)
+    assert len({" ".join(task.text.split()).casefold() for task in tasks}) == len(tasks)
+    counts = Counter(task.tool for task in tasks)
+    assert {*counts} == {*catalogue}
+    assert min(counts.values()) == 6
+    assert catalogue["tail"].description.endswith("Display the last part of a file of any extension.")
+    assert not {tool.text for tool in catalogue.values()} & {tool.text for tool in _bfcl.tools().values()}
+    # its right calls are cd(folder='document'), mv(...) and others: of two functions apart from cd
+    assert not [task for task in tasks if task.text.startswith("Move 'final_report.pdf' within document directory")]
+    # its right calls are cd(folder='temp') and grep(...)
+    [found] = [task for task in tasks if task.text.startswith("Perform a detailed search using grep to identify")]
+    assert found.tool == "grep"
+
+
+def test_a_split_of_conversations_holds_out_what_is_not_trained() -> None:
+    of_tool = Counter(task.tool for part in _conversations.split(10**6, seed=3) for task in part)
+    training, held_out = _conversations.split(5, seed=3)
+    assert not {task.text for task in training} & {task.text for task in held_out}
+    assert held_out == _conversations.split(2, seed=3)[1]
+    assert {task.text for task in _conversations.split(2, seed=3)[0]} < {task.text for task in training}
+    for tool, num in Counter(task.tool for task in held_out).items():
+        assert abs(num - of_tool[tool] / 3) < 1, tool
+    assert max(Counter(task.tool for task in training).values()) == 5
+    assert training != _conversations.split(5, seed=4)[0]
+
+
+# --- the catalogue of NumPy's functions: real docstrings, and requests that name no function
+
+
+def test_every_function_has_five_requests_of_its_own_and_numpys_docstring() -> None:
+    catalogue = _numpy_tools.catalogue()
+    tasks = _numpy_tools.tasks()
+    assert len(catalogue) == 30
+    assert len({task.text for task in tasks}) == len(tasks) == 150
+    assert catalogue["median"].description.startswith((inspect.getdoc(np.median) or "").splitlines()[0])
+    for name, tool in catalogue.items():
+        assert len(tool.description) > 20, name
+        assert "Parameters\n---" not in tool.description
+        own = [task.text for task in tasks if task.tool == name]
+        assert not [text for text in own if re.search(rf"\b{name.split('.')[-1]}\b", text)], name
+
+
+def test_a_split_of_numpys_requests_holds_out_what_is_not_trained() -> None:
+    training, held_out = _numpy_tools.split(2, seed=3)
+    assert (len(training), len(held_out)) == (60, 90)
+    assert {task.text for task in training} | {task.text for task in held_out} == {t.text for t in _numpy_tools.tasks()}
+    assert training != _numpy_tools.split(2, seed=4)[0]
+    assert {task.text for task in training} < {task.text for task in _numpy_tools.split(3, seed=3)[0]}
+
+
+# --- the benchmark of logs: its logging policies, and a run that is too short to learn
+
+
+def test_logging_policies_log_their_own_probabilities(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    monkeypatch.setattr(tool_logs, "NUM_DECISIONS", 300)
+    catalogue = catalogue_of(4)
+    training = split(questions(catalogue), 0)[0]
+    place = {question.text: number for number, question in enumerate(training)}
+    for kind in tool_logs.LOGGING_POLICIES:
+        with subtests.test(kind):
+            probabilities = tool_logs.function_probabilities(kind, catalogue, training, seed=0)
+            assert probabilities.shape == (len(training), 74)
+            assert torch.allclose(probabilities.sum(1), torch.ones(len(training)))
+            for logged in tool_logs.draw_logs(kind, catalogue, training, seed=0):
+                decided = catalogue[logged.tool].choices
+                assert len(logged.log_prob) == 1 + len(decided)
+                probability = probabilities[place[logged.state], list(catalogue).index(logged.tool)].item()
+                expected = [probability, *(1 / len(choice.values) for choice in decided)]
+                assert logged.log_prob == pytest.approx(tuple(map(math.log, expected)))
+                assert 0 <= logged.reward <= 1
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_logs_prints_its_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tool_logs, "NUM_DECISIONS", 200)
+    monkeypatch.setattr(tool_logs, "NUM_ITERATIONS", 2)
+    monkeypatch.setattr("sys.argv", ["tool_logs", "--seeds", "1"])
+    tool_logs.main()
+    printed = capsys.readouterr().out
+    rows = [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| ")]
+    assert rows == [
+        "learned from", "online", "uniform, doubly robust", "uniform, IPS", "router, doubly robust", "router, IPS",
+        "by rank, doubly robust", "by rank, IPS",
+    ]  # fmt: skip
+
+
+# --- the benchmark of `fill_from_request`, whose figures are those of the results page
+
+RESULTS = Path(_bfcl.__file__).parent / "results/tools_bfcl.md"
+TEXT = {"type": "string"}
+FIELDS = {"who": TEXT, "n": {"type": "integer"}, "loud": {"type": "boolean"}, "tags": {"type": "array", "items": TEXT}}
+ASKED = [
+    question({"who": ["Ann"], "n": ["", 2], "loud": [True]}, ("who", "loud"), text="Ann, 2", **FIELDS),
+    question({"who": ["Bob"], "tags": [["a", "nobody"]]}, ("who", "tags"), text="nobody", **FIELDS),
+    question({"n": [2, 3]}, ("n",), text="two", **FIELDS),
+    question({"loud": ["", False]}, text="none", **FIELDS),
+]
+
+
+def fill(text: str, tool: Tool) -> dict[str, Any]:
+    """Right for the first request, wrong for the second, a wrong optional value for the third."""
+    return {
+        "Ann, 2": {"who": "ann"},
+        "nobody": {"who": "nobody", "tags": ["a", "nobody"]},
+        "two": {"n": 2, "who": "x"},
+    }.get(text, {})
+
+
+def test_requests_are_right_where_all_required_values_are() -> None:
+    """Three requests have required free parameters. Of these, "Ann" and "two" stand in the request and are right; the third is
+    wrong. Right in all are the first, where the answer gives `loud`, and the last, where nothing has to be given."""
+    row = tool_fill.request_row("some", ASKED, fill)
+    assert re.fullmatch(r"\| some \| 4 \| 3 \| 0\.667 \| 0\.667 \| 1\.000 \| 0\.500 \| 1\.000 \| \d+\.\d\d \|", row)
+
+
+def test_parameters_are_counted_by_type_and_by_need() -> None:
+    """`who` is right in one of two requests that require it. The filled `who` of the third request is allowed nowhere."""
+    assert tool_fill.type_table(ASKED, fill).splitlines()[2:] == [
+        "| array of string | 1.000 (1) | - | 1.000 (3) |",
+        "| integer | 1.000 (1) | - | 1.000 (3) |",
+        "| string | 0.500 (2) | - | 0.500 (2) |",
+    ]
+    asked_for = [question({"n": [1]}, **FIELDS)]
+    assert "| integer | - | 0.000 (1) | - |" in tool_fill.type_table(asked_for, fill)
+
+
+def test_the_results_page_has_the_shares_of_the_validation_requests() -> None:
+    row = tool_fill.request_row("validation", split(questions())[1], fill_from_request)
+    shares = row.rpartition(" | ")[0]  # the last column is a time
+    assert shares in RESULTS.read_text(encoding="utf-8"), f"python -m benchmarks.tool_fill gives {row}"

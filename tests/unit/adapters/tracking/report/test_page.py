@@ -1,6 +1,5 @@
 """The whole page: its head line and sections, what it must not contain, and its size."""
 
-import json
 import math
 import os
 import re
@@ -162,23 +161,22 @@ def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num", [2_000, pytest.param(100_000, marks=pytest.mark.faults)])
 def test_a_page_of_a_long_run_is_below_2_megabytes(tmp_path: Path, num: int) -> None:
     """Every chart that there is, six parts of the reward, long samples and a comparison of many states with long answers."""
-    generator = np.random.default_rng(0)
-    noise = generator.random((num, 4)).round(4).tolist()
-    constant_part = {f"rewards/part{k}/mean": 0.1 * k for k in range(6)} | {"time/sample": 0.1, "time/iteration": 0.2}
-    rest = json.dumps(constant_part)[1:]
-    with (tmp_path / "metrics.jsonl").open("w") as file:
-        for k, (a, b, c, d) in enumerate(noise, start=1):
-            file.write(
-                f'{{"iteration": {k}, "rewards/mean": {a}, "rewards/q25": {b}, "rewards/q75": {c}, "train/kl_mean": {d}, '
-                f'"train/entropy": {a}, "train/clip_fraction": {b}, "train/clip_fraction_low": {c}, "train/grad_norm": {d}, '
-                f'"group_stats/zero_variance_fraction": {a}, "steps/mean": {b}, "train/sampler_divergence": {c}, '
-                f'"eval/avg_reward": {d}, "eval/avg_reward_std": {a}, {rest}\n'
-            )
+    names = ["rewards/mean", "rewards/q25", "rewards/q75", "train/kl_mean", "train/entropy", "train/clip_fraction"]
+    names += ["train/clip_fraction_low", "train/grad_norm", "group_stats/zero_variance_fraction", "steps/mean"]
+    names += [
+        "train/sampler_divergence",
+        "eval/avg_reward",
+        "eval/avg_reward_std",
+        *(f"rewards/part{k}/mean" for k in range(6)),
+    ]
+    names += ["time/sample", "time/iteration"]
+    noise = np.random.default_rng(0).random((num, len(names))).round(4).tolist()
+    lines = [{"iteration": k, **dict(zip(names, values, strict=True))} for k, values in enumerate(noise, start=1)]
     rows = [sample(state="s" * 5000, action="<" * 5000) for _ in range(4)]
     samples = [
         {"iteration": k, "kind": kind, "rows": 9, "samples": rows} for k in range(1, 9) for kind in ("train", "eval")
     ]
-    write_run(tmp_path, [], samples, settings=settings(num))
+    write_run(tmp_path, lines, samples, settings=settings(num))
     script = [["<" * 5000]]
     long = compared(script, script, lambda states, actions: [1.0 for _ in actions])
     replace(long, states=long.states * 1000).to_json(tmp_path / "comparison.json")
@@ -226,7 +224,9 @@ def test_a_comparison_that_is_older_than_the_run_is_said_to_be(tmp_path: Path) -
     earlier = (folder / "metrics.jsonl").stat().st_mtime - 60
     os.utime(path, (earlier, earlier))
     assert words in write_report(folder).read_text(encoding="utf-8")
-    assert words not in write_report(folder, comparison=compared(BEFORE, AFTER)).read_text(encoding="utf-8")
+    given = write_report(folder, comparison=compared([[0]], [[1]], paying(0.25, 1.0))).read_text(encoding="utf-8")
+    assert words not in given
+    assert "The mean reward went from 0.25 to 1" in given
 
 
 def test_without_matplotlib_a_page_has_its_tables_and_says_how_to_get_pictures(
@@ -317,12 +317,9 @@ def test_the_words_have_means_difference_percentage_interval_and_counts() -> Non
     assert counts == "Of 2 states: 1 improved, 0 worse, 1 unchanged. 2 actions of each policy in each state."
 
 
-def test_few_states_are_said_to_give_a_narrow_interval() -> None:
-    for count, is_narrow in ((1, False), (2, True), (19, True), (20, False)):
-        assert ("too narrow" in comparison_words(of_many(count))[0]) == is_narrow
-
-
-def test_there_is_no_percentage_if_the_mean_before_is_not_positive() -> None:
+def test_few_states_are_said_to_give_a_narrow_interval_and_a_mean_that_is_not_positive_no_percentage() -> None:
+    narrow = {count: "too narrow" in comparison_words(of_many(count))[0] for count in (1, 2, 19, 20)}
+    assert narrow == {1: False, 2: True, 19: True, 20: False}
     for before in (0.0, -2.0):
         words = f"The mean reward went from {before:g} to 1: +{1 - before:g}. One state gives no interval."
         assert comparison_words(compared([[0]], [[1]], paying(before, 1.0)))[0].startswith(words)
@@ -369,24 +366,25 @@ def test_attempts_have_a_table_with_intervals_and_a_curve_over_k() -> None:
     assert "avg@1" in without
 
 
-def test_of_many_states_the_largest_gains_and_losses_are_shown() -> None:
-    page = comparison_section(of_many(32))
+def test_of_many_states_the_largest_gains_and_losses_are_shown_and_the_others_described() -> None:
+    """The states' differences are 0 to 31, minus `lost`."""
+    report = of_many(32)
+    page = comparison_section(report)
     shown, folded = page.split("<details>")
     gains = [int(gain) for gain in re.findall('<div class="answer">gains (.*?)</div>', shown)]
     assert gains == [31, 30, 29, 28, 27, 4, 3, 2, 1, 0]
     assert len(re.findall('<div class="answer">gains', folded)) == MAX_STATES - MAX_OPEN
     assert "The answers in 20 further states" in folded
-    assert "The 15 states that gained most and the 15 that gained least; 2 states are not shown." in page
     assert "not shown" not in comparison_section(of_many(30))
     assert "<details>" not in comparison_section(of_many(10))
-
-
-def test_states_that_are_left_out_are_described_by_what_happened() -> None:
-    """The states' differences are 0 to 31, minus `lost`."""
-    for lost, words in ((16, "gained most and the 15 that lost most"), (40, "lost least and the 15 that lost most")):
-        report = of_many(32)
+    for lost, words in (
+        (0, "gained most and the 15 that gained least"),
+        (16, "gained most and the 15 that lost most"),
+        (40, "lost least and the 15 that lost most"),
+    ):
         states = tuple(replace(state, difference=state.difference - lost) for state in report.states)
-        assert f"The 15 states that {words}; 2 states" in comparison_section(replace(report, states=states))
+        page = comparison_section(replace(report, states=states))
+        assert f"The 15 states that {words}; 2 states are not shown." in page
 
 
 # --- reading the folder of a run
@@ -396,34 +394,25 @@ def table(iteration: int, kind: str = "train", **row: Any) -> dict[str, Any]:
     return {"iteration": iteration, "kind": kind, "rows": 8, "samples": [sample(**row)]}
 
 
-def test_metrics_become_one_array_each_with_nan_where_they_are_absent(tmp_path: Path) -> None:
+def test_metrics_become_one_array_each_with_nan_where_they_are_absent_or_no_finite_number(tmp_path: Path) -> None:
+    """An iteration that was written twice counts as its last line says."""
+    odd = [-1e100, 1.1e100, -1e300, math.inf, math.nan, 10**400, None, "text", True]
     lines = [
-        {"iteration": 1, "a": 1.0, "b": None},
-        {"iteration": 2, "b": 2, "name": "text", "flag": True},
-        {"iteration": 4},
+        {"iteration": 1, "a": 1e100, "b": None},
+        {"iteration": 2, "a": 20.0},
+        {"iteration": 2, "b": 2, "name": "text"},
     ]
+    lines += [{"iteration": number, "a": value} for number, value in enumerate(odd, start=4)]
     run = read_run(write_run(tmp_path / "run", lines))
     assert run.name == "run"
-    assert run.iterations.tolist() == [1.0, 2.0, 4.0]
+    assert run.iterations.tolist() == [1.0, 2.0, *range(4, 13)]
     assert set(run.metrics) == {"a", "b"}
-    assert run.of("a")[0] == 1.0
-    assert [math.isnan(value) for value in run.of("a")] == [False, True, True]
-    assert [math.isnan(value) for value in run.of("b")] == [True, False, True]
+    nan = math.nan
+    assert run.of("a").tolist() == pytest.approx([1e100, nan, -1e100, *[nan] * 8], nan_ok=True)
+    assert run.of("b").tolist() == pytest.approx([nan, 2.0, *[nan] * 9], nan_ok=True)
     assert (run.has("a"), run.has("b"), run.has("c")) == (True, True, False)
-    assert len(run.of("c")) == 3
+    assert len(run.of("c")) == 11
     assert (run.num_bad_lines, run.starts, run.tables, run.comparison, dict(run.settings)) == (0, (), (), None, {})
-
-
-def test_numbers_that_are_not_finite_or_absurdly_large_count_as_not_measured(tmp_path: Path) -> None:
-    values = [1e100, -1e100, 1.1e100, -1e300, math.inf, math.nan, 10**400, 7]
-    run = read_run(write_run(tmp_path, [{"iteration": k, "a": value} for k, value in enumerate(values, start=1)]))
-    assert [value for value in run.of("a").tolist() if not math.isnan(value)] == [1e100, -1e100, 7.0]
-
-
-def test_an_iteration_that_was_written_twice_counts_as_its_last_line_says(tmp_path: Path) -> None:
-    lines = [{"iteration": k, "a": float(value)} for k, value in [(1, 10), (2, 20), (3, 30), (2, 21), (3, 31)]]
-    run = read_run(write_run(tmp_path, lines))
-    assert (run.iterations.tolist(), run.of("a").tolist()) == ([1.0, 2.0, 3.0], [10.0, 21.0, 31.0])
 
 
 def test_lines_that_cannot_be_read_are_counted_and_skipped(tmp_path: Path) -> None:
@@ -445,49 +434,33 @@ def test_tables_come_from_the_beginning_the_middle_and_the_end_of_each_kind(tmp_
     assert run.eval_rows == {4: 8, 8: 8}
 
 
-def test_settings_and_a_comparison_are_read(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, [{"iteration": 1}], settings=settings(50))
-    report = compared(BEFORE, AFTER)
-    report.to_json(folder / "comparison.json")
-    run = read_run(folder)
-    assert run.settings["num_iterations"] == 50
-    assert run.comparison == report
-    other = compared(AFTER, BEFORE)
-    assert read_run(folder, other).comparison == other  # the given one counts
+ADVICE = r".* Pass sinks=\[RunFolder\(folder\)\] to trainer.train"
+LINE = '{"iteration": 1}\n'
 
 
-def test_a_folder_without_a_run_says_what_to_do(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "notes.txt").write_text("")
-    write_run(tmp_path / "nothing", []).joinpath("metrics.jsonl").write_text("")
-    write_run(tmp_path / "damaged", []).joinpath("metrics.jsonl").write_text("{\n[]\n")
-    advice = r".* Pass sinks=\[RunFolder\(folder\)\] to trainer.train"
-    cases = [
-        ("missing", "needs the folder of a run; .*missing is missing" + advice),
-        ("file", "needs the folder of a run; .*file is a file" + advice),
-        ("empty", "needs metrics.jsonl in the folder of a run; .*empty is empty" + advice),
-        ("other", "needs metrics.jsonl .*other has notes.txt" + advice),
-        ("nothing", "needs at least one iteration; .* has 0 lines, .* start it again"),
-        ("damaged", "needs at least one iteration; .* has 2 lines, and none of them can be read"),
-    ]
-    for name, message in cases:
-        with subtests.test(name=name), pytest.raises(ConfigError, match=message):
-            read_run(tmp_path / name)
-
-
-def test_a_damaged_file_beside_the_metrics_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    cases = [
-        ("settings.json", "{", "settings.json cannot be read .* Delete this file to get the report without settings"),
-        ("settings.json", json.dumps({"starts": [{"iteration": 1}]}), "cannot be read .KeyError"),
-        ("settings.json", '{"starts": [{"iteration": Infinity, "settings": {}}]}', "cannot be read .OverflowError"),
-        ("settings.json", "[" * 100_000, "cannot be read .RecursionError"),
-        ("comparison.json", "[" * 100_000, "comparison.json cannot be read"),
-        ("comparison.json", "[]", "comparison.json cannot be read. .* or delete it"),
-    ]
-    for number, (name, text, message) in enumerate(cases):
-        folder = write_run(tmp_path / str(number), [{"iteration": 1}])
-        (folder / name).write_text(text, encoding="utf-8")
-        with subtests.test(name=name, text=text), pytest.raises(ConfigError, match=message):
-            read_run(folder)
+@pytest.mark.parametrize(("files", "message"), [
+    (None, "needs the folder of a run; .*run is missing" + ADVICE), ("", "needs the folder of a run; .*run is a file" + ADVICE),
+    ({}, "needs metrics.jsonl in the folder of a run; .*run is empty" + ADVICE),
+    ({"notes.txt": ""}, "needs metrics.jsonl .*run has notes.txt" + ADVICE),
+    ({"metrics.jsonl": ""}, "needs at least one iteration; .* has 0 lines, .* start it again"),
+    ({"metrics.jsonl": "{\n[]\n"}, "needs at least one iteration; .* has 2 lines, and none of them can be read"),
+    ({"settings.json": "{"}, "settings.json cannot be read .* Delete this file to get the report without settings"),
+    ({"settings.json": '{"starts": [{"iteration": 1}]}'}, "cannot be read .KeyError"),
+    ({"settings.json": '{"starts": [{"iteration": Infinity, "settings": {}}]}'}, "cannot be read .OverflowError"),
+    ({"settings.json": "[" * 100_000}, "cannot be read .RecursionError"),
+    ({"comparison.json": "[" * 100_000}, "comparison.json cannot be read"),
+    ({"comparison.json": "[]"}, "comparison.json cannot be read. .* or delete it"),
+], ids=lambda given: str(given)[:40])  # fmt: skip
+def test_a_folder_without_a_run_or_with_a_damaged_file_says_what_to_do(
+    files: Any, message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    if files == "":
+        folder.write_text("")
+    elif files is not None:
+        folder.mkdir()
+        beside = {} if not files or "notes.txt" in files else {"metrics.jsonl": LINE}
+        for name, text in {**beside, **files}.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        write_report(folder)
