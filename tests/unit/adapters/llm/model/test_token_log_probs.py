@@ -67,7 +67,6 @@ def test_values_and_slopes_are_those_of_the_full_softmax(
 
 
 def weighted_sum(values: tuple[torch.Tensor, torch.Tensor | None], weights: torch.Tensor, terms: str) -> torch.Tensor:
-    """A loss of the log-probs, of the entropies, or of both."""
     log_probs, entropy = values
     loss = weights.new_zeros(())
     if terms != "entropy":

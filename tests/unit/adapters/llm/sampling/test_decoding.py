@@ -1,7 +1,6 @@
 """Sampling from tiny models: the same tokens whatever the loop, the batch and the padding, and their probabilities. Then
 transformers' continuous batching."""
 
-import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +31,6 @@ from tests.support.llm_models import (
     policy_of,
     row_log_probs,
     row_logits,
-    sampling_distribution,
     tiny_model,
     trainer_of,
 )
@@ -68,32 +66,6 @@ def assert_same(found: SampledTokens, expected: SampledTokens) -> None:
         assert (ours is None) == (theirs is None)
         for row, other in zip(ours or [], theirs or [], strict=True):
             assert row == pytest.approx(other, abs=FLOAT32_LOG_PROB)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_reported_log_probs_are_those_of_the_sampling_distribution_and_of_the_policy(setting: Any) -> None:
-    config = SamplingConfig(max_new_tokens=6, **SETTINGS[setting])
-    model = tiny_model()
-    sampled = sample(model, config, with_entropy=True)
-    for row, tokens in enumerate(sampled.token_ids):
-        prompt = PROMPTS[row // 3]
-        with torch.no_grad():
-            logits = row_logits(model, prompt, tokens)
-        for step, token in enumerate(tokens):
-            if config.temperature == 0:
-                assert token == int(logits[step].argmax())
-                expected = 0.0
-            else:
-                written = [*prompt, *tokens[:step]]
-                probs = sampling_distribution(
-                    logits[step].numpy(), config, written=written, step=step, excludes=config.xtc_probability == 1
-                )
-                expected = math.log(probs[token])
-            assert sampled.behaviour_log_probs[row][step] == pytest.approx(expected, abs=FLOAT32_LOG_PROB)
-            policy = (logits[step].double() / config.scoring_temperature).log_softmax(0)
-            assert sampled.policy_log_probs[row][step] == pytest.approx(policy[token].item(), abs=FLOAT32_LOG_PROB)
-            entropy = -(policy.exp() * policy).sum().item()
-            assert sampled.entropies[row][step] == pytest.approx(entropy, abs=FLOAT32_LOG_PROB)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +209,6 @@ def test_the_cache_of_the_prompts_is_freed_before_decoding_continues(monkeypatch
 
 @pytest.mark.parametrize("loop", ["own", "generate"])
 def test_only_the_given_end_tokens_end_a_completion(loop: Any) -> None:
-    """The end token of the model, END, ends no completion if `end_token_ids` does not have it."""
     model = tiny_model()
     assert model.generation_config.eos_token_id == END
     nothing = sample(model, SamplingConfig(max_new_tokens=20), size=6, end_token_ids=[], loop=loop)
@@ -251,8 +222,8 @@ def test_only_the_given_end_tokens_end_a_completion(loop: Any) -> None:
 
 
 @pytest.mark.parametrize("loop", ["own", "generate"])
-def test_the_generation_config_of_the_model_is_ignored(loop: Any) -> None:
-    """The generation config of a model may penalise, suppress and truncate; sampling does not use it."""
+def test_the_generation_config_and_the_mode_of_the_model_are_ignored_and_kept(loop: Any) -> None:
+    """The config may penalise, suppress and truncate. In training mode, layers with gradient checkpointing store no keys."""
     config = SamplingConfig(max_new_tokens=8)
     expected = sample(tiny_model(), config, loop=loop)
     model = tiny_model()
@@ -260,8 +231,11 @@ def test_the_generation_config_of_the_model_is_ignored(loop: Any) -> None:
         eos_token_id=END, repetition_penalty=2.0, no_repeat_ngram_size=1, suppress_tokens=list(range(10, 30)),
         min_new_tokens=5, do_sample=True, temperature=0.1, top_k=1,
     )  # fmt: skip
+    model.gradient_checkpointing_enable()
+    model.train()
     assert_same(sample(model, config, loop=loop), expected)
-    assert model.generation_config.top_k == 1  # the model keeps its config
+    assert model.generation_config.top_k == 1
+    assert model.training
 
 
 @pytest.mark.parametrize("loop", ["own", "generate"])
@@ -311,17 +285,6 @@ def test_a_stop_string_may_be_a_special_token(subtests: pytest.Subtests) -> None
                 assert any(drew)
                 assert [reason == "stop" for reason in sampled.finish_reasons] == drew
                 assert not any(token in row[:-1] for row in sampled.token_ids)
-
-
-@pytest.mark.parametrize("loop", ["own", "generate"])
-def test_training_mode_with_gradient_checkpointing_samples_as_evaluation_mode_does(loop: Any) -> None:
-    """In training mode, layers with gradient checkpointing store no keys and values."""
-    model = tiny_model()
-    expected = sample(model, SamplingConfig(max_new_tokens=8), loop=loop)
-    model.gradient_checkpointing_enable()
-    model.train()
-    assert_same(sample(model, SamplingConfig(max_new_tokens=8), loop=loop), expected)
-    assert model.training
 
 
 def test_sampling_builds_no_graph() -> None:
