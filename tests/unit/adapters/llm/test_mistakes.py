@@ -1,26 +1,45 @@
 """Mistakes in the use of prompts, rewards and chat templates. Each is right all the same, refused, or said once.
 
-At most two are silent, because nobody can know them. The page about language models names them.
+At most two are silent, because nobody can know them. The page about language models names them. Then the page about coming from
+TRL.
 """
 
+import ast
+import dataclasses
 import functools
 import importlib.util
+import inspect
 import json
 import logging
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
 from adapters.agents import AgentPolicy
-from adapters.llm import Between, Completion, CompletionRewards, CompletionTexts, MathMatch, correctness_first
+from adapters.llm import (
+    Between,
+    Completion,
+    CompletionRewards,
+    CompletionTexts,
+    JSONSchemaMatch,
+    MathMatch,
+    Picture,
+    VLLMSampler,
+    add_lora,
+    correctness_first,
+    load_model,
+)
 from adapters.llm.prompts.encoder import PromptEncoder
 from grpo.errors import GRPOError
 from grpo.rewards import ask_for_rewards
 from tests.support.agents import CHATML, Tools, chat_tokenizer, language_model
+from tests.support.llm_models import tiny_model
 
 USER: Any = {"role": "user", "content": "sum it"}
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
@@ -54,7 +73,7 @@ TWO_PARTS = [{**USER, "content": [{"type": "text", "text": text} for text in ("s
 WIRE, DICTS = called('{"a": 1}'), called({"a": 1}, content="")
 
 
-def prompt(template: str, state: Any, *, adds_bos: bool = False) -> tuple[list[int], str]:
+def prompt(template: str | None, state: Any, *, adds_bos: bool = False) -> tuple[list[int], str]:
     """The token ids of a prompt, and their text. It is encoded twice, because what is wrong is said once."""
     tokenizer = chat_tokenizer(template)
     if adds_bos:
@@ -141,6 +160,7 @@ MISTAKES: list[tuple[Kind, str, Any, Any]] = [
     ("refused", "labels as token ids", (CHATML, [5, -100]), "at least 0; got -100"),
     ("refused", "token ids of another tokenizer", (CHATML, [5, 100_000]), "token ids below .* got 100000"),
     ("refused", "only padding", (CHATML, [0, 0]), "at least one token"),
+    ("refused", "an empty text", (CHATML, ""), r"prompt of state 0 has none\. Remove"),
     ("refused", "tools that are names", (CHATML, {"prompt": [USER], "tools": ["add"]}), "must be JSON"),
     ("refused", "options that are a list", (CHATML, with_options([1])), "must have options by name"),
     ("refused", "a row without the prompt column", (CHATML, {"question": "1+1"}), "needs the prompt column"),
@@ -170,7 +190,10 @@ MISTAKES: list[tuple[Kind, str, Any, Any]] = [
     ("refused", "Between without its end", lambda: Between(start="<a>", end=None), "end"),  # type: ignore[arg-type]
 
     # Chat templates, their marks, and tools
+    ("refused", "a template that refuses", ("{{ raise_exception('roles must alternate') }}", [USER]),
+        "must fit the tokenizer's chat template; for the chat of state 0, the template says: roles must alternate"),
     ("refused", "a template that fails", ("{{ messages[0].content + 1 }}", [USER]), "must fit the tokenizer's chat template"),
+    ("refused", "a chat without a template", (None, [USER]), r"state 0 is a chat, and the tokenizer has none\. Set"),
     ("refused", "an agent without a template", lambda: agent(None), "must have a chat template"),
     ("refused", "a template whose calls nobody reads", lambda: agent(OWN_CALLS), "Set tokenizer.response_template"),
     ("refused", "tools, where the template does not write them", lambda: agent(NO_CALLS), "must write tool calls"),
@@ -228,6 +251,29 @@ def test_the_table_has_sixty_mistakes_and_the_page_names_the_silent_ones() -> No
     assert sorted(re.split(r", and ", sentence)) == silent
 
 
+EXTRAS: list[tuple[str, Any, str]] = [
+    ("peft", lambda: add_lora(tiny_model()), r'LoRA needs PEFT: pip install "\.\[llm\]" in the checkout'),
+    (
+        "bitsandbytes",
+        lambda: load_model("any", lora=True, load_in_4bit=True),
+        r'pip install "\.\[llm-4bit\]" in the checkout',
+    ),
+    ("math_verify", MathMatch, r'^MathMatch needs math-verify: pip install "\.\[math\]" in the checkout$'),
+    ("jsonschema", lambda: JSONSchemaMatch({}), r'JSONSchemaMatch needs .*: pip install "\.\[llm\]" in the checkout'),
+    ("PIL", lambda: Picture.of(np.zeros((4, 4, 3), np.uint8)), r"Pictures need Pillow: pip install .*\[vision\]"),
+    ("vllm", lambda: VLLMSampler("any"), r'pip install "\.\[vllm\]" in the checkout, in an environment of its own'),
+]
+
+
+@pytest.mark.parametrize(("package", "use", "message"), EXTRAS, ids=[package for package, *_ in EXTRAS])
+def test_without_a_package_the_error_names_the_extra(
+    package: str, use: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=message):
+        use()
+
+
 def test_a_kernel_that_nothing_uses_is_not_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     """Only on some processors, bitsandbytes says so itself. Its other warnings are kept."""
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
@@ -239,3 +285,50 @@ def test_a_kernel_that_nothing_uses_is_not_asked_for(caplog: pytest.LogCaptureFi
         source = Path(spec.origin).with_name("backends") / "cpu" / "ops.py"
         assert re.search(r'logger\.warning\(\s*"[^"]*kernels-community', source.read_text(encoding="utf-8"))
         assert "logger = logging.getLogger(__name__)" in source.read_text(encoding="utf-8")
+
+
+# --- the names of TRL in the page about coming from another library exist in the installed TRL
+
+
+COMING = (Path(__file__).parents[4] / "docs" / "coming_from.md").read_text(encoding="utf-8")
+NO_SETTINGS = {"async", "accuracy_reward", "prompt", "image", "images"}
+BESIDE = {
+    "generation_kwargs", "cache_implementation", "use_transformers_continuous_batching", "eval_dataset", "eval_strategy",
+    "eval_steps", "logging_steps", "log_completions", "run_name", "callbacks", "load_best_model_at_end", "weight_decay",
+    "optim_args", "processing_class", "use_liger_kernel", "vllm_enable_sleep_mode", "vllm_structured_outputs_regex",
+    "warmup_steps", "train_dataset", "reward_funcs", "peft_config", "chat_template_kwargs",
+}  # fmt: skip
+"""Settings that a script has, and that do not concern the algorithm."""
+
+
+def settings_of_the_tables() -> list[tuple[str, str | None]]:
+    """Names, each with the value that the table gives it."""
+    section = COMING.partition("\n## TRL\n")[2].partition("\n## ")[0]
+    cells = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| ")]
+    quoted = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
+    found = [re.fullmatch(r"([a-z]\w*)(?:=(.+))?", text) for text in quoted]
+    return [(match[1], match[2]) for match in found if match]
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning")  # TRL takes old and new names
+def test_every_name_is_a_setting_of_trl_and_its_config_is_built_from_all_of_them(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    defaults = trl.GRPOConfig(output_dir=str(tmp_path), bf16=False, report_to="none", use_cpu=True)
+    fields = {field.name for field in dataclasses.fields(trl.GRPOConfig) if field.init}
+    arguments = set(inspect.signature(trl.GRPOTrainer.__init__).parameters)
+    names = {name for name, _ in settings_of_the_tables()}
+    modes = {name for name in names if name.startswith(("token_", "sequence_"))}
+    unknown = names - fields - arguments - NO_SETTINGS - modes
+    assert not unknown
+    assert names >= BESIDE
+    assert "warmup_ratio" not in fields | names
+    # resolved by the config itself from the others
+    derived = {"generation_batch_size", "steps_per_generation"}
+    chosen = {name: getattr(defaults, name) for name in names & fields - derived}
+    assert trl.GRPOConfig(**chosen | {"output_dir": str(tmp_path), "use_cpu": True}).beta == defaults.beta
+    # and from each value that the tables name
+    valued = [(name, ast.literal_eval(value)) for name, value in settings_of_the_tables() if value and name in fields]
+    assert len(valued) >= 20
+    for name, value in valued:
+        config = trl.GRPOConfig(**chosen | {"output_dir": str(tmp_path), "use_cpu": True, name: value})
+        assert getattr(config, name) == value

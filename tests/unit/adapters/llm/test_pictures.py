@@ -1,11 +1,13 @@
-"""Prompts with pictures: where pictures come from, what is refused, and how often the vision tower runs."""
+"""Prompts with pictures: where pictures come from, what is refused, how often the vision tower runs, and what vLLM is asked."""
 
 import base64
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,26 @@ from peft import LoraConfig
 from PIL import Image
 from torch import Tensor
 
-from adapters.llm import CompletionRewards, HFPolicy, Picture, SamplingConfig, add_lora, train_parts
+from adapters.llm import (
+    CompletionRewards,
+    HFPolicy,
+    Picture,
+    SamplingConfig,
+    VLLMSampler,
+    VLLMServerSampler,
+    add_lora,
+    train_parts,
+)
+from adapters.llm.picture_prompts import PicturePrompt
 from adapters.llm.sampling.continuous import ContinuousSampler
+from adapters.llm.sampling.samplers import SamplerError
+from adapters.llm.sampling.vllm_worker import VLLMWorker
 from grpo import ObjectiveConfig
 from grpo.errors import CheckpointError, ConfigError, ContractError
 from tests.support.llm_models import assert_rows, completion, gradients, hf_policy, relative_difference, trainer_of
 from tests.support.vision_models import (
     FAMILIES,
+    IDS,
     IMAGE,
     SIGLIP,
     SIZE,
@@ -179,12 +194,6 @@ def test_pictures_need_a_processor(subtests: pytest.Subtests) -> None:
     message = r"the column 'images' of state 0 has no effect, because the policy has a tokenizer"
     with pytest.warns(UserWarning, match=message):
         policy.generate_actions([{"prompt": "a", "images": [OPAQUE]}], 1)
-
-
-def test_without_pillow_the_error_says_what_to_install(policy: HFPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match=r"Pictures need Pillow: pip install .*\[vision\]"):
-        policy.generate_actions([chat("a", np.zeros((4, 4, 3), np.uint8))], 1)
 
 
 def test_a_picture_in_the_text_of_a_message_is_text(policy: HFPolicy) -> None:
@@ -349,29 +358,17 @@ PARTS = {
 @pytest.mark.parametrize("family", PARTS)
 def test_parts_are_trained_and_frozen_by_name(family: str) -> None:
     model, _ = tiny_vision(family)
+    trained = []
     for part_name, parameter in PARTS[family].items():
         train_parts(model, [part_name])  # type: ignore[list-item]
-        trained = {name for name, value in model.named_parameters() if value.requires_grad}
-        assert trained & set(PARTS[family].values()) == {parameter}
+        trained.append({name for name, value in model.named_parameters() if value.requires_grad})
+        assert trained[-1] & set(PARTS[family].values()) == {parameter}
+    assert sum(map(len, trained)) == len(set.union(*trained)) == len(list(model.parameters()))
     train_parts(model, ("language", "projector", "vision"))
     assert all(parameter.requires_grad for parameter in model.parameters())
     for wrong in ((), ("tower",), "vision"):
         with pytest.raises(ConfigError, match="parts must be names out of 'language', 'projector', 'vision'"):
             train_parts(model, wrong)  # type: ignore[arg-type]
-
-
-def test_a_frozen_part_does_not_change_and_the_others_have_their_gradients() -> None:
-    policy = tiny_policy("qwen3_vl", max_new_tokens=4)
-    model = policy.model
-    state = chat("how many?", picture())
-    [actions] = policy.generate_actions([state], 2)
-    whole = gradients(model, policy.score_groups([state], [actions]).log_probs.sum())
-    train_parts(model, ("projector", "language"))
-    some = gradients(model, policy.score_groups([state], [actions]).log_probs.sum())
-    assert {name for name in whole if name not in some} == {
-        name for name in whole if name.startswith("model.visual.") and "merger" not in name
-    }
-    assert relative_difference(some, {name: whole[name] for name in some}) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT uses the old name
@@ -388,7 +385,7 @@ def test_lora_adapts_the_language_part() -> None:
     trainer.step([chat("how many?", picture())])
 
 
-def test_a_policy_is_saved_with_its_processor_and_loaded_again(tmp_path: Path) -> None:
+def test_a_policy_is_saved_with_its_processor_and_loaded_again_with_settings_that_fit(tmp_path: Path) -> None:
     policy = tiny_policy("llava")
     state = chat("how many?", picture())
     [[action]] = policy.generate_actions([state], 1)
@@ -399,29 +396,11 @@ def test_a_policy_is_saved_with_its_processor_and_loaded_again(tmp_path: Path) -
     expected = policy.score_actions([state], [action]).log_probs
     torch.testing.assert_close(again.score_actions([state], [action]).log_probs, expected, atol=2e-5, rtol=0)
     assert all("projector" in name for name in again.get_parameters())
-
-
-def test_loading_refuses_what_excludes_each_other(tmp_path: Path) -> None:
-    policy = tiny_policy("llava")
-    policy.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="an adapter trains itself alone; got train beside it"):
         HFPolicy.from_pretrained(tmp_path, pictures=True, lora=LoraConfig(), train=("language",))
     (tmp_path / "processor_config.json").unlink()
     with pytest.raises((ConfigError, OSError, ValueError), match="processor"):
         HFPolicy.from_pretrained(tmp_path, pictures=True)
-
-
-def test_rewards_get_the_rows_with_their_pictures() -> None:
-    policy = tiny_policy()
-    seen: list[Any] = []
-
-    def bright(prompts: Any, completions: Any, images: Any, **columns: Any) -> list[float]:
-        seen.extend([prompts, images])
-        return [float(np.asarray(own[0]).mean()) for own in images]
-
-    row = {"prompt": [{"role": "user", "content": "how many?"}], "images": [picture()]}
-    trainer_of(policy, CompletionRewards(bright), group_size=2).collect([row])
-    assert seen == [[row["prompt"]] * 2, [row["images"]] * 2]
 
 
 @pytest.mark.parametrize(
@@ -532,3 +511,107 @@ def test_rows_are_computed_as_wholes_with_gradient_checkpointing(family: str) ->
     policy = tiny_policy(family, max_new_tokens=7)
     policy.model.activation_checkpointing_enable()
     assert_as_alone(policy, UNUSED.get(family, ()))
+
+
+# --- vLLM gets what the policy scores. It is imitated: it replaces each mark by as many tokens as its own processor says, as
+# vLLM 0.32 does.
+
+
+SHOWN = [chat("how many?", picture(32, 48)), chat("a?", picture(56, 24, 1), picture(20, 36, 2)), chat("12+34=?")]
+ANSWER = [7, 8, 1]
+
+
+def expanded(processor: Any, token_ids: Sequence[int], pictures: Sequence[Any]) -> list[int]:
+    """The token ids with the tokens of each picture in place of its mark, four patches a token."""
+    left = iter(pictures)
+    found: list[int] = []
+    for token in token_ids:
+        count = 1
+        if token == IMAGE:
+            patches = processor.image_processor(images=[next(left)], return_tensors="pt")["image_grid_thw"].prod()
+            count = int(patches) // 4
+        found += [token] * count
+    assert next(left, None) is None
+    return found
+
+
+def engine(asked: list[Any], processor: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> VLLMSampler:
+    class LLM:
+        llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(max_model_len=256)))
+
+        def __init__(self, *args: Any, **options: Any) -> None: ...
+
+        def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> Any:
+            answers = []
+            for prompt, settings in zip(prompts, params, strict=True):
+                ids, pictures = prompt["prompt_token_ids"], prompt.get("multi_modal_data", {}).get("image", [])
+                asked.append((ids, pictures, settings))
+                log_probs = [{token: SimpleNamespace(logprob=-1.0)} for token in ANSWER]
+                said = {"token_ids": ANSWER, "logprobs": log_probs, "finish_reason": "stop", "stop_reason": 1}
+                read = expanded(processor, ids, pictures)
+                answers.append(SimpleNamespace(outputs=[SimpleNamespace(**said)], prompt_token_ids=read))
+            return answers
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM, SamplingParams=dict))
+    return VLLMSampler("any")
+
+
+def server(asked: list[Any], processor: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> VLLMServerSampler:
+    def post(self: VLLMWorker, path: str, body: Any, **options: Any) -> Any:
+        pictures = [Picture.of(part["url"]).image for part in body.get("content_parts", [])]
+        assert all(part["type"] == "image_url" for part in body.get("content_parts", []))
+        asked.append((body["token_ids"], pictures, body["sampling_params"]))
+        steps = [{"token_id": token, "logprob": -1.0} for token in ANSWER]
+        choice = {"token_ids": ANSWER, "logprobs": {"content": steps}, "finish_reason": "stop", "stop_reason": 1}
+        read = expanded(processor, body["token_ids"], pictures)
+        told = {"prompt_token_ids": read} if body.get("return_token_ids") else {}
+        return {"choices": [choice | {"weight_versions": None}], **told}
+
+    monkeypatch.setattr(VLLMWorker, "post", post)
+    monkeypatch.setattr(VLLMWorker, "version", lambda self: "default")
+    monkeypatch.setattr(VLLMWorker, "max_length", lambda self: 256)
+    return VLLMServerSampler("http://localhost", weights_folder=tmp_path, max_concurrency=1)
+
+
+@pytest.mark.parametrize("make_sampler", [engine, server])
+def test_vllm_gets_pictures_and_their_marks(make_sampler: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With other sizes of pictures, vLLM would sample behind a prompt that the policy does not score."""
+    model, processor = tiny_vision("qwen2_5_vl")
+    _, its_own = tiny_vision("qwen2_5_vl")
+    asked: list[Any] = []
+    sampler = make_sampler(asked, its_own, monkeypatch, tmp_path)
+    policy = HFPolicy(model, processor, sampler=sampler, sampling=SamplingConfig(max_new_tokens=6))
+    groups = policy.generate_actions(SHOWN, 2)
+    assert [[action.token_ids for action in group] for group in groups] == [[tuple(ANSWER)] * 2] * 3
+    shown = [[part["image"] for part in state[0]["content"] if part["type"] == "image"] for state in SHOWN]
+    for (ids, pictures, settings), given in zip(asked, [each for each in shown for _ in range(2)], strict=True):
+        assert ids.count(IMAGE) == len(pictures) == len(given)
+        assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(pictures, given, strict=True))
+        # the head of the policy excludes these tokens, and vLLM has a head of its own
+        assert settings["logit_bias"] == {IMAGE: -100.0, IDS["<video>"]: -100.0}
+    scores = policy.score_groups(SHOWN, groups)
+    assert torch.equal(scores.log_probs[0], scores.log_probs[1])
+    its_own.image_processor.size = {"shortest_edge": 64, "longest_edge": 256}
+    assert len(policy.generate_actions(SHOWN[2:], 1)) == 1
+    message = r"vLLM must read a prompt with pictures as the policy's processor does; of row 0"
+    with pytest.raises(SamplerError, match=message):
+        policy.generate_actions(SHOWN[:1], 1)
+    with pytest.raises(ContractError, match="for another engine needs its pictures"):
+        _ = PicturePrompt([5, IMAGE], {}).marked
+
+
+@pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+)  # GLM-4V
+@pytest.mark.parametrize("family", FAMILIES)
+def test_marks_are_found_again_in_the_tokens_of_a_context(family: str) -> None:
+    """Prompts of conversations have token ids and pictures only. Two of the pictures are equal."""
+    model, processor = tiny_vision(family)
+    policy = HFPolicy(model, processor)
+    pictures = [picture(32, 48), picture(24, 40, 1), picture(32, 48)]
+    text = processor.apply_chat_template(chat("how many?", *pictures), tokenize=False)
+    reader = policy.picture_reader
+    token_ids = reader.encoded([text], [Picture.of(one) for one in pictures], "A test")
+    marked, images = reader.prompt(token_ids, [Picture.of(one) for one in pictures]).marked
+    assert marked == policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert [image.size for image in images] == [(48, 32), (40, 24), (48, 32)]

@@ -1,35 +1,51 @@
-"""`HFPolicy`: sampling, and what ends completions; wrong arguments, states and actions, refused in words; and `lora_start`."""
+"""`HFPolicy`: sampling, and what ends completions; wrong arguments, states and actions, refused in words; references, trained
+parameters and modes; and `lora_start`."""
 
+import ast
 import copy
 import re
-from dataclasses import fields, replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    AdaptionPromptConfig,
+    FourierFTConfig,
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    TrainableTokensConfig,
+    get_peft_model,
+)
 
-from adapters.llm import CompletionRewards, HFOptions, HFPolicy, SampledTokens, SamplingConfig, add_lora, lora_start
+from adapters.llm import HFOptions, HFPolicy, SampledTokens, SamplingConfig, lora_start
 from adapters.llm.completions import Completion
 from adapters.llm.sampling.vllm_server import VLLMServerSampler
-from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig, presets
+from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, ObjectiveConfig, presets
 from grpo.errors import ConfigError, ContractError, GRPOError, GRPOWarning
+from grpo.policy_base import ScoresReference
+from grpo.surrogates import Clip
 from tests.support.llm_models import (
     CHARACTERS,
     END,
+    FLOAT32_GRADIENT,
+    FLOAT32_LOG_PROB,
     PAD,
     ROWS,
     STATES,
     VOCABULARY_SIZE,
     adapted_model,
+    assert_rows,
     character_tokenizer,
     completion,
     encoded,
     forward_shapes,
+    gradients,
+    log_probs_of_rows,
     policy_of,
-    row_logits,
-    sum_of_tokens,
+    relative_difference,
     tiny_model,
     trainer_of,
 )
@@ -49,6 +65,9 @@ def test_sampled_actions_have_texts_finish_reasons_log_probs_and_metrics() -> No
         spelled = "".join(CHARACTERS[token - 2] for token in action.token_ids if token not in (PAD, END))
         assert action.text == spelled  # with the stop string, without special tokens
         assert (action.text[-1:] in ("1", "a")) == (action.finish_reason == "stop")
+        assert (action.token_ids[-1] == END) == (action.finish_reason == "end")
+        assert not {END, *encoded("1a")} & set(action.token_ids[:-1])
+        assert len(action) == 6 or action.finish_reason != "length"
         assert sampled.behaviour_log_probs[row, : len(action)].tolist() == pytest.approx(action.behaviour_log_probs)
     assert sampled.metrics == {
         "completions/tokens": float(sum(map(len, rows))),
@@ -62,17 +81,6 @@ def test_sampling_follows_and_advances_the_seed_of_torch() -> None:
     first, second = policy.generate_actions(STATES, 2), policy.generate_actions(STATES, 2)
     torch.manual_seed(3)
     assert policy.generate_actions(STATES, 2) == first != second
-
-
-def test_temperature_zero_is_greedy_and_for_evaluation_only() -> None:
-    policy = policy_of()
-    for state, group in zip(STATES, policy.generate_actions(STATES, 2, temperature=0), strict=True):
-        assert group[0] == group[1]
-        with torch.no_grad():
-            logits = row_logits(policy.model, encoded(state), group[0].token_ids)
-        assert logits.argmax(1).tolist() == list(group[0].token_ids)
-    with pytest.raises(ConfigError, match=r"sampling\.temperature must be above 0.*generate_actions\(states, 1, temp"):
-        policy_of(sampling=SamplingConfig(temperature=0))
 
 
 def test_settings_of_one_call_are_checked_and_apply_to_that_call_only() -> None:
@@ -192,6 +200,10 @@ def test_a_model_without_an_end_token_needs_end_token_ids() -> None:
     message = r"no completion could end.*Pass options=HFOptions\(end_token_ids=\(\.\.\.,\)\)"
     with pytest.raises(ConfigError, match=message):
         policy_of(model, tokenizer=tokenizer)
+    beyond = character_tokenizer(end=False)
+    beyond.add_special_tokens({"eos_token": "<end>"})  # the model has no such token
+    with pytest.raises(ConfigError, match=message):
+        policy_of(model, tokenizer=beyond)
     assert asked_ends(tokenizer, model, end_token_ids=[]) == ()
     assert asked_ends(tokenizer, model, sampling=SamplingConfig(stop=("\n",), max_new_tokens=8)) == ()
 
@@ -215,15 +227,10 @@ def test_prompts_that_are_too_long_are_refused_before_sampling(family: Any) -> N
 
 
 def test_the_limit_of_rows_also_splits_a_group() -> None:
-    policy, free = policy_of(max_rows_per_decode=2), policy_of()
+    policy = policy_of(max_rows_per_decode=2)
     shapes = forward_shapes(policy.model)
-    torch.manual_seed(5)
-    some = policy.generate_actions(STATES, 5)
+    policy.generate_actions(STATES, 5)
     assert max(num_rows for num_rows, _ in shapes) == 2
-    torch.manual_seed(5)
-    assert [[c.token_ids for c in group] for group in free.generate_actions(STATES, 5)] == [
-        [c.token_ids for c in group] for group in some
-    ]
 
 
 def test_a_supervised_run_teaches_given_texts() -> None:
@@ -275,14 +282,6 @@ def test_an_adapter_that_was_loaded_for_inference_is_refused_by_the_trainer(tmp_
     assert trainer_of(trained).step(["1+1="])["train/num_updates"] == 1
 
 
-def test_a_frozen_model_may_be_the_reference() -> None:
-    reference = policy_of(tiny_model().requires_grad_(False))
-    config = GRPOConfig(group_size=2, reference_sync_every=1)
-    trainer = GRPOTrainer(config=config, policy=policy_of(), reference_policy=reference, reward_model=sum_of_tokens)
-    trainer.step(["1+1="])
-    assert torch.equal(*(next(iter(p.get_parameters().values())) for p in (trainer.policy, reference)))
-
-
 def test_a_reference_model_that_shares_trained_parameters_is_refused(subtests: pytest.Subtests) -> None:
     model, adapted = tiny_model(), adapted_model()
     tied = tiny_model()
@@ -318,6 +317,8 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         r"takes prompt_column, exact_entropy in options. Pass options=HFOptions\("),
     ({"temperature": 0.5}, r"HFPolicy has no arguments \['temperature'\]"),
     ({"sampling": {"temperature": 1.0}}, r"sampling must be a SamplingConfig or None; got dict"),
+    ({"sampling": SamplingConfig(temperature=0)},
+        r"sampling\.temperature must be above 0.*generate_actions\(states, 1, temperature=0\)"),
     ({"sampler": 3}, r"sampler must be 'decoding', 'recorded', 'generate', 'continuous' or a Sampler"),
 ]  # fmt: skip
 
@@ -332,13 +333,6 @@ def test_wrong_arguments_of_the_constructor_are_refused(subtests: pytest.Subtest
 def test_a_misplaced_option_is_refused_before_the_model_is_loaded() -> None:
     with pytest.raises(ConfigError, match=r"takes exact_entropy in options"):
         HFPolicy.from_pretrained("no/such-model", exact_entropy=True)
-
-
-def test_an_end_token_beyond_the_vocabulary_ends_nothing() -> None:
-    tokenizer = character_tokenizer(end=False)
-    tokenizer.add_special_tokens({"eos_token": "<end>"})
-    with pytest.raises(ConfigError, match="no completion could end before max_new_tokens"):
-        policy_of(tiny_model(eos_token_id=None), tokenizer=tokenizer)
 
 
 def test_wrong_states_and_numbers_of_completions_are_refused(subtests: pytest.Subtests) -> None:
@@ -404,65 +398,169 @@ def test_a_token_that_was_added_to_the_tokenizer_only_is_refused_in_a_prompt() -
         policy.generate_actions(["1+1=", "1<new>"], 1)
 
 
-def test_hooks_on_the_output_head_apply_to_sampling_and_scoring(subtests: pytest.Subtests) -> None:
-    """A hook that forbids the letters, before the policy is made and after."""
-    letters = [2 + CHARACTERS.index(letter) for letter in CHARACTERS if letter.isalpha()]
-
-    def forbid(module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
-        return logits.index_fill(-1, torch.tensor(letters), -100.0)
-
-    for is_early in (True, False):
-        with subtests.test(is_early=is_early):
-            model = tiny_model()
-            if is_early:
-                model.lm_head.register_forward_hook(forbid)
-            policy = policy_of(model)
-            if not is_early:
-                model.lm_head.register_forward_hook(forbid)
-            sampled = policy.sample_actions(STATES, 4)
-            scores = policy.score_groups(STATES, sampled.actions)
-            torch.testing.assert_close(scores.log_probs, sampled.behaviour_log_probs, atol=1e-4, rtol=0)
-            drawn = {token for group in sampled.actions for action in group for token in action.token_ids}
-            assert not drawn & set(letters)
-            scores.log_probs.sum().backward()
-            assert model.lm_head.weight.grad is not None
+def test_the_settings_to_start_with_are_those_that_the_docstring_gives_reasons_for() -> None:
+    text = lora_start.__doc__ or ""
+    parts: dict[str, dict[str, Any]] = {"": {}, "advantage.": {}, "objective.": {"surrogate": Clip(low=0.2, high=0.28)}}
+    for part, name, value in re.findall(r"- `((?:\w+\.)?)(\w+)=([^`]+)`: ", text):
+        parts[part][name] = ast.literal_eval(value)
+    advantage, objective = AdvantageConfig(**parts["advantage."]), ObjectiveConfig(**parts["objective."])
+    assert lora_start() == GRPOConfig(**parts[""], advantage=advantage, objective=objective)
+    assert "- `Clip(low=0.2, high=0.28)`: " in text
+    assert lora_start().learning_rate == pytest.approx(10 * presets.dapo().learning_rate)  # that of all weights
 
 
-def test_the_warning_of_the_first_ratio_names_the_dropout_of_an_adapter() -> None:
-    with pytest.warns(GRPOWarning, match=r"first ratio is not 1\. Dropout is on in train\(\).*lora_dropout.*p=0\.5"):
-        trainer_of(policy_of(adapted_model(lora_dropout=0.5))).step(["1+1=", "2+2="])
+# --- references, trained parameters and modes
 
 
-# --- the settings to start with: what their reasons claim, and that a run with them trains an adapter
+def test_without_adapter_and_reference_model_there_is_no_reference() -> None:
+    assert not isinstance(policy_of(), ScoresReference)
+    assert isinstance(policy_of(adapted_model()), ScoresReference)
+    assert isinstance(policy_of(reference_model=tiny_model()), ScoresReference)
 
 
-def changed(values: Any, defaults: Any) -> set[str]:
-    return {field.name for field in fields(values) if getattr(values, field.name) != getattr(defaults, field.name)}
+KINDS: dict[str, Callable[[], Any]] = {
+    "a new LoRA": lambda: get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"])),
+    "a LoRA that was trained before": adapted_model, "PiSSA": lambda: adapted_model(init_lora_weights="pissa"),
+    "OLoRA with a head": lambda: adapted_model(init_lora_weights="olora", modules_to_save=["lm_head"]),
+    "DoRA": lambda: get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)),
+    "biases outside": lambda: get_peft_model(tiny_model("gpt2"),
+        LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, bias="all")),
+    "a head outside": lambda: _with_trained_head(get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"]))),
+    "tokens": lambda: get_peft_model(tiny_model(), TrainableTokensConfig(token_indices=[3, 4, 5, 6])),
+    "vectors": lambda: get_peft_model(tiny_model(), IA3Config(target_modules=["q_proj"], feedforward_modules=[])),
+    "a random start": lambda: get_peft_model(tiny_model(), FourierFTConfig(target_modules=["q_proj"], n_frequency=20)),
+    "adaption prompts": lambda: get_peft_model(tiny_model("llama"),
+        AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")),
+    "add_adapter of transformers": lambda: _integrated(tiny_model()),
+}  # fmt: skip
 
 
-def test_every_setting_that_differs_from_the_defaults_has_a_reason() -> None:
-    config, text = lora_start(), lora_start.__doc__ or ""
-    names = set(re.findall(r"(?:objective\.|advantage\.)?(\w+)=", text)) | {"surrogate", "advantage", "objective"}
-    assert changed(config, GRPOConfig()) <= names
-    assert changed(config.objective, ObjectiveConfig()) <= names
-    assert changed(config.advantage, AdvantageConfig()) <= names
+def _with_trained_head(model: Any) -> Any:
+    model.get_output_embeddings().requires_grad_(True)
+    return model
 
 
-def test_an_adapter_learns_with_ten_times_the_learning_rate_of_all_weights() -> None:
-    assert lora_start().learning_rate == pytest.approx(10 * presets.dapo().learning_rate)
+def _integrated(model: Any) -> Any:
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]))
+    return model
 
 
-@pytest.mark.filterwarnings("ignore:step.. does not honour")  # of the lone collect() at its end
-def test_a_run_starts_on_policy_without_a_reference_and_trains_the_adapter() -> None:
-    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    policy = policy_of(add_lora(tiny_model(), lora), max_new_tokens=4)
-    before = {name: value.detach().clone() for name, value in policy.get_parameters().items()}
-    rewards = CompletionRewards(lambda completion: float("1" in completion))
-    config = replace(lora_start(), num_states_per_iteration=4)
-    trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards)
-    (metrics,) = trainer.train(["1+1=", "2+1=", "3+1=", "4+1="], num_iterations=1, progress=False)
-    assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
-    assert metrics["train/clip_fraction"] == 0.0
-    assert "train/kl_mean" not in metrics or metrics["train/kl_penalty"] == 0.0
-    assert trainer.collect(["1+1="]).ref_log_probs is None
-    assert any(not value.equal(before[name]) for name, value in policy.get_parameters().items())
+@torch.no_grad()
+def move(policy: HFPolicy) -> None:
+    for value in policy.get_parameters().values():
+        value.add_(0.1 * torch.randn_like(value))
+
+
+@pytest.mark.parametrize(("name", "make"), KINDS.items())
+def test_the_reference_is_the_policy_as_training_began(name: Any, make: Any) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        policy = policy_of(make().eval())
+        start = policy.score_actions(STATES, ROWS).log_probs.detach()
+        for _ in range(2):
+            move(policy)
+            now = policy.score_actions(STATES, ROWS).log_probs.detach()
+            assert float((now - start).abs().max()) > 0.01
+            found = policy.reference_log_probabilities(STATES, ROWS)
+            torch.testing.assert_close(found, start, rtol=0, atol=FLOAT32_LOG_PROB)
+            torch.testing.assert_close(policy.score_actions(STATES, ROWS).log_probs.detach(), now, rtol=0, atol=0)
+        assert all(value.requires_grad for value in policy.get_parameters().values())
+
+
+def test_a_new_lora_keeps_no_copy_of_its_weights() -> None:
+    copies = {name: len(policy_of(KINDS[name]())._own_reference._start) for name in list(KINDS)[:2]}
+    assert copies == {"a new LoRA": 0, "a LoRA that was trained before": 2 * 2}
+
+
+def test_the_base_model_is_the_reference_on_request_where_it_is_left(subtests: pytest.Subtests) -> None:
+    policy = policy_of(adapted_model(), reference="base")
+    assert_rows(policy.reference_log_probabilities(STATES, ROWS), log_probs_of_rows(tiny_model()))
+    for name, cause in {
+        "PiSSA": "init_lora_weights='pissa' has changed the base weights",
+        "OLoRA with a head": "init_lora_weights='olora'",
+        "biases outside": r"bias.* is trained outside the adapter",
+        "a head outside": r"lm_head.weight is trained outside",
+    }.items():
+        with subtests.test(kind=name), pytest.raises(ConfigError, match=cause):
+            policy_of(KINDS[name](), reference="base")
+    for options, cause in [
+        ({}, "this model has no adapter"),
+        ({"reference_model": tiny_model()}, r"options\.reference='base' and reference_model are two"),
+    ]:
+        with subtests.test(options=options), pytest.raises(ConfigError, match=cause):
+            policy_of(reference="base", **options)
+
+
+def test_a_reference_that_is_not_the_start_is_told_at_the_first_update() -> None:
+    """A reference that was asked for is never judged: another model, or the base model."""
+
+    def first_kl(policy: HFPolicy, change: bool = False) -> float:
+        if change:
+            move(policy)
+        trainer = trainer_of(policy, learning_rate=1e-3, objective=ObjectiveConfig(kl_coef=0.1))
+        return trainer.step(STATES)["train/kl_mean"]
+
+    for name in ("a LoRA that was trained before", "PiSSA"):
+        assert abs(first_kl(policy_of(KINDS[name]()))) < 1e-9
+    assert first_kl(policy_of(adapted_model(), reference="base")) > 1e-3
+    assert first_kl(policy_of(reference_model=tiny_model("llama"))) > 1e-3
+    with pytest.warns(GRPOWarning, match=r"the policy's own reference should be .*Its weights changed after it took"):
+        first_kl(policy_of(adapted_model()), change=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_a_reference_model_is_frozen_and_may_have_another_architecture(family: Any) -> None:
+    """Mistral has sliding windows, so its cache cannot be shared, but the policy's can."""
+    model = tiny_model("llama")
+    reference = tiny_model(family).train()
+    policy = policy_of(model, reference_model=reference)
+    assert_rows(policy.reference_log_probabilities(STATES, ROWS), log_probs_of_rows(tiny_model(family)))
+    assert_rows(policy.score_actions(STATES, ROWS).log_probs, log_probs_of_rows(model))
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+    assert not reference.training
+    assert not policy.train()._reference.model.training
+    assert not any(name.startswith("reference") for name in policy.get_parameters())
+
+
+ADAPTERS: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj", "lm_head"]},  # the head is not a plain linear layer
+    {"target_modules": ["down_proj"], "modules_to_save": ["lm_head"]},
+    {"target_modules": "all-linear", "use_dora": True},
+]
+
+
+@pytest.mark.parametrize("options", ADAPTERS)
+def test_gradients_of_adapters_are_those_of_single_rows(options: Any) -> None:
+    model = adapted_model(**options)
+    policy = policy_of(model)
+    weights = torch.randn(3, 4)
+    scores = policy.score_actions(STATES, ROWS)
+    expected = log_probs_of_rows(model)
+    assert_rows(scores.log_probs, expected)
+    loss = sum((row * weights[i, : len(row)]).sum() for i, row in enumerate(expected))
+    found = gradients(model, (scores.log_probs * weights)[scores.mask].sum())
+    assert relative_difference(found, gradients(model, loss)) < FLOAT32_GRADIENT
+    assert all(slope.any() for slope in found.values())
+
+
+def test_the_reference_has_no_dropout_and_frozen_parts_stay_frozen() -> None:
+    """In training mode too. PEFT makes all parts of an adapter trainable when it is switched on again."""
+    config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
+    model = get_peft_model(tiny_model(), config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    policy = policy_of(model)
+    names = policy.get_parameters().keys()
+    expected = policy.eval().reference_log_probabilities(STATES, ROWS)
+    found = policy.train().reference_log_probabilities(STATES, ROWS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=FLOAT32_LOG_PROB)
+    assert model.training
+    assert policy.get_parameters().keys() == names
+
+
+def test_training_weights_of_half_precision_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    policy_of()
+    assert not caplog.records
+    policy_of(tiny_model(dtype=torch.bfloat16))
+    [record] = caplog.records
+    assert record.message.startswith("HFPolicy: the trained weights have half precision, so small ")

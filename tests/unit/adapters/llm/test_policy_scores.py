@@ -2,8 +2,9 @@
 
 import copy
 import itertools
-import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from adapters.llm import Completion, SamplingConfig, policy_scoring, scoring, token_log_probs
+from adapters.agents import AgentPolicy
+from adapters.llm import SamplingConfig, policy_scoring, scoring, token_log_probs
 from adapters.llm.micro_batches import FORWARD_COST, plan_by_tokens
+from adapters.llm.model.value_head import ValueHead
+from grpo import ConfigError
 from grpo.errors import ContractError
 from tests.support.llm_models import (
     FLOAT32_GRADIENT,
@@ -106,25 +110,22 @@ def test_the_exact_entropy_is_computed_on_request() -> None:
     assert_rows(entropy, expected)
 
 
-def test_the_entropy_is_computed_for_scores_only(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_entropy_is_computed_for_scores_only(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
     def asking(*args: Any, with_entropy: bool, **options: Any) -> Any:
         asked.append(with_entropy)
         return token_log_probs(*args, with_entropy=with_entropy, **options)
 
-    for of in ("adapter", "reference model"):
-        with subtests.test(of=of), monkeypatch.context() as patch:
-            asked.clear()
-            options = {"model": adapted_model()} if of == "adapter" else {"reference_model": tiny_model()}
-            policy = policy_of(exact_entropy=True, **options)
-            patch.setattr(scoring, "token_log_probs", asking)
-            policy.reference_log_probabilities(STATES, ROWS)
-            policy.get_log_probabilities(STATES, ROWS)
-            assert asked == [False, False]
-            policy.score_actions(STATES, ROWS)
-            policy.score_groups(STATES, [[row] for row in ROWS])
-            assert asked[2:] == [True, True]
+    adapted = policy_of(adapted_model(), exact_entropy=True)
+    with_second_model = policy_of(exact_entropy=True, reference_model=tiny_model())
+    monkeypatch.setattr(scoring, "token_log_probs", asking)
+    adapted.reference_log_probabilities(STATES, ROWS)
+    with_second_model.reference_log_probabilities(STATES, ROWS)
+    adapted.get_log_probabilities(STATES, ROWS)
+    assert asked == [False] * 3
+    adapted.score_actions(STATES, ROWS)
+    assert asked[3:] == [True]
 
 
 def test_tokens_are_scored_as_they_were_sampled_and_never_tokenized_again() -> None:
@@ -179,29 +180,27 @@ def test_under_autocast_scores_are_float32_and_sampling_gives_none() -> None:
     ("family", "shape"),
     [*((family, (1, 4 + 3 * 3)) for family in ("qwen3", "llama", "granite", "cohere")), ("mistral", (3, 4 + 4))],
 )
-def test_gradient_checkpointing_does_not_change_the_gradient(family: Any, shape: Any) -> None:
+def test_gradient_checkpointing_does_not_change_the_gradient(
+    family: Any, shape: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """All but Mistral compute a prompt once per pack. Mistral, with its window, computes it for each row and says so once."""
-    with pytest.MonkeyPatch.context() as patch:
-        messages: list[str] = []
-        patch.setattr(logging.getLogger("grpo"), "warning", messages.append)
-        model = tiny_model(family)
-        policy = policy_of(model).train()
-        weights = torch.randn(3, 4)
-        scores = policy.score_actions(STATES, ROWS)
-        expected = gradients(model, (scores.log_probs * weights).sum())
-        assert not messages
-        model.gradient_checkpointing_enable()
-        again = policy.score_actions(STATES, ROWS)
-        found = gradients(model, (again.log_probs * weights).sum())
-        policy.score_actions(STATES, ROWS)
-        assert len(messages) == (1 if family == "mistral" else 0)
-        assert all("MistralForCausalLM computes the prompt for each row" in message for message in messages)
-        torch.testing.assert_close(again.log_probs, scores.log_probs, atol=FLOAT32_LOG_PROB, rtol=0)
-        assert relative_difference(found, expected) < FLOAT32_GRADIENT
-        shapes = forward_shapes(model)
-        policy.score_actions(["abcd"] * 3, ROWS)
-        policy.eval().score_actions(["abcd"] * 3, ROWS)  # in evaluation mode, all models have a cache
-        assert shapes == [shape, (1, 4), (3, 3)]
+    model = tiny_model(family)
+    policy = policy_of(model).train()
+    weights = torch.randn(3, 4)
+    scores = policy.score_actions(STATES, ROWS)
+    expected = gradients(model, (scores.log_probs * weights).sum())
+    assert not caplog.records
+    model.gradient_checkpointing_enable()
+    again = policy.score_actions(STATES, ROWS)
+    found = gradients(model, (again.log_probs * weights).sum())
+    torch.testing.assert_close(again.log_probs, scores.log_probs, atol=FLOAT32_LOG_PROB, rtol=0)
+    assert relative_difference(found, expected) < FLOAT32_GRADIENT
+    shapes = forward_shapes(model)
+    policy.score_actions(["abcd"] * 3, ROWS)
+    policy.eval().score_actions(["abcd"] * 3, ROWS)  # in evaluation mode, all models have a cache
+    assert shapes == [shape, (1, 4), (3, 3)]
+    said = ["MistralForCausalLM computes the prompt for each row" in record.message for record in caplog.records]
+    assert said == [True] * (family == "mistral")
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -241,40 +240,11 @@ def test_plans_count_a_prompt_once_per_pack(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(policy.plan_micro_batches(["abcdefghij"] * 4, rows)) == expected
 
 
-def test_a_prompt_that_two_groups_share_is_computed_once() -> None:
-    policy = policy_of()
-    shapes = forward_shapes(policy.model)
-    policy.score_groups(["abc", "abc"], [ROWS[:1], ROWS[1:]])
-    assert shapes[0][0] == 1
-
-
-def test_tokens_that_were_not_sampled_are_context_without_a_score(subtests: pytest.Subtests) -> None:
-    tokens, sampled = (5, 6, 7, 8, 9), (True, False, False, True, True)
-    row = Completion(token_ids=tokens, text="", finish_reason="end", sampled=sampled)
-    for family in ("qwen3", "mistral", "mamba"):
-        with subtests.test(family=family):
-            model = tiny_model(family)
-            scores = policy_of(model).score_actions([encoded("abc"), "1+1="], [row, completion(4, 5)])
-            assert scores.mask.tolist() == [list(sampled), [True, True, False, False, False]]
-            expected = row_log_probs(model, encoded("abc"), tokens)
-            found = scores.log_probs[0]
-            torch.testing.assert_close(found[scores.mask[0]], expected[torch.tensor(sampled)], atol=1e-5, rtol=0)
-            assert not found[~scores.mask[0]].any()
-
-
-def test_turns_are_sampled_from_token_ids_and_each_has_its_own_seed() -> None:
-    policy = policy_of(max_new_tokens=6)
-    prompts, seeds = [encoded("abc"), encoded("1+1=")], [3, 4]
-    both = policy.sample_tokens(prompts, seeds=seeds)
-    for prompt, seed, token_ids in zip(prompts, seeds, both.token_ids, strict=True):
-        assert policy.sample_tokens([prompt], seeds=[seed]).token_ids == [token_ids]
-    assert both.policy_log_probs is both.behaviour_log_probs
-    ended = policy.sample_tokens(prompts, seeds=seeds, end_token_ids=[both.token_ids[0][1]])
-    assert ended.token_ids[0] == both.token_ids[0][:2]
-    assert ended.finish_reasons[0] == "end"
-    assert len(policy.sample_tokens(prompts, seeds=seeds, max_new_tokens=1).token_ids[0]) == 1
-    half = policy_of(tiny_model(dtype=torch.bfloat16))
-    assert half.sample_tokens(prompts, seeds=seeds).policy_log_probs is None
+def test_turns_fit_into_the_model_and_have_no_scores_below_float32() -> None:
+    policy, half = policy_of(), policy_of(tiny_model(dtype=torch.bfloat16))
+    found, rounded = (each.sample_tokens([encoded("abc")], seeds=[3]) for each in (policy, half))
+    assert found.policy_log_probs is found.behaviour_log_probs
+    assert rounded.policy_log_probs is None
     with pytest.raises(ContractError, match=r"must fit into the model's 64 positions"):
         policy.sample_tokens([[5] * 64], seeds=[0])
 
@@ -337,3 +307,71 @@ def test_rows_of_a_shared_prompt_stay_together_and_others_count_it_each() -> Non
     assert len(plan_by_tokens([100], [0] * 3, [10] * 3, 330, shares_prompts=False)) == 1
     assert len(plan_by_tokens([100], [0] * 3, [10] * 3, 329, shares_prompts=False)) == 2
     assert len(plan_by_tokens([100], [0] * 3, [10] * 3, 130, shares_prompts=True)) == 1
+
+
+# --- weights that ranks divide: each layer is called equally often in each pass, and the scores are the same
+
+
+def test_ranks_compare_how_a_language_model_samples_and_its_reference_model() -> None:
+    reference = tiny_model("qwen3")
+    usual = policy_of(reference_model=reference)
+    hotter = policy_of(sampling=SamplingConfig(max_new_tokens=8, temperature=0.5), reference_model=reference)
+    found, other = usual.settings(), hotter.settings()
+    assert {name for name in found if found[name] != other[name]} == {"sampling"}
+    assert (found["sampling"]["temperature"], other["sampling"]["temperature"]) == (1.0, 0.5)
+    assert found["reference_model"].keys() == dict(reference.named_parameters()).keys()
+    assert AgentPolicy.settings(SimpleNamespace(policy=usual)).keys() == found.keys()  # an agent says the same
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3", "Qwen3DecoderLayer"), ("gpt2", "GPT2Block"), ("mamba", "MambaBlock")]
+)
+def test_the_units_are_the_layers_and_the_modules_around_them(family: str, kind: str) -> None:
+    head = ValueHead(16 if family == "mamba" else 32)
+    policy = policy_of(tiny_model(family), value_head=head, reference_model=tiny_model(family))
+    first, second, *rest = policy.shard_units()
+    assert [type(module).__name__ for module in (first, second, *rest[:2])] == [kind] * 4
+    assert rest[2:] == [policy.model, policy.value_head, policy.reference_model]
+    assert first in list(policy.model.modules())
+    assert rest[0] in list(policy.reference_model.modules())
+
+
+def test_each_scoring_pass_calls_each_layer_twice_whatever_the_rows_are() -> None:
+    policy = policy_of(mask_truncated=True)
+    batches = [
+        (["12", "3+4"], [completion(5), completion(6)]),
+        (["12", "12"], [completion(5, 6, 7), completion(9)]),
+        (["12"], [completion(5, 6, finish_reason="length")]),  # no token counts
+    ]
+    expected = [policy.score_actions(*batch) for batch in batches]
+    layer = policy.shard_units()[0]
+    calls: list[int] = []
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    for batch, scores in zip(batches, expected, strict=True):
+        calls.clear()
+        found = policy.score_actions(*batch)
+        assert len(calls) == 2
+        assert found.mask.tolist() == scores.mask.tolist()
+        assert torch.allclose(found.log_probs, scores.log_probs, rtol=0, atol=FLOAT32_LOG_PROB)
+    assert not found.mask.any()
+    found.log_probs.sum().backward()
+    assert layer.self_attn.q_proj.weight.grad.abs().sum() == 0
+
+
+def test_rows_that_fork_are_scored_without_sharing_what_follows_the_prompt() -> None:
+    policy = policy_of(max_tokens_per_forward=8)
+    forked = [replace(row, forks=(2,)) for row in (completion(5, 6, 7), completion(5, 6, 8))]
+    expected = policy.score_actions(["1", "1"], forked)
+    assert [list(rows) for rows in policy.plan_micro_batches(["1", "1"], forked)] == [[0, 1]]
+    layer = policy.shard_units()[0]
+    calls: list[tuple[int, ...]] = []
+    layer.register_forward_hook(lambda module, given, output: calls.append(tuple(given[0].shape[:2])))
+    found = policy.score_actions(["1", "1"], forked)
+    assert calls == [(1, 1), (2, 2)]  # the prompt, and both rows but for their last token
+    assert torch.allclose(found.log_probs, expected.log_probs, rtol=0, atol=FLOAT32_LOG_PROB)
+
+
+def test_an_agent_is_not_divided() -> None:
+    message = r"AgentPolicy: weights cannot be divided among ranks; got the engine Sharded[.]"
+    with pytest.raises(ConfigError, match=message):
+        AgentPolicy.shard_units(object())

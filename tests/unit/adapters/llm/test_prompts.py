@@ -1,21 +1,30 @@
-"""Prompts: texts, chats and rows as token ids. The text of messages never becomes a control token."""
+"""Prompts: texts, chats and rows as token ids. The text of messages never becomes a control token. Completions: their masks,
+special tokens in their text, and tags that the prompt has opened."""
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
+from adapters.llm import Completion, CompletionRewards, RegexMatch, tags_pattern
 from adapters.llm.prompts.control_tokens import ControlTokens, special_tokens, whole_characters
 from adapters.llm.prompts.encoder import PromptEncoder
 from adapters.llm.prompts.states import prompt_of
+from adapters.llm.texts import CompletionTexts
 from grpo.errors import ContractError, GRPOWarning
-from tests.support.agents import CHATML, chat_tokenizer, marked_tokenizer
+from tests.support.agents import CHATML, Scripted, chat_tokenizer, marked_tokenizer
 from tests.support.llm_models import CHARACTERS, END, VOCABULARY_SIZE, character_tokenizer
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.plain_states import assert_same, through_checkpoint
 
 CHAT = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
 TEMPLATE = (
@@ -30,13 +39,6 @@ def ids(text: str) -> list[int]:
 
 def encoder(tokenizer: Any = None, **options: Any) -> PromptEncoder:
     return PromptEncoder(tokenizer or character_tokenizer(), VOCABULARY_SIZE, "prompt", options)
-
-
-def test_text_messages_and_rows_are_prompts() -> None:
-    assert prompt_of("1+1") == "1+1"
-    assert prompt_of(CHAT) is CHAT
-    assert prompt_of({"prompt": "1+1", "answer": "2"}) == "1+1"
-    assert prompt_of({"question": CHAT}, "question") is CHAT
 
 
 WRONG = [7, None, b"1+1", [], ["1+1"], [{"content": "1"}], [1, True], [1.0], {"prompt": 3}, {"prompt": None}]
@@ -97,27 +99,6 @@ def test_chats_are_encoded_with_the_chat_template() -> None:
     expected = [*ids("system.add"), END, *ids("user.1+1"), END, *ids("=")]
     assert encoder(tokenizer)([CHAT]) == [expected]
     assert encoder(tokenizer, prefix="a.")([CHAT]) == [expected[:-1] + ids("a.")]
-
-
-def test_special_tokens_are_added_to_text_and_not_to_the_output_of_the_template() -> None:
-    tokenizer = character_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", END)])
-    tokenizer.chat_template = TEMPLATE
-    assert encoder(tokenizer)(["1+1"]) == [[END, *ids("1+1")]]
-    assert encoder(tokenizer)([CHAT])[0][: len("system")] == ids("system")
-
-
-def test_what_cannot_be_encoded_is_refused_with_its_state(subtests: pytest.Subtests) -> None:
-    raises = "{{ raise_exception('roles must alternate') }}"
-    for states, template, message in (
-        (["1+1", CHAT], None, r"state 1 is a chat, and the tokenizer has none\. Set"),
-        (["1+1", "a", ""], None, r"prompt of state 2 has none\. Remove"),
-        ([CHAT], raises, r"chat of state 0, the template says: roles must alternate"),
-    ):
-        tokenizer = character_tokenizer()
-        tokenizer.chat_template = template
-        with subtests.test(message), pytest.raises(ContractError, match=message):
-            encoder(tokenizer)(states)
 
 
 def test_options_may_continue_a_chat_that_ends_with_the_assistant() -> None:
@@ -297,3 +278,141 @@ def test_a_template_that_puts_its_marks_together_is_protected() -> None:
 ])  # fmt: skip
 def test_half_characters_are_replaced_and_two_halves_joined(text: str, readable: str) -> None:
     assert whole_characters(text) == readable
+
+
+# --- completions
+
+
+def test_completions_come_back_from_a_checkpoint(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    completions = {
+        "sampled": Completion(token_ids=(5, 2**31, 7), text='Grüße,\u2028"\ud800', finish_reason="stop",
+            behaviour_log_probs=(-0.1, float("nan"), float("-inf"))),
+        "given": Completion(token_ids=(5,), text="a", finish_reason="length"),
+        "empty": Completion(token_ids=(), text="", finish_reason="end", behaviour_log_probs=()),
+    }  # fmt: skip
+    for name, given in completions.items():
+        with subtests.test(completion=name):
+            assert_same(through_checkpoint(given, tmp_path / name), given)
+
+
+def test_wrong_values_are_refused(subtests: pytest.Subtests) -> None:
+    right: dict[str, Any] = {
+        "token_ids": (5, 6), "text": "ab", "finish_reason": "end", "behaviour_log_probs": (-1.0, -2.0),
+    }  # fmt: skip
+    assert Completion(**right).token_ids == (5, 6)
+    for name, wrongs in {
+        "token_ids": [[5, 6], (5, -1), (5, 1.5), None, "ab", torch.tensor([5, 6]), (True, 1)],
+        "text": [None, b"ab", 3],
+        "finish_reason": ["stopped", None, ["end"]],
+        "behaviour_log_probs": [(-1.0,), [-1.0, -2.0], ("a", "b"), torch.zeros(2), 3],
+    }.items():
+        for wrong in wrongs:
+            refusal = pytest.raises(ContractError, match=rf"Completion\.{name} ")
+            with subtests.test(name=name, wrong=wrong), as_users_run_it(), refusal:
+                Completion(**right | {name: wrong})
+
+
+# --- special tokens in the text, and tags that the prompt has opened
+
+
+def tokenizer_of(*special: str) -> Any:
+    marks = ["<pad>", "<end>", *special]
+    characters = "\n abcdefghijklmnopqrstuvwxyz0123456789<>/[]_|"
+    tokenizer = Tokenizer(models.WordLevel({mark: i for i, mark in enumerate([*marks, *characters])}, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    named = {"eos_token": "<end>", "pad_token": "<pad>", "extra_special_tokens": [*special]}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
+
+
+def texts_of(tokenizer: Any, *, keeps: bool = False) -> CompletionTexts:
+    return CompletionTexts(tokenizer, [1], keeps_special_tokens=keeps)
+
+
+TAGGED = [
+    (("<think>", "</think>"), "<think>a</think>7", "a7"), (("[THINK]", "[/THINK]"), "[THINK]a[/THINK]7", "a7"),
+    (("<answer>", "</answer>", "<x>"), "a<x><answer>7</answer>", "a7"),
+    (("<|channel|>", "<|message|>"), "<|channel|>final<|message|>7", "final7"), (("<tool_call>",), "<tool_call>7", "7"),
+]  # fmt: skip
+
+
+def test_special_tags_are_kept_on_demand_and_else_missed_in_words(subtests: pytest.Subtests) -> None:
+    for special, written, without in TAGGED:
+        tokenizer = tokenizer_of(*special)
+        token_ids = [*tokenizer(written)["input_ids"], 1, 0]
+        with subtests.test(special=special):
+            assert texts_of(tokenizer, keeps=True)([token_ids]) == [written]
+            texts = texts_of(tokenizer)
+            with pytest.warns(UserWarning, match=r"special tokens .*leaves out.*HFOptions\(keep_special_tokens=True\)"):
+                assert texts([token_ids]) == [without]
+            assert texts([token_ids]) == [without]  # said once: another warning would be an error
+
+
+def test_marks_of_roles_and_of_ends_are_no_tags_and_an_end_is_never_kept() -> None:
+    """Gemma 4 ends a turn with `<|tool_response>`, and gpt-oss with `<|call|>`. A warning would be an error."""
+    roles = tokenizer_of("<start_of_turn>", "<end_of_turn>")
+    tokenizer = tokenizer_of("<|tool_response>")
+    row = tokenizer("a<|tool_response>")["input_ids"]
+    assert texts_of(roles)([roles("<start_of_turn>a<end_of_turn>")["input_ids"]]) == ["a"]
+    for keeps in (False, True):
+        assert CompletionTexts(tokenizer, [1, row[-1]], keeps_special_tokens=keeps)([row]) == ["a"]
+
+
+OPENED = [
+    ("ab<think>\n", "<think>\n", True), ("ab<reasoning>", "<reasoning>", True), ("<think>", "<think>", True),
+    ("ab<think>\n\n</think>\n\n", "<think>\n\n</think>\n\n", False), ("ab<think>c", "", False),
+    ("ab</think>\n", "", False), ("ab<assistant>\n", "", False), ("ab", "", False),
+]  # fmt: skip
+
+
+def test_the_tag_in_which_a_prompt_ends_is_found_and_said_once(subtests: pytest.Subtests) -> None:
+    tokenizer = tokenizer_of()
+    for prompt, opened, is_said in OPENED:
+        token_ids = tokenizer(prompt)["input_ids"]
+        with subtests.test(prompt=prompt), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            texts = texts_of(tokenizer)
+            assert texts.opened_by([token_ids, token_ids]) == [opened] * 2
+            assert texts.opened_by([token_ids]) == [opened]
+            assert len(said) == is_said
+
+
+def test_a_special_token_that_nothing_closes_names_who_speaks() -> None:
+    token_ids = {"<policy>": "", "<think>": "<think>"}
+    for marks in (["<policy>"], ["<policy>", "<think>", "</think>"]):
+        tokenizer = tokenizer_of(*marks)
+        for mark in marks[:2]:
+            texts = texts_of(tokenizer)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error" if mark == "<policy>" else "ignore")
+                assert texts.opened_by([tokenizer(f"ab{mark}")["input_ids"]]) == [token_ids[mark]]
+
+
+def test_a_format_counts_the_tag_that_the_prompt_has_opened() -> None:
+    reward = CompletionRewards({"format": RegexMatch(pattern=tags_pattern("think", "answer"), how="full")})
+    cases = [
+        ("<think>\n", "ab</think><answer>7</answer>", 1.0), ("", "ab</think><answer>7</answer>", 0.0),
+        ("<think>\n", "<think>ab</think><answer>7</answer>", 1.0), ("<think>\n\n</think>\n", "<answer>7</answer>", 1.0),
+        ("<think>\n", "ab<answer>7</answer>", 0.0),
+    ]  # fmt: skip
+    rows = [Completion(token_ids=(1,), text=text, finish_reason="end", opened=opened) for opened, text, _ in cases]
+    assert reward.compute_rewards(["?"] * len(cases), rows).tolist() == [score for _, _, score in cases]
+    anywhere = CompletionRewards({"format": RegexMatch(pattern="<think>")})  # searches what the model wrote
+    assert anywhere.compute_rewards(["?"] * len(cases), rows).tolist() == [0.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_the_policy_gives_completions_the_tags_and_what_the_prompt_has_opened() -> None:
+    template = (
+        CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}") + "{# <|think|> <|/think|> #}"
+    )
+    chat, says = [{"role": "user", "content": "sum it"}], "a</think><|think|>7"
+    cases = [(True, says, ["ends in <think>"]), (False, "a</think>7", ["<|think|>", "ends in <think>"])]
+    for keeps, text, warned in cases:
+        model = Scripted([says] * 2, tokenizer=chat_tokenizer(template), keep_special_tokens=keeps, max_new_tokens=40)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            [[one, other]] = model.policy.generate_actions([chat], 2)
+        assert [(c.text, c.opened) for c in (one, other)] == [(text, "<think>\n")] * 2
+        messages = sorted(str(warning.message) for warning in said)
+        assert len(messages) == len(warned)
+        assert all(any(words in message for message in messages) for words in warned)

@@ -41,23 +41,32 @@ def settings_in(text: str) -> Any:
     return json.loads(text.split("```json\n")[1].split("```")[0])
 
 
-def test_the_card_has_the_run_and_its_settings_can_be_loaded(tmp_path: Path) -> None:
+NAMES = ["short", "a|b", "`a`", "*a*_b_", "a: #b", "{{ a }}", "<b>a</b>", "a\\", "[a](b)", "---", '"a"']
+"""Names of rewards. A card shows them as they are."""
+
+
+def test_the_card_has_the_run_and_its_settings_can_be_loaded(tmp_path: Path, subtests: pytest.Subtests) -> None:
     trained = policy()
-    rewards = CompletionRewards({"short": short}, weights={"short": 0.5})
+    rewards = CompletionRewards(dict.fromkeys(NAMES, short), weights=dict.fromkeys(NAMES, 0.5))
     trainer = trainer_of(trained, rewards, learning_rate=3e-4)
     trainer.train(["1+1="], num_iterations=2, progress=False)
-    trained.save_pretrained(tmp_path, trainer=trainer)
-    card = (tmp_path / "README.md").read_text()
+    card = card_of(trained, tmp_path / "adapter", trainer=trainer)
     config = GRPOConfig(group_size=4, learning_rate=3e-4, seed=0)
-    assert GRPOConfig.from_dict(settings_in(section(card, "Training"))) == config
-    assert settings_in(section(card, "Sampling in training"))["temperature"] == 0.7
-    assert "| iterations | 2 |" in card
-    assert "| reward | `short` (weight 0.5) |" in card
-    assert f"| `rewards/short/mean` | {trainer.history[-1]['rewards/short/mean']:.4g} |" in card
-    assert f"| torch | {torch.__version__} |" in card
-    data = ModelCard.load(tmp_path / "README.md").data
-    assert (data.library_name, data.pipeline_tag) == ("peft", "text-generation")
-    assert {"grpo", "lora"} <= set(data.tags)
+    assert GRPOConfig.from_dict(settings_in(section(card.text, "Training"))) == config
+    assert settings_in(section(card.text, "Sampling in training"))["temperature"] == 0.7
+    assert "| iterations | 2 |" in card.text
+    assert f"| torch | {torch.__version__} |" in card.text
+    assert (card.data.library_name, card.data.pipeline_tag) == ("peft", "text-generation")
+    assert {"grpo", "lora"} <= set(card.data.tags)
+    assert card.data.base_model is None
+    assert card_of(trained, tmp_path / "merged", merge=True).data.library_name == "transformers"
+    page = rendered(card)
+    parts = ", ".join(f"<code>{html.escape(name)}</code> (weight 0.5)" for name in NAMES)
+    assert f"<td>reward</td>\n<td>{parts}</td>" in page
+    for name in NAMES:
+        with subtests.test(name=name):
+            metric, mean = f"rewards/{name}/mean", trainer.history[-1][f"rewards/{name}/mean"]
+            assert f"<td><code>{html.escape(metric)}</code></td>\n<td>{mean:.4g}</td>" in page
 
 
 @pytest.fixture
@@ -115,27 +124,6 @@ def test_a_local_folder_is_never_the_base_model(
     assert card.data.base_model is None
     assert "A language model, trained by" in card.text
     assert name not in card.content
-
-
-def test_a_new_model_has_no_base_model(tmp_path: Path) -> None:
-    card = card_of(policy(), tmp_path, merge=True)
-    assert card.data.base_model is None
-    assert card.data.library_name == "transformers"
-
-
-@pytest.mark.parametrize(
-    "name", ["a|b", "`a`", "*a*_b_", "a: #b", "{{ a }}", "<b>a</b>", "a\\", "[a](b)", "---", '"a"']
-)
-def test_names_of_rewards_are_shown_as_they_are(tmp_path: Path, name: str) -> None:
-    trained = policy()
-    trainer = trainer_of(trained, CompletionRewards({name: short}, weights={name: 0.5}))
-    trainer.train(["1+1="], num_iterations=1, progress=False)
-    card = card_of(trained, tmp_path, trainer=trainer)
-    cell = f"<code>{html.escape(name)}</code>"
-    page = rendered(card)
-    assert f"<td>reward</td>\n<td>{cell} (weight 0.5)</td>" in page
-    assert f"<td><code>{html.escape(f'rewards/{name}/mean')}</code></td>\n<td>" in page
-    assert {"grpo", "lora"} <= set(card.data.tags)
 
 
 def test_a_card_that_somebody_has_changed_is_kept(tmp_path: Path) -> None:
@@ -238,13 +226,15 @@ def test_a_refusal_is_passed_on_and_says_that_the_files_are_saved(hub: list[tupl
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
-def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    trained = policy()
-    refused = {True: "bool", "": "str ''", "a/b/c": "str 'a/b/c'", "a/b c": "str 'a/b c'", "a/`b`": "str"}
-    for name, got in refused.items():
-        message = rf"push_to_hub must be the name of a repository, 'user/name', or None; got {got}"
-        with pytest.raises(ConfigError, match=message):
-            trained.save_pretrained(tmp_path / "x", push_to_hub=name)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"trainer must be the run's GRPOTrainer, or None; got int 3"):
-        trained.save_pretrained(tmp_path / "x", trainer=3)
+NO_NAME = "push_to_hub must be the name of a repository, 'user/name', or None; got "
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"push_to_hub": True}, f"{NO_NAME}bool"), ({"push_to_hub": ""}, f"{NO_NAME}str ''"),
+    ({"push_to_hub": "a/b/c"}, f"{NO_NAME}str 'a/b/c'"), ({"push_to_hub": "a/b c"}, f"{NO_NAME}str 'a/b c'"),
+    ({"push_to_hub": "a/`b`"}, f"{NO_NAME}str"), ({"trainer": 3}, "trainer must be the run's GRPOTrainer, or None; got int 3"),
+])  # fmt: skip
+def test_wrong_arguments_are_refused_before_anything_is_written(options: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        policy().save_pretrained(tmp_path / "x", **options)
     assert not (tmp_path / "x").exists()

@@ -1,16 +1,12 @@
 import itertools
 import math
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from adapters.llm.model import token_log_probs as module
-from adapters.llm.model.causal_lm import CausalLM
-from adapters.llm.model.shared_prompts import hidden_with_shared_prompts
 from adapters.llm.model.token_log_probs import blocks, token_log_probs
 from benchmarks._memory import peak_extra_memory
 
@@ -71,7 +67,6 @@ def test_values_and_slopes_are_those_of_the_full_softmax(
 
 
 def weighted_sum(values: tuple[torch.Tensor, torch.Tensor | None], weights: torch.Tensor, terms: str) -> torch.Tensor:
-    """A loss of the log-probs, of the entropies, or of both."""
     log_probs, entropy = values
     loss = weights.new_zeros(())
     if terms != "entropy":
@@ -79,15 +74,6 @@ def weighted_sum(values: tuple[torch.Tensor, torch.Tensor | None], weights: torc
     if terms != "log_probs":
         loss = loss + (weights[1] * entropy).sum()
     return loss
-
-
-def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_still_do() -> None:
-    head = nn.Linear(4, 6).requires_grad_(False)
-    hidden = torch.randn(3, 4, requires_grad=True)
-    log_probs, _ = token_log_probs(hidden, head, torch.tensor([0, 5, 2]))
-    log_probs.sum().backward()
-    assert head.weight.grad is None
-    assert bool((hidden.grad != 0).all())
 
 
 def test_half_precision_is_reduced_in_float32() -> None:
@@ -116,25 +102,18 @@ def test_many_blocks_are_as_exact_as_one_in_half_precision(monkeypatch: pytest.M
     assert float((many - one).norm() / one.norm()) < 3e-3  # summed in bfloat16, they are off by 1 %
 
 
-def test_under_autocast_the_gradient_of_a_bias_is_float32() -> None:
-    head = nn.Linear(16, 50)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        log_probs, _ = token_log_probs(torch.randn(4, 16, requires_grad=True), head, torch.arange(4))
-    log_probs.sum().backward()
-    assert head.bias.grad.dtype == torch.float32
-
-
-def test_under_autocast_the_logits_are_rounded_to_bfloat16() -> None:
+def test_under_autocast_the_logits_are_rounded_to_bfloat16_and_gradients_are_float32() -> None:
     torch.manual_seed(0)
-    head = nn.Linear(16, 50, bias=False)
+    head = nn.Linear(16, 50)
     hidden = torch.randn(4, 16, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         log_probs, _ = token_log_probs(hidden, head, torch.arange(4))
-    logits = nn.functional.linear(hidden.detach().bfloat16(), head.weight.detach().bfloat16())
+    weight, bias = head.weight.detach().bfloat16(), head.bias.detach().bfloat16()
+    logits = nn.functional.linear(hidden.detach().bfloat16(), weight, bias)
     rounded = logits.float().log_softmax(1)
     torch.testing.assert_close(log_probs.detach(), rounded[torch.arange(4), torch.arange(4)])
     log_probs.sum().backward()
-    assert head.weight.grad.dtype == torch.float32
+    assert head.weight.grad.dtype == head.bias.grad.dtype == torch.float32
 
 
 def test_the_first_blocks_are_computed_once_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,58 +204,29 @@ def test_hooks_and_a_replaced_forward_of_the_head_are_honoured(subtests: pytest.
 # --- the peak memory does not grow with the vocabulary; the allocator's own records are the measurement
 
 
-HIDDEN, ROWS, STEPS, RANK = 16, 16, 40, 2
-BLOCK_BYTES = 3 * 2**20
-"""A tenth of the real size, with small vocabularies, so that the test is fast."""
-Trained = Literal["layers", "everything", "adapted head"]
-VOCABULARY_FLOATS = {
-    "layers": 0,
-    "everything": 2 * HIDDEN,  # tied: the gradients of head and embeddings are in memory until they are summed
-    "adapted head": RANK,  # B of the adapter
-}
-"""Number of weights per word that have a gradient."""
-CASES: list[tuple[Trained, bool]] = [("layers", True), ("everything", False), ("adapted head", True)]
-
-
-def model_of(vocabulary_size: int, trained: Trained) -> Any:
-    config = Qwen3Config(
-        vocab_size=vocabulary_size, hidden_size=HIDDEN, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8, tie_word_embeddings=trained != "adapted head",
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config)
-    if trained == "adapted head":  # not a plain linear layer, so its blocks are checkpointed
-        return get_peft_model(model, LoraConfig(r=RANK, target_modules=["q_proj", "lm_head"]))
-    model.get_input_embeddings().weight.requires_grad_(trained == "everything")
-    return model
-
-
-def peak_of_scoring(vocabulary_size: int, trained: Trained, *, with_entropy: bool) -> int:
-    """Peak bytes of one scoring pass with its gradient, without the weights."""
-    model = model_of(vocabulary_size, trained)
-    lm = CausalLM(model)
-    prompts = [[1, 2, 3], [4, 5, 6]]
-    prompt_of_row = torch.arange(2).repeat_interleave(ROWS // 2)
-    tokens = torch.randint(vocabulary_size, (ROWS, STEPS))
-
-    def score() -> None:
-        model.zero_grad()
-        hidden = hidden_with_shared_prompts(lm, prompts, prompt_of_row, tokens)
-        log_probs, entropy = token_log_probs(hidden.flatten(0, 1), lm.head, tokens.flatten(), with_entropy=with_entropy)
-        (log_probs if entropy is None else log_probs + entropy).sum().backward()
-
-    return peak_extra_memory(score)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("trained", "with_entropy"), CASES)
+@pytest.mark.parametrize(("kind", "with_entropy"), [("frozen", True), ("trained", False), ("wrapped", True)])
 def test_a_larger_vocabulary_adds_only_the_gradient_of_its_weights(
-    trained: Any, with_entropy: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, with_entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(module, "KEPT_BYTES", BLOCK_BYTES)
+    """Blocks of a tenth of the real size, with small vocabularies, so that the test is fast."""
+    block = 3 * 2**20
+    monkeypatch.setattr(module, "BLOCK_BYTES", block)
+    monkeypatch.setattr(module, "KEPT_BYTES", block)
+    hidden = torch.randn(640, 16, requires_grad=True)
+
+    def peak(size: int) -> int:
+        linear = nn.Linear(16, size, bias=False).requires_grad_(kind == "trained")
+        head = Wrapped(linear) if kind == "wrapped" else linear
+        tokens = torch.randint(size, (640,))
+
+        def score() -> None:
+            log_probs, entropy = token_log_probs(hidden, head, tokens, with_entropy=with_entropy)
+            (log_probs if entropy is None else log_probs + entropy).sum().backward()
+
+        return peak_extra_memory(score)
+
     small, large = 4_000, 20_000
-    found = [peak_of_scoring(size, trained, with_entropy=with_entropy) for size in (small, large)]
-    weights = 4 * VOCABULARY_FLOATS[trained] * (large - small)
-    assert found[1] - found[0] < weights + 2**20
-    all_logits = 4 * ROWS * STEPS * large
-    assert all_logits > 8 * BLOCK_BYTES  # all logits at once would be seen
+    weights = 4 * 16 * (large - small) if kind == "trained" else 0
+    assert peak(large) - peak(small) < weights + 2**20
+    assert 4 * 640 * large > 8 * block  # all logits at once would be seen

@@ -1,26 +1,35 @@
-"""Plain functions as rewards: their arguments, their return values, and training with them."""
+"""Plain functions as rewards: their arguments and their return values; and verifiers."""
 
 import asyncio
+import doctest
 import functools
-import inspect
 import math
 import os
+import socket
 from collections.abc import Sequence
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
+import pandas
 import pytest
 import torch
 from torch import Tensor, nn
 
+from adapters.llm import MathMatch, correctness_first, hybrid_reward
 from adapters.llm.completions import Completion
+from adapters.llm.rewards import completion_rewards, gsm8k, gsm8k_rewards, json_schema, verifiers
+from adapters.llm.rewards.columns import accepted_answers
 from adapters.llm.rewards.completion_rewards import CompletionRewards
-from adapters.llm.rewards.verifiers import ExactMatch, PerToken
+from adapters.llm.rewards.json_schema import JSONSchemaMatch
+from adapters.llm.rewards.verifiers import Between, ExactMatch, OverlongPunishment, PerToken, RegexMatch, tags_pattern
 from grpo import RewardConfig
 from grpo._retrying.calls import RetriedCalls
 from grpo.checks import check_reward_model
 from grpo.errors import ConfigError, ContractError, ProtocolError, RewardError, RewardTimeoutError
 from grpo.rewards import ask_for_rewards
-from tests.support.clocks import CallsClock, skipping_clock
+from tests.support.clocks import skipping_clock
 from tests.support.reward_faults import children
 
 
@@ -62,14 +71,9 @@ def test_rewards_are_weighted_by_name_or_in_order() -> None:
 
 def test_a_function_with_kwargs_gets_the_arguments_that_trl_passes() -> None:
     seen: dict[str, Any] = {}
-
-    def reward(**kwargs: Any) -> list[float]:
-        seen.update(kwargs)
-        return [0.0, 0.0]
-
     chat = [{"role": "user", "content": "hello"}]
     rows = [{"prompt": "p", "answer": 1, "completion": "gold"}, {"prompt": chat, "answer": 2, "completion": ""}]
-    rewards_of(reward, rows, [A, B])
+    rewards_of(lambda **kwargs: seen.update(kwargs) or [0.0, 0.0], rows, [A, B])
     assert seen == {
         "prompts": ["p", chat], "completions": ["a", [{"role": "assistant", "content": "bb"}]],
         "completion_ids": [[97], [98, 98]], "answer": [1, 2],
@@ -95,42 +99,23 @@ def test_a_function_of_one_row_gets_the_arguments_that_it_names() -> None:
     assert rewards_of(functools.partial(reward, scale=3.0), ROWS[:1], [A]).tolist() == [3.0]
     assert seen == [("p", "a", A, ROWS[0], "a")]
 
-    def everything(completion: str, **kwargs: Any) -> float:
-        seen.append(kwargs)
-        return 0.0
-
-    rewards_of(everything, ROWS[:1], [A])
+    rewards_of(lambda completion, **kwargs: seen.append(kwargs), ROWS[:1], [A])
     assert seen[1] == {"prompt": "p", "answer": "a"}
-
-
-def test_a_function_of_states_and_actions_works() -> None:
-    def reward(states: list[Any], actions: list[Completion]) -> Tensor:
-        return torch.tensor([len(state["prompt"]) + len(action) for state, action in zip(states, actions, strict=True)])
-
-    assert rewards_of(reward).tolist() == [2.0, 3.0, 4.0]
 
 
 def test_columns_with_the_names_of_the_trainers_objects_reach_functions(subtests: pytest.Subtests) -> None:
     rows = [{"prompt": "p", "state": "Ohio", "action": "walk", "states": 50, "actions": 3, "answer": "a"}]
+    seen: list[Any] = []
     functions: list[tuple[Any, Any]] = [
-        (lambda completion, state: state, "Ohio"), (lambda prompt, action: action, "walk"),
-        (lambda completion, states, actions: [states, actions], [50, 3]),
-        (lambda completions, state, **kwargs: [state, kwargs["action"]], [["Ohio"], ["walk"]]),
-        (lambda prompts, states: states, [50]), (lambda state: state, "Ohio"),
+        (lambda completion, state: seen.append(state), "Ohio"), (lambda prompt, action: seen.append(action), "walk"),
+        (lambda completion, states, actions: seen.append([states, actions]), [50, 3]),
+        (lambda completions, state, **kwargs: seen.append([state, kwargs["action"]]) or [0.0], [["Ohio"], ["walk"]]),
+        (lambda prompts, states: seen.append(states) or [0.0], [50]), (lambda state: seen.append(state), "Ohio"),
     ]  # fmt: skip
     for number, (function, expected) in enumerate(functions):
-        seen: list[Any] = []
-
-        def recorded(
-            *args: Any, function: Any = function, seen: list[Any] = seen, **kwargs: Any
-        ) -> list[float] | float:
-            seen.append(function(*args, **kwargs))
-            return [0.0] if "completions" in kwargs or "prompts" in kwargs else 0.0
-
-        recorded.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
         with subtests.test(number=number):
-            rewards_of(recorded, rows, [A])
-            assert seen == [expected]
+            rewards_of(function, rows, [A])
+            assert seen.pop() == expected
     with subtests.test("ready-made verifiers read the whole row"):
         assert rewards_of({"right": ExactMatch(), "length": PerToken(amount=1.0)}, rows, [A]).tolist() == [2.0]
     with subtests.test("without the column"), pytest.raises(RewardError, match="needs state; the rows offer"):
@@ -197,15 +182,7 @@ def test_none_is_excluded_from_the_sum_of_a_row() -> None:
     parts = {name: part.tolist() for name, part in found.components.items()}
     assert str(parts) == "{'short': [10.0, nan], 'long': [nan, 2.0]}"
     assert found.values.tolist() == [5.0, 6.0]  # .5 * 10 and 3 * 2
-
-
-def test_a_row_to_which_no_function_applies_has_reward_nan() -> None:
-    rewards = CompletionRewards(only_short)
-    with pytest.raises(RewardError, match=r"got \[nan, nan\] at rows \[1, 2\] of 3"):
-        retried(rewards)
-    kept = retried(rewards, non_finite="drop")
-    assert kept.values.tolist() == kept.components["only_short"].tolist() == [10.0]
-    assert kept.kept.tolist() == [True, False, False]
+    assert ask_for_rewards(CompletionRewards(only_short), ["p"] * 2, [A, B]).values.isnan().tolist() == [False, True]
 
 
 def test_nan_is_an_error_even_if_another_function_applies() -> None:
@@ -254,67 +231,37 @@ WRONG_SETTINGS = [
     ({"right": right}, {"weights": {"wrong": 1.0}}, "one weight for each"),
     (length, {"weights": 3}, "weights must be None, a mapping or a sequence"),
     (length, {"prompt_column": 3}, "prompt_column a text; got .* int 3"),
+    ({"name": "accuracy"}, {}, "reward_model must implement RewardModel; str lacks"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("functions", "options", "message"), WRONG_SETTINGS)
 def test_wrong_settings_are_refused(functions: Any, options: Any, message: Any) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, ProtocolError), match=message):
         CompletionRewards(functions, **options)
-
-
-def test_a_reward_that_is_not_a_function_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="reward_model must implement RewardModel; str lacks"):
-        CompletionRewards({"name": "accuracy"})
 
 
 def picky(completion: str) -> float:
     return {"a": 1.0, "ccc": 3.0}[completion]
 
 
-def test_an_exception_names_the_function_and_can_drop_the_row() -> None:
+@pytest.mark.parametrize("timeout", [None, 60.0], ids=["in this process", "in another process"])
+def test_an_exception_names_the_function_its_row_and_its_cause_and_can_drop_the_row(timeout: Any) -> None:
     message = r"raised RuntimeError: picky raised KeyError: 'bb' at row 1 for rows 0 to 2"
     with pytest.raises(RewardError, match=message) as caught:
-        retried(CompletionRewards(picky))
-    assert isinstance(caught.value.__cause__.__cause__, KeyError)  # type: ignore[union-attr]
-    kept = retried(CompletionRewards(picky), on_failure="drop")
+        retried(CompletionRewards(picky), timeout=timeout)
+    cause: Any = caught.value.__cause__
+    assert isinstance(cause, RuntimeError)
+    assert isinstance(cause.__cause__, KeyError)
+    assert timeout is None or "in picky" in cause.__notes__[0]
+    kept = retried(CompletionRewards(picky), on_failure="drop", timeout=timeout)
     assert kept.values.tolist() == [1.0, 3.0]
     assert kept.metrics["rows/dropped"] == 1.0
-
-
-# --- async
-
-
-class Judge:
-    """An async reward function that records its concurrent calls and its event loops."""
-
-    def __init__(self) -> None:
-        self.now = self.most = 0
-        self.loops: set[Any] = set()
-
-    async def __call__(self, completion: str) -> float:
-        self.loops.add(asyncio.get_running_loop())
-        self.now += 1
-        self.most = max(self.most, self.now)
-        await asyncio.sleep(0.01)
-        self.now -= 1
-        return float(len(completion))
 
 
 async def later(completions: list[str], **kwargs: Any) -> list[float | None]:
     await asyncio.sleep(0.01)
     return [None, 0.5, 0.5]
-
-
-@pytest.mark.parametrize(("limit", "most"), [(64, 3), (2, 2)])
-def test_async_calls_run_together_up_to_the_limit(limit: Any, most: Any) -> None:
-    judge = Judge()
-    rewards = CompletionRewards({"judge": judge, "later": later, "right": right})
-    ask = functools.partial(ask_for_rewards, rewards, ROWS, [A, B, C], max_concurrent=limit)
-    assert ask().values.tolist() == [1.0 + 1.0, 2.0 + 0.5 + 0.0, 3.0 + 0.5 + 1.0]
-    assert judge.most == most
-    ask()
-    assert len(judge.loops) == 1  # one loop for all calls, so open clients stay usable
 
 
 def test_a_slow_awaited_call_times_out_and_names_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,30 +280,6 @@ def test_a_slow_awaited_call_times_out_and_names_its_row(monkeypatch: pytest.Mon
     assert dropped.values.tolist() == [1.0, 1.0]
 
 
-def test_each_row_of_a_plain_function_has_the_whole_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rows of 40 seconds by an imitated clock, one after another, with 80 seconds for each."""
-    clock = CallsClock(monkeypatch)
-
-    def steady(completion: str) -> float:
-        clock.move(40.0)
-        return float(len(completion))
-
-    assert retried(CompletionRewards(steady), timeout=80).values.tolist() == [1.0, 2.0, 3.0]
-
-
-def test_a_slow_plain_call_times_out_and_names_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = CallsClock(monkeypatch)
-
-    def slow(completion: str) -> float:
-        if completion == "bb":
-            clock.hang()
-        return 1.0
-
-    with pytest.raises(RewardTimeoutError, match=r"slow at row 1 did not answer within 60 s for rows 0 to 2"):
-        retried(CompletionRewards({"slow": slow, "right": right}), timeout=60)
-    assert children() == set()
-
-
 def test_parts_of_every_kind_run_within_a_time_limit() -> None:
     """right: 1, 0, 1; length: 1, 2, 3; later: -, .5, .5; the model: .25 each."""
 
@@ -373,36 +296,231 @@ def test_parts_of_every_kind_run_within_a_time_limit() -> None:
     assert children() == set()
 
 
-def test_an_exception_in_another_process_names_the_function_its_row_and_its_cause() -> None:
-    message = "raised RuntimeError: picky raised KeyError: 'bb' at row 1 for rows"
-    with pytest.raises(RewardError, match=message) as caught:
-        retried(CompletionRewards(picky), timeout=60.0)
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    assert isinstance(caught.value.__cause__.__cause__, KeyError)
-    assert "in picky" in caught.value.__cause__.__notes__[0]
-
-
 def test_the_conformance_kit_passes() -> None:
-    rewards = CompletionRewards({"right": right, "judge": Judge()})
+    async def judge(completion: str) -> float:
+        return float(len(completion))
+
+    rewards = CompletionRewards({"right": right, "judge": judge})
     check_reward_model(rewards, ROWS, [A, B, C], strict=True).raise_for_failures()
 
 
-def test_the_state_of_a_function_is_saved_and_loaded() -> None:
-    class Fading:
-        def __init__(self) -> None:
-            self.calls = 0
+# --- verifiers on texts and lengths with known rewards
 
-        def __call__(self, completions: list[str]) -> list[float]:
-            self.calls += 1
-            return [1.0 / self.calls] * len(completions)
 
-        def state_dict(self) -> dict[str, Any]:
-            return {"calls": self.calls}
+def of_length(length: int) -> Completion:
+    return Completion(token_ids=(5,) * length, text="x" * length, finish_reason="length")
 
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.calls = state["calls"]
 
-    first, second = CompletionRewards(Fading()), CompletionRewards(Fading())
-    first.compute_rewards(ROWS, [A, B, C])
-    second.load_state_dict(first.state_dict())
-    assert second.compute_rewards(ROWS, [A, B, C]).tolist() == [0.5, 0.5, 0.5]
+def test_the_examples_in_the_docstrings_of_all_rewards_hold(subtests: pytest.Subtests) -> None:
+    examples = {completion_rewards: 5, gsm8k: 4, gsm8k_rewards: 3, json_schema: 1, verifiers: 7}
+    for module, count in examples.items():
+        with subtests.test(module=module.__name__):
+            assert doctest.testmod(module) == (0, count)
+
+
+EXACT_MATCHES = [
+    ({}, "Oslo", "Oslo", 1.0), ({}, " Oslo\n", "Oslo", 1.0), ({}, "New \n York", "New York", 1.0),
+    ({}, "NewYork", "New York", 0.0), ({}, "oslo", "Oslo", 0.0), ({}, "", "Oslo", 0.0), ({}, "72", 72, 1.0),
+    ({}, "Oslo", None, None), ({"ignore_case": True}, "OSLO", "oslo", 1.0),
+    ({"ignore_case": True}, "STRASSE", "straße", 1.0), ({"ignore_spacing": False}, "Oslo ", "Oslo", 0.0),
+    ({"ignore_spacing": False}, "Oslo", "Oslo", 1.0),
+    ({"extract": Between(start="<a>", end="</a>")}, "<a>Rome</a>, or <a> Oslo </a>.", "Oslo", 1.0),
+    ({"extract": Between(start="<a>", end="</a>")}, "Oslo", "Oslo", 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "text", "answer", "expected"), EXACT_MATCHES)
+def test_exact_match_compares_the_text_with_the_column(options: Any, text: Any, answer: Any, expected: Any) -> None:
+    assert ExactMatch(**options)(text, {"answer": answer}) == expected
+    assert ExactMatch(column="truth", **options)(text, {"answer": "?", "truth": answer}) == expected
+
+
+@pytest.mark.parametrize("text", ["", "<a>", "<a>1", "1</a>", "</a>1<a>"])
+def test_between_gives_none_without_both_marks(text: Any) -> None:
+    assert Between(start="<a>", end="</a>")(text) is None
+
+
+REGEX_MATCHES = [
+    ({"pattern": r"\d+"}, "a 1", 1.0), ({"pattern": r"\d+"}, "a", 0.0),
+    ({"pattern": r"\d+", "how": "full"}, "a 1", 0.0), ({"pattern": r"\d+", "how": "full"}, "12", 1.0),
+    ({"pattern": r"(?i)YES"}, "yes", 1.0), ({"pattern": r"= (\d+)", "column": "answer"}, "= 3, no: = 4 ", 1.0),
+    ({"pattern": r"= (\d+)", "column": "answer"}, "= 4, no: = 3", 0.0),
+    ({"pattern": r"= (\d+)", "column": "answer"}, "4", 0.0),
+    ({"pattern": r"= (\d+)?", "column": "answer"}, "= ", 0.0),  # the group did not match
+    ({"pattern": r"= (?P<n>\s*\d+)", "column": "answer", "group": "n"}, "=  4", 1.0),
+    ({"pattern": r"\d+", "column": "answer", "group": 0}, "4", 1.0),
+    ({"pattern": r"= (\d+)", "column": "nothing"}, "= 4", None),
+    ({"pattern": "^a", "max_chars": 3}, "abcd", 0.0),  # only "bcd" is searched
+    ({"pattern": "^b", "max_chars": 3}, "abcd", 1.0), ({"pattern": ".*", "how": "full", "max_chars": 3}, "abcd", 0.0),
+    ({"pattern": ".*", "how": "full", "max_chars": 4}, "abcd", 1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "text", "expected"), REGEX_MATCHES)
+def test_regex_match_searches_or_matches_the_whole_text(options: Any, text: Any, expected: Any) -> None:
+    assert RegexMatch(**options)(text, {"answer": 4, "nothing": None}) == expected
+
+
+TAGGED = [
+    ("<think>a</think><answer>4</answer>", 1.0), ("\n<think>\na\n</think>\n\n<answer>\n4\n</answer>\n", 1.0),
+    ("<think></think><answer>4</answer>", 1.0), ("<think>a < b</think><answer>4</answer>", 1.0),
+    ("<think>a</think><answer>5</answer>", 0.0), ("<answer>4</answer><think>a</think>", 0.0),
+    ("<think>a</think>4", 0.0), ("so: <think>a</think><answer>4</answer>", 0.0),
+    ("<think>a</think><answer>4</answer>.", 0.0), ("<think>a</think><answer>5</answer><answer>4</answer>", 0.0),
+    ("<think><answer>5</answer></think><answer>4</answer>", 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), TAGGED)
+def test_tags_pattern_matches_each_tag_once_and_in_order(text: Any, expected: Any) -> None:
+    verifier = RegexMatch(pattern=tags_pattern("think", "answer"), how="full", column="answer", group="answer")
+    assert verifier(text, {"answer": "4"}) == expected
+
+
+def test_tags_pattern_reads_long_texts() -> None:
+    """In quadratic time, 400,000 characters take longer than a test may take."""
+    length = 400_000
+    verifier = RegexMatch(pattern=tags_pattern("think", "answer"), how="full", max_chars=2 * length)
+    texts = ["<think>" * (length // 7), "<think>" + " " * length, "<think>a</think>" + "\n" * length, "<" * length]
+    assert [verifier(text) for text in texts] == [0.0] * 4
+
+
+WRONG_VERIFIERS = [
+    (lambda: RegexMatch(pattern="("), r"RegexMatch.pattern must be a regular expression; '\(' is not: missing \)"),
+    (lambda: RegexMatch(pattern="a", column="answer"), "RegexMatch.group must be a group of the pattern 'a'; got 1. Add"),
+    (lambda: RegexMatch(pattern="(a)", column="answer", group="b"), "RegexMatch.group must be a group of .*; got 'b'"),
+    (lambda: RegexMatch(pattern="a", how="match"), "RegexMatch.how must be one of 'search', 'full'"),
+    (lambda: OverlongPunishment(max_tokens=4, cache_tokens=5), "cache_tokens must be at most max_tokens=4; got 5"),
+    (lambda: OverlongPunishment(max_tokens=0, cache_tokens=0), "max_tokens must be >= 1"),
+    *((lambda tags=tags: tags_pattern(*tags), "tags_pattern needs different tags")
+        for tags in [(), ("a", "a"), ("a b",), ("a>",)]),
+    (lambda: ExactMatch(extract="<a>"), "ExactMatch.extract must be Callable or None; got '<a>'"),
+    (lambda: JSONSchemaMatch(None), r"needs a JSON schema as a mapping, .* got NoneType"),
+    (lambda: JSONSchemaMatch({}, extract="a"), r"extract a function or None"),
+    (lambda: JSONSchemaMatch({"type": "point"}), r"JSONSchemaMatch needs a JSON schema; at \$.type: 'point' is not valid"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG_VERIFIERS)
+def test_wrong_settings_of_verifiers_are_refused(make: Any, message: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_missing_column_is_named() -> None:
+    with pytest.raises(RewardError, match="ExactMatch needs the column 'answer'; the row has 'prompt', 'truth'"):
+        ExactMatch()("text", {"prompt": "p", "truth": "t"})
+    message = r"RegexMatch needs rows \(dicts\) with a column 'answer'; got str 'p' as a prompt"
+    with pytest.raises(RewardError, match=message):
+        RegexMatch(pattern="(a)", column="answer")("text", "p")
+
+
+LENGTHS = [
+    # L_max 20, cache 4: nothing up to 16, then 1/4 per token
+    (4, 0, 0.0), (4, 16, 0.0), (4, 17, -0.25), (4, 18, -0.5), (4, 19, -0.75), (4, 20, -1.0), (4, 21, -1.0), (4, 90, -1.0),
+    (0, 19, 0.0), (0, 20, 0.0), (0, 21, -1.0),  # without a cache, it is a step
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cache", "length", "expected"), LENGTHS)
+def test_overlong_punishment_falls_from_0_to_minus_1_within_the_cache(cache: Any, length: Any, expected: Any) -> None:
+    assert OverlongPunishment(max_tokens=20, cache_tokens=cache)(of_length(length)) == expected
+
+
+def test_per_token_counts_tokens_up_to_the_maximum() -> None:
+    assert PerToken(amount=-0.5)(of_length(3)) == -1.5
+    assert [PerToken(amount=0.25, max_tokens=4)(of_length(length)) for length in (0, 3, 4, 9)] == [0.0, 0.75, 1.0, 1.0]
+
+
+POINT = {
+    "type": "object", "properties": {"x": {"type": "number", "multipleOf": 0.5}, "next": {"$ref": "#"}},
+    "required": ["x"], "additionalProperties": False,
+}  # fmt: skip
+JSON_TEXTS = [
+    ('{"x": 1.5}', 1.0), (' {"x": 1, "next": {"x": 2}}\n', 1.0), ('{"x": 1, "next": {}}', 0.0), ('{"x": 1.3}', 0.0),
+    ('{"x": "1"}', 0.0), ('{"x": 1, "y": 2}', 0.0), ("[]", 0.0), ('{"x": 1} and so on', 0.0), ("", 0.0),
+    ('"\ud800\x00"', 0.0), ('{"x": NaN}', 0.0), ('{"x": -Infinity}', 0.0), ('{"x": 1e999}', 0.0),
+    ('{"x": ' + "9" * 400 + "}", 0.0),  # multipleOf would divide it by a float
+    ('{"x": ' + "9" * 5000 + "}", 0.0), ("[" * 200_000, 0.0),
+    ('{"x": 1, "next": ' * 2000 + '{"x": 1}' + "}" * 2000, 0.0), (" " * 1_000_001 + '{"x": 1}', 0.0),
+]  # fmt: skip
+
+
+def test_json_schema_match_accepts_valid_json_only(subtests: pytest.Subtests) -> None:
+    for text, expected in JSON_TEXTS:
+        with subtests.test(text=text[:40], length=len(text)):
+            assert JSONSchemaMatch(POINT)(text) == expected
+
+
+def test_json_is_extracted_from_a_text() -> None:
+    verifier = JSONSchemaMatch(POINT, extract=Between(start="```json", end="```"))
+    assert verifier('Here:\n```json\n{"x": 1}\n```\nDone.') == 1.0
+    assert verifier('{"x": 1}') == 0.0
+
+
+def test_a_reference_in_a_schema_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def no_network(*args: object) -> None:
+        asked.append(args)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    verifier = JSONSchemaMatch({"$ref": "http://localhost:9/schema.json"})
+    row = Completion(token_ids=(), text="1", finish_reason="end")
+    with pytest.raises(RuntimeError, match=r"json raised .*Unresolvable"):
+        CompletionRewards({"json": verifier}).compute_rewards(["p"], [row])
+    assert not asked
+
+
+# --- The columns of a data set, given to a reward
+CONVERTED: list[tuple[Any, list[str]]] = [
+    ("Rome", ["Rome"]), (np.str_("Rome"), ["Rome"]), (7, ["7"]), (7.0, ["7"]), (-2.5, ["-2.5"]), (2e-7, ["0.0000002"]),
+    (3e20, ["300000000000000000000"]), (np.float32(0.1), ["0.1"]), (np.int64(7), ["7"]), (np.array(7), ["7"]),
+    (np.array([1.5, 2.0]), ["1.5", "2"]), (torch.tensor(7), ["7"]), (torch.tensor(0.1), ["0.1"]),
+    (torch.tensor(0.5, dtype=torch.bfloat16), ["0.5"]), (torch.tensor([1, 2]), ["1", "2"]), (Decimal("1.50"), ["1.50"]),
+    (Fraction(2, 3), ["2/3"]), (["Rome", "Roma"], ["Rome", "Roma"]), (("4", 4.0, torch.tensor(4)), ["4", "4", "4"]),
+    (pandas.Series([1, 2]), ["1", "2"]), (pandas.array([1, None], dtype="Int64"), ["1"]), (None, []),
+    (float("nan"), []), (np.float32("nan"), []), (torch.tensor(float("nan")), []), (pandas.NA, []), (pandas.NaT, []),
+    (Decimal("nan"), []), ([], []), ([None, "Rome"], ["Rome"]),
+]  # fmt: skip
+REFUSED = [
+    True, np.True_, b"Rome", {"text": ["Rome"]}, [["Rome"]], np.zeros((2, 2)), 1j, float("inf"), object(), range(3),
+]  # fmt: skip
+
+
+def test_a_column_is_converted_or_refused(subtests: pytest.Subtests) -> None:
+    for value, texts in CONVERTED:
+        with subtests.test(value=repr(value)):
+            assert [answer.text for answer in accepted_answers({"gold": value}, "gold", "Test")] == texts
+    for value in REFUSED:
+        message = "Test: the column 'gold' must hold a text, a finite number, None, or a list of accepted answers; got "
+        with subtests.test(value=repr(value)), pytest.raises(RewardError, match=message):
+            accepted_answers({"gold": value}, "gold", "Test")
+
+
+def test_all_verifiers_read_columns_through_one_door(subtests: pytest.Subtests) -> None:
+    frame = pandas.DataFrame({"prompt": ["?"] * 3, "answer": [4, None, 6]})
+    listed: list[dict[str, Any]] = [
+        {"prompt": "?", "answer": [4, "four"]}, {"prompt": "?", "answer": None}, {"prompt": "?", "answer": 5.0},
+    ]  # fmt: skip
+    words = {"exact": ExactMatch(), "regex": RegexMatch(pattern=r"(\d+)", column="answer"), "math": MathMatch()}
+    texts = [Completion(token_ids=(1,), text="4", finish_reason="end")] * 3
+    for rows in (frame.to_dict("records"), listed):
+        for name, verifier in words.items():
+            with subtests.test(name=name):
+                found = CompletionRewards({name: verifier, "one": lambda completion: 0.0}).compute_rewards(rows, texts)
+                assert found.tolist() == [1.0, 0.0, 0.0]
+        with subtests.test(name="correctness_first"):
+            assert correctness_first().compute_rewards(rows, texts).tolist() == pytest.approx([1.1, 0.1, 0.1])
+        with subtests.test(name="hybrid_reward"):
+            assert hybrid_reward().compute_rewards(rows, texts).tolist() == pytest.approx([0.7, 0.1, 0.3])
+
+
+def test_a_number_equals_every_spelling_of_it_and_a_text_only_itself() -> None:
+    spellings = ["5", "5.0", " 5 ", "5e0"]
+    assert [ExactMatch()(text, {"answer": 5}) for text in spellings] == [1.0] * 4
+    assert [ExactMatch()(text, {"answer": 5}) for text in ("5x", "6", "5_0", "nan", "1e999999999")] == [0.0] * 5
+    assert ExactMatch()("5.0", {"answer": "5"}) == 0.0
+    assert ExactMatch()("0.001", {"answer": 1e-3}) == 1.0
+    assert RegexMatch(pattern=r"= (\S+)", column="answer")("= 2.50", {"answer": [7, 2.5]}) == 1.0

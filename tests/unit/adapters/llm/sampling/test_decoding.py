@@ -1,6 +1,6 @@
-"""Sampling from tiny models: the same tokens whatever the loop, the batch and the padding, and their probabilities."""
+"""Sampling from tiny models: the same tokens whatever the loop, the batch and the padding, and their probabilities. Then
+transformers' continuous batching."""
 
-import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +14,13 @@ from adapters.llm import HFOptions, HFPolicy, SampledTokens, SamplingConfig
 from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.model.shared_prompts import prefill
 from adapters.llm.sampling import decoding, decoding_batch
+from adapters.llm.sampling.continuous import ContinuousSampler
 from adapters.llm.sampling.decoding import DecodingSampler, StopStrings
+from adapters.llm.sampling.recorded.model import obstacle
 from adapters.llm.sampling.recorded.sampler import RecordedSampler
+from adapters.llm.sampling.samplers import SamplerError
+from grpo.errors import ConfigError
 from tests.support.llm_models import (
-    CHARACTERS,
     END,
     FAMILIES,
     FLOAT32_LOG_PROB,
@@ -28,8 +31,8 @@ from tests.support.llm_models import (
     policy_of,
     row_log_probs,
     row_logits,
-    sampling_distribution,
     tiny_model,
+    trainer_of,
 )
 from tests.support.tiny_architectures import tiny_of
 
@@ -63,32 +66,6 @@ def assert_same(found: SampledTokens, expected: SampledTokens) -> None:
         assert (ours is None) == (theirs is None)
         for row, other in zip(ours or [], theirs or [], strict=True):
             assert row == pytest.approx(other, abs=FLOAT32_LOG_PROB)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_reported_log_probs_are_those_of_the_sampling_distribution_and_of_the_policy(setting: Any) -> None:
-    config = SamplingConfig(max_new_tokens=6, **SETTINGS[setting])
-    model = tiny_model()
-    sampled = sample(model, config, with_entropy=True)
-    for row, tokens in enumerate(sampled.token_ids):
-        prompt = PROMPTS[row // 3]
-        with torch.no_grad():
-            logits = row_logits(model, prompt, tokens)
-        for step, token in enumerate(tokens):
-            if config.temperature == 0:
-                assert token == int(logits[step].argmax())
-                expected = 0.0
-            else:
-                written = [*prompt, *tokens[:step]]
-                probs = sampling_distribution(
-                    logits[step].numpy(), config, written=written, step=step, excludes=config.xtc_probability == 1
-                )
-                expected = math.log(probs[token])
-            assert sampled.behaviour_log_probs[row][step] == pytest.approx(expected, abs=FLOAT32_LOG_PROB)
-            policy = (logits[step].double() / config.scoring_temperature).log_softmax(0)
-            assert sampled.policy_log_probs[row][step] == pytest.approx(policy[token].item(), abs=FLOAT32_LOG_PROB)
-            entropy = -(policy.exp() * policy).sum().item()
-            assert sampled.entropies[row][step] == pytest.approx(entropy, abs=FLOAT32_LOG_PROB)
 
 
 @pytest.mark.parametrize(
@@ -133,49 +110,27 @@ def test_every_family_is_sampled_as_it_is_scored(family: Any) -> None:
 # Rows do not depend on the batch
 
 
-@pytest.mark.parametrize(("setting", "loop"), [("plain", "own"), ("all", "generate")])
-def test_a_row_is_sampled_alone_as_it_is_in_a_batch(setting: Any, loop: Any) -> None:
-    config = SamplingConfig(max_new_tokens=12, **SETTINGS[setting])
-    model = tiny_model()
-    together = sample(model, config, seeds=range(40, 49), loop=loop)
-    for row in (0, 4, 8):  # of each prompt, padded to 7 tokens in the batch
-        alone = sample(model, config, prompts=[PROMPTS[row // 3]], size=1, seeds=[40 + row], loop=loop)
-        assert alone.token_ids[0] == together.token_ids[row]
-        assert alone.finish_reasons[0] == together.finish_reasons[row]
-        assert alone.behaviour_log_probs[0] == pytest.approx(together.behaviour_log_probs[row], abs=FLOAT32_LOG_PROB)
-
-
-@pytest.mark.parametrize(("family", "most_ended"), [("qwen3", 0.0), ("gpt2", 2.0)])
-def test_removing_finished_rows_changes_no_row(family: Any, most_ended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "module", "name", "value"),
+    [("qwen3", decoding, "MOST_ENDED", 0.0), ("gpt2", decoding, "MOST_ENDED", 2.0),
+     *(("qwen3", decoding_batch, "GROWTH", growth) for growth in (1, 3))],
+)  # fmt: skip
+def test_when_finished_rows_are_removed_and_the_cache_grows_changes_no_row(
+    family: Any, module: Any, name: Any, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """0.0 removes each row as soon as it is finished, 2.0 removes none."""
     config = SamplingConfig(max_new_tokens=20, stop=("1", "2", "a", "b"))
     expected = sample(tiny_model(family), config, size=6)
     assert len(set(map(len, expected.token_ids))) > 3
-    monkeypatch.setattr(decoding, "MOST_ENDED", most_ended)
+    monkeypatch.setattr(module, name, value)
     assert_same(sample(tiny_model(family), config, size=6), expected)
 
 
-@pytest.mark.parametrize("growth", [1, 3])
-def test_growing_the_cache_by_small_steps_changes_no_row(growth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = SamplingConfig(max_new_tokens=12)
-    expected = sample(tiny_model(), config)
-    monkeypatch.setattr(decoding_batch, "GROWTH", growth)
-    assert_same(sample(tiny_model(), config), expected)
-
-
-@pytest.mark.parametrize(("setting", "max_rows"), [("plain", 1), ("top-p", 3), ("plain", 5), ("plain", 100)])
-def test_decoding_some_rows_at_a_time_changes_no_row(setting: Any, max_rows: Any) -> None:
-    config = SamplingConfig(max_new_tokens=8, **SETTINGS[setting])
-    whole = sample(tiny_model(), config, with_entropy=True)
-    parts = sample(tiny_model(), config, with_entropy=True, max_rows=max_rows)
-    assert_same(parts, whole)
-    assert (parts.policy_log_probs is parts.behaviour_log_probs) == config.is_exact
-
-
 def test_rows_that_join_later_change_no_row(subtests: pytest.Subtests) -> None:
-    """Rows end at different steps, and rows of the next prompts take their places, with states in Qwen 3.5 and Falcon-H1."""
+    """Rows end at different steps, and rows of the next prompts take their places, with states in Qwen 3.5 and Falcon-H1. With
+    one row at a time, each row is alone. Mamba is sampled by transformers' loop."""
     cases = [
-        *((family, "plain", 4) for family in (*SHARING, "qwen3_5_text", "falcon_h1")), ("qwen3", "all", 4),
+        *((family, "plain", 4) for family in (*SHARING, "mamba", "qwen3_5_text", "falcon_h1")), ("qwen3", "all", 4),
         ("qwen3", "penalty", 1), ("gpt2", "stop", 7), *(("qwen3", "plain", max_rows) for max_rows in range(1, 19)),
     ]  # fmt: skip
     for family, setting, max_rows in cases:
@@ -219,15 +174,6 @@ def test_a_place_is_taken_as_soon_as_its_row_ends_and_the_cache_stays_as_wide_as
     assert max(columns for _, _, columns, _ in held) <= max(map(len, PROMPTS)) + 16 + decoding_batch.GROWTH
 
 
-def test_each_prompt_is_forwarded_once_and_the_batch_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model()
-    shapes = forward_shapes(model)
-    monkeypatch.setattr(decoding, "MOST_ENDED", 0.0)
-    sampled = sample(model, SamplingConfig(max_new_tokens=20, stop=("1", "2", "a", "b")), size=6)
-    alive = [sum(len(row) > step for row in sampled.token_ids) for step in range(1, max(map(len, sampled.token_ids)))]
-    assert shapes == [(3, 7), *((count, 1) for count in alive)]
-
-
 @pytest.mark.parametrize(
     ("family", "max_tokens", "parts"),
     [("qwen3", 21, [3]), ("qwen3", 20, [2, 1]), ("gpt2", 7, [1, 1, 1]), ("gpt2", 1, [1, 1, 1])],
@@ -261,21 +207,8 @@ def test_the_cache_of_the_prompts_is_freed_before_decoding_continues(monkeypatch
 # How completions end
 
 
-def test_a_completion_ends_at_an_end_token_a_stop_string_or_the_limit() -> None:
-    config = SamplingConfig(max_new_tokens=6, stop=("1",))
-    sampled = sample(tiny_model(), config, size=20)
-    assert set(sampled.finish_reasons) == {"end", "stop", "length"}
-    one = CHARACTERS.index("1") + 2
-    for tokens, reason in zip(sampled.token_ids, sampled.finish_reasons, strict=True):
-        assert not {END, one} & set(tokens[:-1])
-        expected = "end" if tokens[-1] == END else "stop" if tokens[-1] == one else "length"
-        assert reason == expected
-        assert len(tokens) == 6 or reason != "length"
-
-
 @pytest.mark.parametrize("loop", ["own", "generate"])
 def test_only_the_given_end_tokens_end_a_completion(loop: Any) -> None:
-    """The end token of the model, END, ends no completion if `end_token_ids` does not have it."""
     model = tiny_model()
     assert model.generation_config.eos_token_id == END
     nothing = sample(model, SamplingConfig(max_new_tokens=20), size=6, end_token_ids=[], loop=loop)
@@ -289,8 +222,8 @@ def test_only_the_given_end_tokens_end_a_completion(loop: Any) -> None:
 
 
 @pytest.mark.parametrize("loop", ["own", "generate"])
-def test_the_generation_config_of_the_model_is_ignored(loop: Any) -> None:
-    """The generation config of a model may penalise, suppress and truncate; sampling does not use it."""
+def test_the_generation_config_and_the_mode_of_the_model_are_ignored_and_kept(loop: Any) -> None:
+    """The config may penalise, suppress and truncate. In training mode, layers with gradient checkpointing store no keys."""
     config = SamplingConfig(max_new_tokens=8)
     expected = sample(tiny_model(), config, loop=loop)
     model = tiny_model()
@@ -298,8 +231,11 @@ def test_the_generation_config_of_the_model_is_ignored(loop: Any) -> None:
         eos_token_id=END, repetition_penalty=2.0, no_repeat_ngram_size=1, suppress_tokens=list(range(10, 30)),
         min_new_tokens=5, do_sample=True, temperature=0.1, top_k=1,
     )  # fmt: skip
+    model.gradient_checkpointing_enable()
+    model.train()
     assert_same(sample(model, config, loop=loop), expected)
-    assert model.generation_config.top_k == 1  # the model keeps its config
+    assert model.generation_config.top_k == 1
+    assert model.training
 
 
 @pytest.mark.parametrize("loop", ["own", "generate"])
@@ -351,27 +287,12 @@ def test_a_stop_string_may_be_a_special_token(subtests: pytest.Subtests) -> None
                 assert not any(token in row[:-1] for row in sampled.token_ids)
 
 
-@pytest.mark.parametrize("loop", ["own", "generate"])
-def test_training_mode_with_gradient_checkpointing_samples_as_evaluation_mode_does(loop: Any) -> None:
-    """In training mode, layers with gradient checkpointing store no keys and values."""
-    model = tiny_model()
-    expected = sample(model, SamplingConfig(max_new_tokens=8), loop=loop)
-    model.gradient_checkpointing_enable()
-    model.train()
-    assert_same(sample(model, SamplingConfig(max_new_tokens=8), loop=loop), expected)
-    assert model.training
-
-
-def test_sampling_builds_no_graph_and_sync_changes_nothing() -> None:
+def test_sampling_builds_no_graph() -> None:
     model, has_graph = tiny_model(), []
-    before = {name: value.detach().clone() for name, value in model.named_parameters()}
     model.model.register_forward_hook(lambda *call: has_graph.append(call[-1].last_hidden_state.requires_grad))
-    sampled = sample(model, SamplingConfig(max_new_tokens=2))
+    sample(model, SamplingConfig(max_new_tokens=2))
     assert has_graph
     assert not any(has_graph)
-    assert isinstance(sampled.behaviour_log_probs[0][0], float)
-    DecodingSampler(CausalLM(model), TOKENIZER).sync(model)
-    assert all(value.requires_grad and torch.equal(value, before[name]) for name, value in model.named_parameters())
 
 
 # --- prompts that continue earlier rows compute only their new tokens, and draw the same tokens
@@ -436,3 +357,106 @@ def test_the_longest_row_is_continued_once_for_each_time_it_was_kept(max_rows: i
         for text in ("abcd", "abce", "abcf", "abcg"):
             policy.sample_tokens([encoded(text)], seeds=[0])
     assert [columns for _, columns in shapes] == computed
+
+
+# --- transformers' continuous batching: log-probs of each row alone, and errors in words
+
+
+def sample_together(
+    model: Any, *, seed: int = 0, ends: tuple[int, ...] = (END,), max_rows: int | None = None, **settings: Any
+):
+    config = SamplingConfig(**{"max_new_tokens": 9} | settings)
+    sampler = ContinuousSampler(CausalLM(model), max_rows=max_rows)
+    return sampler.sample(PROMPTS, 3, config, end_token_ids=ends, seeds=range(seed, seed + 9))
+
+
+def assert_log_probs_as_alone(model: Any, sampled: SampledTokens, temperature: float, top_k: int | None) -> None:
+    for row, (tokens, found) in enumerate(zip(sampled.token_ids, sampled.behaviour_log_probs, strict=True)):
+        with torch.no_grad():
+            logits = row_logits(model, PROMPTS[row // 3], tokens) / temperature
+        if top_k is not None:
+            logits = logits.masked_fill(logits < logits.topk(top_k, dim=1).values[:, -1:], -torch.inf)
+        expected = logits.log_softmax(1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+        assert list(found) == pytest.approx(expected.tolist(), abs=2 * FLOAT32_LOG_PROB)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "max_rows"),
+    [("qwen3", {"temperature": 0.7}, None), ("mistral", {}, 2), ("gemma2", {"top_k": 5}, None), ("aria_text", {}, 3)],
+)
+def test_log_probs_are_those_of_each_row_alone(family: Any, settings: Any, max_rows: Any) -> None:
+    """Prompts and completions are longer than Gemma 2's and Mistral's window of 4 tokens. Aria has no recorded steps."""
+    model = (tiny_model(family) if family in FAMILIES else tiny_of(family)).train()
+    assert (obstacle(CausalLM(model)) is None) == (family != "aria_text")
+    attention, state = model.config._attn_implementation, torch.get_rng_state()
+    sampled = sample_together(model, max_rows=max_rows, **settings)
+    assert len(sampled.token_ids) == 9
+    assert model.training
+    assert model.config._attn_implementation == attention
+    assert torch.equal(torch.get_rng_state(), state)
+    assert sampled.policy_log_probs is None
+    model.eval()
+    assert_log_probs_as_alone(model, sampled, settings.get("temperature", 1.0), settings.get("top_k"))
+    for tokens, reason in zip(sampled.token_ids, sampled.finish_reasons, strict=True):
+        assert END not in tokens[:-1]
+        assert reason == ("end" if tokens[-1] == END else "length")
+        assert reason == "end" or len(tokens) == 9
+
+
+def test_rows_depend_on_the_seed_only() -> None:
+    first, again, other = (sample_together(tiny_model(), seed=seed, ends=()) for seed in (0, 0, 100))
+    assert first.token_ids == again.token_ids != other.token_ids
+    assert set(first.finish_reasons) == {"length"}
+
+
+def test_the_likeliest_tokens_are_certain() -> None:
+    sampled = sample_together(tiny_model(), temperature=0)
+    assert len(set(map(tuple, sampled.token_ids))) == len(PROMPTS)
+    assert not any(map(any, sampled.behaviour_log_probs))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("min_new_tokens", 2), ("min_p", 0.1), ("xtc_probability", 0.5), ("repetition_penalty", 1.2), ("stop", ("a",))],
+)
+def test_settings_that_it_lacks_are_named(name: Any, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"does not have some settings .*{name}"):
+        sample_together(tiny_model(), **{name: value})
+
+
+@pytest.mark.parametrize("harm", [
+    lambda outputs: outputs.pop(next(iter(outputs))), lambda outputs: setattr(next(iter(outputs.values())), "error", "x"),
+], ids=["left out", "failed"])  # fmt: skip
+def test_a_row_that_is_left_out_or_fails_is_an_error(harm: Any) -> None:
+    model = tiny_model()
+    whole = model.generate_batch
+
+    def harmed(*args: Any, **options: Any) -> Any:
+        outputs = whole(*args, **options)
+        harm(outputs)
+        return outputs
+
+    model.generate_batch = harmed
+    with pytest.raises(SamplerError, match="must complete 9 rows; it completed 8"):
+        sample_together(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("model_type", "reason"), [
+    ("qwen3_5_text", "does not serve Qwen3_5ForCausalLM: Invalid layer type"), ("falcon_h1", "does not serve FalconH1"),
+    ("falcon", "must complete 2 rows; it completed 0"), ("gpt_neo", "must use the same distribution; with GPTNeo"),
+])  # fmt: skip
+def test_models_that_it_does_not_serve_are_refused_at_construction(model_type: Any, reason: Any) -> None:
+    """GPT-Neo has attention of its own, which reads no paged cache."""
+    with pytest.raises((SamplerError, ConfigError), match=reason):
+        policy_of(tiny_of(model_type), sampler="continuous")
+
+
+def test_training_samples_with_the_new_weights() -> None:
+    policy = policy_of(sampler="continuous", max_new_tokens=4)
+    assert policy.samples_itself
+    trainer_of(policy, learning_rate=1e-2).step(["1+1=", "abc"])
+    sampled = policy.sample_actions(["1+1=", "abc"], 4)
+    assert sampled.scores is None
+    scored = policy.score_groups(["1+1=", "abc"], sampled.actions)
+    torch.testing.assert_close(sampled.behaviour_log_probs, scored.log_probs.detach(), atol=1e-4, rtol=0)
