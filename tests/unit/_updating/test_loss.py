@@ -1,5 +1,6 @@
-"""The loss of an update. Metrics that a user objective does not report are NaN, and configured terms it drops are named."""
+"""The loss of an update, its gradient by brute force, and the metrics of an iteration."""
 
+import copy
 import json
 import math
 import re
@@ -7,24 +8,33 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from grpo import (
+    AdvantageConfig,
     ContractError,
+    ExperienceBatch,
     GRPOConfig,
+    GRPOTrainer,
     GRPOWarning,
     JSONLSink,
     ObjectiveConfig,
     ObjectiveInputs,
     ObjectiveOutput,
+    WeightedRewards,
     grpo_objective,
 )
 from grpo._updating.loss import MeteredObjective
+from grpo._updating.report import batch_metrics
+from grpo._updating.training_rows import TrainingRows
 from grpo.metrics import Meter
-from tests.support.trainers import by_hand, quarters
+from tests.support.policies import RecordingSGD, RowScoring, TablePolicy, gradient_of
+from tests.support.trainers import SCRIPT, by_hand, quarters, without_time
 
 NAMED = {
     "kl_coef": ({"kl_coef": 0.5}, r"kl_coef=0\.5"),
@@ -183,3 +193,296 @@ def test_the_objective_is_compiled_only_on_request(is_on, num_compiled, monkeypa
     trainer, policy = by_hand(objective=None, config={"compile_objective": is_on})
     trainer.step(["a", "b"])
     assert (compiled.call_count, policy.logits.tolist()) == (num_compiled, [[0.125, -0.125]] * 2)
+
+
+STATES = [0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 3]
+GROUP_IDS = [7, 7, 7, 1, 1, 1, 1, 5, 5, 2, 2, 2]
+ACTIONS: list[tuple[int | None, ...]] = [
+    (1, 2, 0), (0,), (2, None, 1, 0),
+    (1, 1, 1, 1), (), (2, 0), (None, 2),
+    (1, 0), (2, 2, 2),
+    (0,), (1, None, None, 2), (2, 1, 0),
+]  # fmt: skip
+REWARDS = [1.0, 0.0, 0.5, 2.0, 0.0, 1.0, 1.0, 0.3, 0.9, 0.0, 1.0, 0.0]
+MASK = torch.tensor([[t < len(a) and a[t] is not None for t in range(4)] for a in ACTIONS])
+KL_COEF, ENTROPY_COEF, LENGTH, LEARNING_RATE = 0.3, 0.2, 6, 0.5
+
+
+def built(aggregation: Any, entropy_aggregation: Any) -> tuple[GRPOTrainer, RecordingSGD]:
+    """A trainer for two passes over the batch, so that the second sees ratios other than 1; and its optimizer."""
+    torch.manual_seed(5)
+    policy = RowScoring(dtype=torch.float64)
+    reference = copy.deepcopy(policy)
+    with torch.no_grad():
+        for tensor in reference.parameters():
+            tensor.add_(0.3 * torch.randn_like(tensor))
+    objective = ObjectiveConfig(
+        kl_coef=KL_COEF,
+        entropy_coef=ENTROPY_COEF,
+        aggregation=aggregation,
+        entropy_aggregation=entropy_aggregation,
+        fixed_length=LENGTH if "fixed_length" in (aggregation, entropy_aggregation) else None,
+    )
+    optimizer = RecordingSGD(policy, lr=LEARNING_RATE)
+    config = {"group_size": 8, "num_epochs_per_update": 2, "seed": 1, "objective": objective}
+    return by_hand(policy=policy, config=config, reference_policy=reference, optimizer=optimizer)[0], optimizer
+
+
+def weight(aggregation: str, row: int, rows: list[int]) -> float:
+    """The weight of each step of `row` in an update of `rows`, from the formulas in words."""
+    length = {n: int(MASK[n].sum()) for n in rows}
+    mates = [n for n in rows if GROUP_IDS[n] == GROUP_IDS[row]]
+    divisor = {
+        "row_mean": length[row] * len(rows),
+        "step_mean": sum(length.values()),
+        "fixed_length": len(rows) * LENGTH,
+        "row_sum": len(rows),
+        "group_mean": sum(length[n] for n in mates) * len({GROUP_IDS[n] for n in rows}),
+    }[aggregation]
+    return 1.0 / divisor
+
+
+def brute_force(
+    policy: RowScoring, old: RowScoring, reference: RowScoring, aggregation: str, entropy_aggregation: str
+) -> Tensor:
+    """The gradient, row by row and step by step, each row scored alone."""
+    rows = range(len(STATES))
+    means = {g: sum(REWARDS[n] for n in rows if GROUP_IDS[n] == g) / GROUP_IDS.count(g) for g in GROUP_IDS}
+    loss = torch.zeros((), dtype=torch.float64)
+    for n in rows:
+        if not ACTIONS[n]:
+            continue
+        now = policy.score_actions([STATES[n]], [ACTIONS[n]])
+        with torch.no_grad():
+            before = old.score_actions([STATES[n]], [ACTIONS[n]])
+            ref = reference.score_actions([STATES[n]], [ACTIONS[n]])
+        advantage = REWARDS[n] - means[GROUP_IDS[n]]
+        for t, token in enumerate(ACTIONS[n]):
+            if token is None:
+                continue
+            ratio = (now.log_probs[0, t] - before.log_probs[0, t]).exp()
+            surrogate = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            x = now.log_probs[0, t] - ref.log_probs[0, t]
+            k3 = (-x).exp() + x - 1
+            loss = loss + weight(aggregation, n, list(rows)) * (surrogate + KL_COEF * k3)
+            loss = loss - weight(entropy_aggregation, n, list(rows)) * ENTROPY_COEF * now.entropy[0, t]
+    return gradient_of(policy, loss)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "entropy_aggregation"),  # None: the same
+    [
+        ("row_mean", None),
+        ("step_mean", "row_sum"),
+        ("fixed_length", "step_mean"),
+        ("row_sum", None),
+        ("group_mean", "step_mean"),
+    ],
+)
+def test_the_gradient_of_an_unsplit_update_equals_brute_force(aggregation, entropy_aggregation):
+    trainer, optimizer = built(aggregation, entropy_aggregation)
+    old = copy.deepcopy(trainer.policy)
+    trainer.update(ExperienceBatch.from_rows(STATES, ACTIONS, REWARDS, GROUP_IDS, mask=MASK))
+    first, second = optimizer.gradients
+    names = aggregation, entropy_aggregation or aggregation
+    expected = brute_force(copy.deepcopy(old), old, trainer.reference_policy, *names)
+    assert (first - expected).norm() < 1e-10 * expected.norm()
+    after_first = copy.deepcopy(old)
+    with torch.no_grad():  # one step of plain SGD, by hand
+        tensors = [*after_first.parameters()]
+        for tensor, gradient in zip(tensors, first.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor -= LEARNING_RATE * gradient.view_as(tensor)
+    expected = brute_force(after_first, old, trainer.reference_policy, *names)
+    assert (second - expected).norm() < 1e-10 * expected.norm()
+
+
+LN2 = math.log(2.0)
+
+# log(pi/ref) is ln 2 for action 0 and ln 2/3 for action 1; k3 = exp(-x) + x - 1; each action is taken twice.
+K3 = [0.5 + LN2 - 1.0, 1.5 + math.log(2.0 / 3.0) - 1.0]
+KL_MEAN, KL_STD = sum(K3) / 2, (K3[0] - K3[1]) / 2
+# the KL's gradient adds, per row, 0.04 (1 - exp(-x)) (e - p) / 4: for a logit pair (g, -g) with
+G = -0.125 + 0.04 / 4 * 0.5 * ((1 - 0.5) - (1 - 1.5))
+OF_ONE_STEP = {
+    "train/policy_loss": 0.0,  # ratios are 1 and advantages sum to 0
+    **dict.fromkeys(["train/total_loss", "train/kl_penalty"], 0.04 * KL_MEAN),
+    "train/kl_mean": KL_MEAN,
+    "train/kl_std": KL_STD,
+    **dict.fromkeys(["train/kl_coef", "train/kl_coef_next"], 0.04),
+    **dict.fromkeys(["train/entropy_bonus", "train/entropy_coef", "train/entropy_coef_next", "train/value_loss"], 0.0),
+    "train/entropy": LN2,
+    "train/ratio_mean": 1.0,
+    **dict.fromkeys(["train/ratio_std", "train/ratio_clamped_fraction", "train/clip_fraction"], 0.0),
+    **dict.fromkeys(["train/clip_fraction_low", "train/clip_fraction_high", "train/advantages_mean"], 0.0),
+    "train/advantages_std": 0.5,
+    "train/grad_norm": 2.0 * abs(G),
+    "train/learning_rate": 1.0,
+    "train/num_updates": 1.0,
+    "train/skipped_updates": 0.0,
+    "rewards/mean": 2.0,
+    "rewards/std": math.sqrt((1 + 4 + 1 + 4) / 3),
+    "rewards/max": 4.0,
+    "rewards/min": 0.0,
+    "rewards/median": 2.0,
+    "rewards/q25": 0.75,
+    "rewards/q75": 3.25,
+    **dict.fromkeys(["group_stats/num_groups", "group_stats/avg_group_size"], 2.0),
+    "group_stats/zero_variance_fraction": 0.0,
+    **dict.fromkeys(["rows/dropped", "rows/replayed", "rows/skipped_zero_advantage"], 0.0),
+    **dict.fromkeys(["steps/mean", "steps/max"], 1.0),
+}
+METRICS = {*OF_ONE_STEP, *(f"time/{name}" for name in ("sample", "reward", "score", "update", "iteration"))}
+"""Metrics that every iteration reports."""
+
+
+def test_metrics_of_a_step_equal_hand_worked_values() -> None:
+    metrics = by_hand(reference_policy=quarters())[0].step(["a", "b"])
+    assert set(metrics) >= METRICS
+    assert {name: metrics[name] for name in OF_ONE_STEP} == pytest.approx(OF_ONE_STEP, rel=1e-9, abs=1e-12)
+    assert min(metrics[f"time/{part}"] for part in ("sample", "reward", "score")) >= 0
+    assert metrics["time/iteration"] >= metrics["time/update"] > 0
+    assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_metrics_of_a_second_pass_see_the_changed_policy() -> None:
+    """SGD of rate 8 moves the logits to (1, -1): p = e / (e + 1/e) = 0.8808, so ratios are 1.7616 and 0.2384.
+
+    Both lie outside [0.8, 1.2]: the higher ones have advantage 1/2, the lower ones -1/2, so the second pass is
+    clipped everywhere. Metrics are means over both passes; the loss of the second is -(1.2 - 0.8) / 4.
+    """
+    policy = TablePolicy(script=SCRIPT)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=8.0)
+    trainer, _ = by_hand(policy=policy, optimizer=optimizer, config={"num_epochs_per_update": 2})
+    metrics, high = trainer.step(["a", "b"]), 2 * math.e / (math.e + 1 / math.e)
+    ratios = [1.0] * 4 + [high, 2 - high] * 2
+    assert metrics["train/ratio_mean"] == pytest.approx(1.0)
+    assert metrics["train/ratio_std"] == pytest.approx(float(np.std(ratios)))
+    assert (metrics["train/clip_fraction"], metrics["train/clip_fraction_low"]) == (0.5, 0.25)
+    assert metrics["train/clip_fraction_high"] == 0.25
+    assert metrics["train/policy_loss"] == pytest.approx((0.0 - 0.1) / 2)
+    assert metrics["train/grad_norm"] == pytest.approx((0.25 + 0.0) / 2)
+    assert torch.equal(policy.logits.detach(), torch.tensor([[1.0, -1.0]] * 2, dtype=torch.float64))
+
+
+UNMEASURED = {"train/entropy", "train/ratio_mean", "train/ratio_std"}
+"""Metrics that need a forward pass."""
+
+
+def test_without_a_forward_pass_losses_are_0_and_nothing_is_nan() -> None:
+    """Without an advantage, no row is forwarded: there is no ratio, no entropy and no loss. The learning rate is reported."""
+    metrics = by_hand(rewards=[1.0] * 4)[0].step(["a", "b"])
+    assert set(metrics) >= METRICS - UNMEASURED
+    assert (metrics["train/grad_norm"], metrics["train/learning_rate"]) == (0.0, 1.0)
+    losses = ("total_loss", "policy_loss", "kl_penalty", "entropy_bonus", "value_loss")
+    assert [metrics[f"train/{name}"] for name in losses] == [0.0] * 5
+    assert not UNMEASURED & set(metrics)
+    assert not any(math.isnan(value) for value in metrics.values())
+
+
+def poisoned(policy: TablePolicy, *when: int) -> TablePolicy:
+    """The gradients of these backward passes, counted from 0, are NaN; losses stay finite."""
+    num_backwards = 0
+
+    def hook(gradient: Tensor) -> Tensor:
+        nonlocal num_backwards
+        num_backwards += 1
+        return gradient * math.nan if num_backwards - 1 in when else gradient
+
+    policy.logits.register_hook(hook)
+    return policy
+
+
+@pytest.mark.parametrize("when", [(0,), (0, 1)])
+def test_losses_are_means_over_the_updates_that_were_computed(when):
+    """Two updates of two rows, none of which changes what the next one sees: the loss is that of all four rows."""
+    policy = poisoned(TablePolicy(script=SCRIPT), *when)
+    metrics = by_hand(policy=policy, reference_policy=quarters(), config={"batch_size": 2})[0].step(["a", "b"])
+    assert metrics["train/skipped_updates"] == len(when)
+    for name in ("kl_mean", "kl_penalty", "policy_loss", "total_loss"):
+        assert metrics[f"train/{name}"] == pytest.approx(OF_ONE_STEP[f"train/{name}"]), name
+
+
+def test_a_skipped_update_does_not_count_in_the_mean_of_the_losses() -> None:
+    """One of two updates has a group without advantages and is never forwarded. The loss of the other is -(3 + 1)/2."""
+    trainer, _ = by_hand(advantages=lambda batch: torch.tensor([3.0, 1.0, 0.0, 0.0]), config={"batch_size": 2})
+    metrics = trainer.step(["a", "b"])
+    assert metrics["train/skipped_updates"] == 1.0
+    assert metrics["train/policy_loss"] == metrics["train/total_loss"] == -2.0
+
+
+def test_an_update_that_raised_leaves_nothing_in_the_next_metrics() -> None:
+    """The first of two forwards succeeds and the second raises. The next step has the metrics of an undisturbed trainer."""
+    seen = []
+    for breaks in (False, True):
+        trainer, policy = by_hand(reference_policy=quarters(), config={"micro_batch_size": 2})
+        score = policy.get_log_probabilities
+        if breaks:  # both parts without gradient, then the first with one
+            results = [DEFAULT, DEFAULT, DEFAULT, RuntimeError("out of memory")]
+            policy.get_log_probabilities = Mock(wraps=score, side_effect=results)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                trainer.step(["a", "b"])
+            policy.get_log_probabilities = score
+        seen.append((without_time(trainer.step(["a", "b"])), policy.logits.tolist()))
+    assert seen[0] == seen[1]
+
+
+def test_an_update_from_external_rollouts_reports_every_metric() -> None:
+    trainer, _ = by_hand(policy=TablePolicy())
+    metrics = trainer.update(ExperienceBatch.from_rows(["a", "a"], [0, 1], [1.0, 0.0], [0, 0]))
+    assert set(metrics) >= METRICS
+    assert metrics["rows/dropped"] == metrics["time/sample"] == metrics["time/reward"] == 0.0
+
+
+def test_weighted_rewards_report_their_parts() -> None:
+    """R = 2 right + short = (2, 1, 2, 3): the advantages are 1/2, -1/2, -1/2, 1/2 as before."""
+    parts = {"right": lambda s, a: [1, 0, 1, 1], "short": lambda s, a: np.array([0.0, 1.0, 0.0, 1.0])}
+    policy, rewards = TablePolicy(script=SCRIPT), WeightedRewards(parts, {"right": 2, "short": 1})
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    config = GRPOConfig(group_size=2, max_grad_norm=None)
+    metrics = GRPOTrainer(config=config, policy=policy, reward_model=rewards, optimizer=optimizer).step(["a", "b"])
+    assert (metrics["rewards/right/mean"], metrics["rewards/short/mean"], metrics["rewards/mean"]) == (0.75, 0.5, 2.0)
+    assert metrics["rewards/right/std"] == pytest.approx(0.5)  # 3/4 squared deviations over n - 1 = 3
+    assert metrics["rewards/short/std"] == pytest.approx(math.sqrt(1 / 3))
+    assert policy.logits[0].tolist() == [0.125, -0.125]
+
+
+def test_weighted_rewards_that_differ_by_rounding_alone_are_equal() -> None:
+    """In float32, 0.1 + 0.2 and 0.3 are apart by 7e-9 before they are rounded; divided by their std they would be +-0.7."""
+    parts = {"x": lambda s, a: torch.tensor([0.3, 0.1] * 2), "y": lambda s, a: torch.tensor([0.0, 0.2] * 2)}
+    config = GRPOConfig(group_size=2, advantage=AdvantageConfig(scale="group"))
+    trainer = GRPOTrainer(config=config, policy=TablePolicy(), reward_model=WeightedRewards(parts))
+    assert trainer.advantages(trainer.collect(["a", "b"])).tolist() == [0.0] * 4
+
+
+def test_steps_and_rewards_per_step_are_summed_over_the_policys_own() -> None:
+    policy, mask = RowScoring(), torch.tensor([[True, True, False], [True, False, False]])
+    batch = ExperienceBatch.from_rows([0, 0], [(1, 0), (0,)], [[1.0, 2.0, 50.0], [4.0, 50.0, 50.0]], [0, 0], mask=mask)
+    metrics = by_hand(policy=policy)[0].update(batch)
+    assert (metrics["rewards/mean"], metrics["rewards/max"], metrics["rewards/min"]) == (3.5, 4.0, 3.0)
+    assert (metrics["steps/mean"], metrics["steps/max"]) == (1.5, 2.0)
+
+
+def test_a_part_of_the_reward_is_averaged_over_the_rows_that_it_applies_to() -> None:
+    """NaN: it does not apply. (1, 3): mean 2, std sqrt(1 + 1) over n - 1 = 1."""
+    batch = replace(
+        ExperienceBatch.from_rows([0] * 3, [0] * 3, [1.0, 2.0, 4.0], [0] * 3),
+        reward_components={"some": torch.tensor([1.0, math.nan, 3.0]), "none": torch.full((3,), math.nan)},
+        metrics={"rows/dropped": 5.0},
+    )
+    metrics = batch_metrics(TrainingRows(batch=batch, advantages=torch.tensor([1.0, 2.0, 6.0])))
+    assert (metrics["rewards/some/mean"], metrics["rewards/some/std"]) == (2.0, pytest.approx(math.sqrt(2)))
+    assert (metrics["rewards/some/applies"], metrics["rewards/none/applies"]) == (2 / 3, 0.0)
+    assert not {"rewards/none/mean", "rewards/none/std"} & set(metrics)
+    assert metrics["train/advantages_mean"] == 3.0
+    assert metrics["train/advantages_std"] == pytest.approx(math.sqrt((4 + 1 + 9) / 3))
+    assert metrics["rows/dropped"] == 5.0
+
+
+def test_advantages_of_steps_are_averaged_over_the_valid_steps() -> None:
+    """(1, 3, 5): mean 3, std sqrt(8 / 3). Rows of two steps and of one: 1.5 on average."""
+    mask = torch.tensor([[True, True], [True, False]])
+    batch = ExperienceBatch.from_rows([0, 0], [0, 0], [1.0, 2.0], [0, 0], mask=mask)
+    metrics = batch_metrics(TrainingRows(batch=batch, advantages=torch.tensor([[1.0, 3.0], [5.0, 99.0]])))
+    assert metrics["train/advantages_mean"] == 3.0
+    assert metrics["train/advantages_std"] == pytest.approx(math.sqrt(8 / 3))
+    assert (metrics["steps/mean"], metrics["steps/max"]) == (1.5, 2.0)
