@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from grpo import (
     ActionScores,
-    AdvantageConfig,
     ConfigError,
     ContractError,
     ExperienceBatch,
@@ -348,26 +347,6 @@ def test_several_batches_of_sampled_rows_are_one_batch() -> None:
     other.update(other.collect(["a", "b"]))
     # the same rows twice have the same mean
     torch.testing.assert_close(weights_of(one.policy), weights_of(other.policy))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"objective": ObjectiveConfig(surrogate="kl_cov", kl_coef=0.1, entropy_coef=0.1)},
-        {"objective": ObjectiveConfig(surrogate="clip_cov", top_entropy_fraction=0.5)},
-        {"objective": ObjectiveConfig(sampler_correction="truncate")},
-        {"advantage": AdvantageConfig(baseline="global_mean", normalize_rewards=True)},
-        {"advantage": AdvantageConfig(scale="whiten"), "replay_iterations": 2},
-    ],
-)
-def test_settings_that_read_sampled_rows_allow_an_iteration_of_demonstrations(settings):
-    """Settings whose terms need a reference, an entropy, other log-probs or a critic, which demonstrations do not have."""
-    policy = RowScoring()
-    reference = None if "kl_coef" not in str(settings) else copy.deepcopy(policy)
-    config = GRPOConfig(seed=0, batch_size=2, num_epochs_per_update=2, **settings)
-    reward = lambda s, a: [0.0] * len(s)  # noqa: E731
-    learner = Learner(config=config, policy=policy, reward_model=reward, reference_policy=reference)
-    assert learner.update(given())["train/demonstration_loss"] > 0
 
 
 SCRIPT = [[(0, 1), (1, 0, 1)], [(1,), (0, 1)]]

@@ -1,6 +1,5 @@
-"""The loss of an update, its gradient by brute force, and the metrics of an iteration."""
+"""The loss of an update, and the metrics of an iteration."""
 
-import copy
 import json
 import math
 import re
@@ -13,7 +12,6 @@ from unittest.mock import DEFAULT, Mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from grpo import (
     AdvantageConfig,
@@ -27,14 +25,13 @@ from grpo import (
     ObjectiveInputs,
     ObjectiveOutput,
     WeightedRewards,
-    grpo_objective,
 )
 from grpo._updating.loss import MeteredObjective
 from grpo._updating.report import batch_metrics
 from grpo._updating.training_rows import TrainingRows
 from grpo.metrics import Meter
-from tests.support.policies import RecordingSGD, RowScoring, TablePolicy, gradient_of
-from tests.support.trainers import SCRIPT, by_hand, quarters, without_time
+from tests.support.policies import TablePolicy
+from tests.support.trainers import SCRIPT, by_hand, poisoned, quarters, without_time
 
 NAMED = {
     "kl_coef": ({"kl_coef": 0.5}, r"kl_coef=0\.5"),
@@ -110,17 +107,6 @@ def test_an_unreported_user_loss_is_reported_as_the_sum_over_micro_batches(size)
     assert trainer.step(["a", "b"])["train/total_loss"] == pytest.approx(4 * math.log(0.5))
 
 
-def test_metrics_of_a_user_objective_are_reported_as_it_returns_them() -> None:
-    """It calls the built-in objective, so all that this one measures is measured; there is no critic."""
-    loss = ObjectiveConfig(entropy_coef=0.1, entropy_estimator="score_function")
-    ours, _ = by_hand(reference_policy=quarters(), config={"objective": loss})
-    own = lambda inputs: grpo_objective(inputs, loss)  # noqa: E731
-    theirs, _ = by_hand(reference_policy=quarters(), config={"objective": loss}, objective=own)
-    expected, found = ours.step(["a", "b"]), theirs.step(["a", "b"])
-    names = [name for name in expected if name.startswith("train/") and name != "train/value_loss"]
-    assert {name: found[name] for name in names} == {name: pytest.approx(expected[name]) for name in names}
-
-
 @pytest.mark.parametrize("returned", [None, torch.tensor(1.0), (torch.tensor(1.0), {})])
 def test_an_objective_that_returns_no_objective_output_is_refused(returned):
     trainer, policy = by_hand(objective=lambda inputs: returned)
@@ -168,132 +154,6 @@ def test_all_dropped_terms_are_named_in_one_warning_and_a_loss_of_the_policy_too
 )
 def test_no_term_is_named_if_none_is_configured_or_dropped(settings, own, has_critic):
     assert warnings_of(settings, own, has_critic=has_critic) == []
-
-
-def test_a_trainer_warns_once_of_dropped_terms_and_does_not_require_their_inputs() -> None:
-    """The policy has neither entropy nor behaviour log-probs. Only the built-in objective reads them, so they are not required.
-    The KL is on by default."""
-    objective = ObjectiveConfig(top_entropy_fraction=0.5, sampler_correction="truncate", surrogate="clip_cov")
-    config = {"objective": objective, "batch_size": 2, "num_epochs_per_update": 2}
-    trainer, policy = by_hand(reference_policy=quarters(), objective=total, config=config)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            trainer.step(["a", "b"])
-    (warning,) = caught
-    assert warning.category is GRPOWarning
-    assert "kl_coef=0.04" in str(warning.message)
-    assert policy.logits.isfinite().all()
-
-
-@pytest.mark.parametrize(("is_on", "num_compiled"), [(True, 1), (False, 0)])
-def test_the_objective_is_compiled_only_on_request(is_on, num_compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = Mock(side_effect=lambda function: function)
-    monkeypatch.setattr(torch, "compile", compiled)
-    trainer, policy = by_hand(objective=None, config={"compile_objective": is_on})
-    trainer.step(["a", "b"])
-    assert (compiled.call_count, policy.logits.tolist()) == (num_compiled, [[0.125, -0.125]] * 2)
-
-
-STATES = [0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 3]
-GROUP_IDS = [7, 7, 7, 1, 1, 1, 1, 5, 5, 2, 2, 2]
-ACTIONS: list[tuple[int | None, ...]] = [
-    (1, 2, 0), (0,), (2, None, 1, 0),
-    (1, 1, 1, 1), (), (2, 0), (None, 2),
-    (1, 0), (2, 2, 2),
-    (0,), (1, None, None, 2), (2, 1, 0),
-]  # fmt: skip
-REWARDS = [1.0, 0.0, 0.5, 2.0, 0.0, 1.0, 1.0, 0.3, 0.9, 0.0, 1.0, 0.0]
-MASK = torch.tensor([[t < len(a) and a[t] is not None for t in range(4)] for a in ACTIONS])
-KL_COEF, ENTROPY_COEF, LENGTH, LEARNING_RATE = 0.3, 0.2, 6, 0.5
-
-
-def built(aggregation: Any, entropy_aggregation: Any) -> tuple[GRPOTrainer, RecordingSGD]:
-    """A trainer for two passes over the batch, so that the second sees ratios other than 1; and its optimizer."""
-    torch.manual_seed(5)
-    policy = RowScoring(dtype=torch.float64)
-    reference = copy.deepcopy(policy)
-    with torch.no_grad():
-        for tensor in reference.parameters():
-            tensor.add_(0.3 * torch.randn_like(tensor))
-    objective = ObjectiveConfig(
-        kl_coef=KL_COEF,
-        entropy_coef=ENTROPY_COEF,
-        aggregation=aggregation,
-        entropy_aggregation=entropy_aggregation,
-        fixed_length=LENGTH if "fixed_length" in (aggregation, entropy_aggregation) else None,
-    )
-    optimizer = RecordingSGD(policy, lr=LEARNING_RATE)
-    config = {"group_size": 8, "num_epochs_per_update": 2, "seed": 1, "objective": objective}
-    return by_hand(policy=policy, config=config, reference_policy=reference, optimizer=optimizer)[0], optimizer
-
-
-def weight(aggregation: str, row: int, rows: list[int]) -> float:
-    """The weight of each step of `row` in an update of `rows`, from the formulas in words."""
-    length = {n: int(MASK[n].sum()) for n in rows}
-    mates = [n for n in rows if GROUP_IDS[n] == GROUP_IDS[row]]
-    divisor = {
-        "row_mean": length[row] * len(rows),
-        "step_mean": sum(length.values()),
-        "fixed_length": len(rows) * LENGTH,
-        "row_sum": len(rows),
-        "group_mean": sum(length[n] for n in mates) * len({GROUP_IDS[n] for n in rows}),
-    }[aggregation]
-    return 1.0 / divisor
-
-
-def brute_force(
-    policy: RowScoring, old: RowScoring, reference: RowScoring, aggregation: str, entropy_aggregation: str
-) -> Tensor:
-    """The gradient, row by row and step by step, each row scored alone."""
-    rows = range(len(STATES))
-    means = {g: sum(REWARDS[n] for n in rows if GROUP_IDS[n] == g) / GROUP_IDS.count(g) for g in GROUP_IDS}
-    loss = torch.zeros((), dtype=torch.float64)
-    for n in rows:
-        if not ACTIONS[n]:
-            continue
-        now = policy.score_actions([STATES[n]], [ACTIONS[n]])
-        with torch.no_grad():
-            before = old.score_actions([STATES[n]], [ACTIONS[n]])
-            ref = reference.score_actions([STATES[n]], [ACTIONS[n]])
-        advantage = REWARDS[n] - means[GROUP_IDS[n]]
-        for t, token in enumerate(ACTIONS[n]):
-            if token is None:
-                continue
-            ratio = (now.log_probs[0, t] - before.log_probs[0, t]).exp()
-            surrogate = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-            x = now.log_probs[0, t] - ref.log_probs[0, t]
-            k3 = (-x).exp() + x - 1
-            loss = loss + weight(aggregation, n, list(rows)) * (surrogate + KL_COEF * k3)
-            loss = loss - weight(entropy_aggregation, n, list(rows)) * ENTROPY_COEF * now.entropy[0, t]
-    return gradient_of(policy, loss)
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "entropy_aggregation"),  # None: the same
-    [
-        ("row_mean", None),
-        ("step_mean", "row_sum"),
-        ("fixed_length", "step_mean"),
-        ("row_sum", None),
-        ("group_mean", "step_mean"),
-    ],
-)
-def test_the_gradient_of_an_unsplit_update_equals_brute_force(aggregation, entropy_aggregation):
-    trainer, optimizer = built(aggregation, entropy_aggregation)
-    old = copy.deepcopy(trainer.policy)
-    trainer.update(ExperienceBatch.from_rows(STATES, ACTIONS, REWARDS, GROUP_IDS, mask=MASK))
-    first, second = optimizer.gradients
-    names = aggregation, entropy_aggregation or aggregation
-    expected = brute_force(copy.deepcopy(old), old, trainer.reference_policy, *names)
-    assert (first - expected).norm() < 1e-10 * expected.norm()
-    after_first = copy.deepcopy(old)
-    with torch.no_grad():  # one step of plain SGD, by hand
-        tensors = [*after_first.parameters()]
-        for tensor, gradient in zip(tensors, first.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor -= LEARNING_RATE * gradient.view_as(tensor)
-    expected = brute_force(after_first, old, trainer.reference_policy, *names)
-    assert (second - expected).norm() < 1e-10 * expected.norm()
 
 
 LN2 = math.log(2.0)
@@ -379,19 +239,6 @@ def test_without_a_forward_pass_losses_are_0_and_nothing_is_nan() -> None:
     assert not any(math.isnan(value) for value in metrics.values())
 
 
-def poisoned(policy: TablePolicy, *when: int) -> TablePolicy:
-    """The gradients of these backward passes, counted from 0, are NaN; losses stay finite."""
-    num_backwards = 0
-
-    def hook(gradient: Tensor) -> Tensor:
-        nonlocal num_backwards
-        num_backwards += 1
-        return gradient * math.nan if num_backwards - 1 in when else gradient
-
-    policy.logits.register_hook(hook)
-    return policy
-
-
 @pytest.mark.parametrize("when", [(0,), (0, 1)])
 def test_losses_are_means_over_the_updates_that_were_computed(when):
     """Two updates of two rows, none of which changes what the next one sees: the loss is that of all four rows."""
@@ -433,19 +280,6 @@ def test_an_update_from_external_rollouts_reports_every_metric() -> None:
     assert metrics["rows/dropped"] == metrics["time/sample"] == metrics["time/reward"] == 0.0
 
 
-def test_weighted_rewards_report_their_parts() -> None:
-    """R = 2 right + short = (2, 1, 2, 3): the advantages are 1/2, -1/2, -1/2, 1/2 as before."""
-    parts = {"right": lambda s, a: [1, 0, 1, 1], "short": lambda s, a: np.array([0.0, 1.0, 0.0, 1.0])}
-    policy, rewards = TablePolicy(script=SCRIPT), WeightedRewards(parts, {"right": 2, "short": 1})
-    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
-    config = GRPOConfig(group_size=2, max_grad_norm=None)
-    metrics = GRPOTrainer(config=config, policy=policy, reward_model=rewards, optimizer=optimizer).step(["a", "b"])
-    assert (metrics["rewards/right/mean"], metrics["rewards/short/mean"], metrics["rewards/mean"]) == (0.75, 0.5, 2.0)
-    assert metrics["rewards/right/std"] == pytest.approx(0.5)  # 3/4 squared deviations over n - 1 = 3
-    assert metrics["rewards/short/std"] == pytest.approx(math.sqrt(1 / 3))
-    assert policy.logits[0].tolist() == [0.125, -0.125]
-
-
 def test_weighted_rewards_that_differ_by_rounding_alone_are_equal() -> None:
     """In float32, 0.1 + 0.2 and 0.3 are apart by 7e-9 before they are rounded; divided by their std they would be +-0.7."""
     parts = {"x": lambda s, a: torch.tensor([0.3, 0.1] * 2), "y": lambda s, a: torch.tensor([0.0, 0.2] * 2)}
@@ -454,35 +288,12 @@ def test_weighted_rewards_that_differ_by_rounding_alone_are_equal() -> None:
     assert trainer.advantages(trainer.collect(["a", "b"])).tolist() == [0.0] * 4
 
 
-def test_steps_and_rewards_per_step_are_summed_over_the_policys_own() -> None:
-    policy, mask = RowScoring(), torch.tensor([[True, True, False], [True, False, False]])
-    batch = ExperienceBatch.from_rows([0, 0], [(1, 0), (0,)], [[1.0, 2.0, 50.0], [4.0, 50.0, 50.0]], [0, 0], mask=mask)
-    metrics = by_hand(policy=policy)[0].update(batch)
-    assert (metrics["rewards/mean"], metrics["rewards/max"], metrics["rewards/min"]) == (3.5, 4.0, 3.0)
-    assert (metrics["steps/mean"], metrics["steps/max"]) == (1.5, 2.0)
-
-
-def test_a_part_of_the_reward_is_averaged_over_the_rows_that_it_applies_to() -> None:
-    """NaN: it does not apply. (1, 3): mean 2, std sqrt(1 + 1) over n - 1 = 1."""
-    batch = replace(
-        ExperienceBatch.from_rows([0] * 3, [0] * 3, [1.0, 2.0, 4.0], [0] * 3),
-        reward_components={"some": torch.tensor([1.0, math.nan, 3.0]), "none": torch.full((3,), math.nan)},
-        metrics={"rows/dropped": 5.0},
-    )
-    metrics = batch_metrics(TrainingRows(batch=batch, advantages=torch.tensor([1.0, 2.0, 6.0])))
-    assert (metrics["rewards/some/mean"], metrics["rewards/some/std"]) == (2.0, pytest.approx(math.sqrt(2)))
-    assert (metrics["rewards/some/applies"], metrics["rewards/none/applies"]) == (2 / 3, 0.0)
-    assert not {"rewards/none/mean", "rewards/none/std"} & set(metrics)
-    assert metrics["train/advantages_mean"] == 3.0
-    assert metrics["train/advantages_std"] == pytest.approx(math.sqrt((4 + 1 + 9) / 3))
-    assert metrics["rows/dropped"] == 5.0
-
-
 def test_advantages_of_steps_are_averaged_over_the_valid_steps() -> None:
-    """(1, 3, 5): mean 3, std sqrt(8 / 3). Rows of two steps and of one: 1.5 on average."""
+    """(1, 3, 5): mean 3, std sqrt(8 / 3). Rows of two steps and of one: 1.5 on average. Rewards per step are summed."""
     mask = torch.tensor([[True, True], [True, False]])
-    batch = ExperienceBatch.from_rows([0, 0], [0, 0], [1.0, 2.0], [0, 0], mask=mask)
+    batch = ExperienceBatch.from_rows([0, 0], [0, 0], [[1.0, 2.0], [4.0, 50.0]], [0, 0], mask=mask)
     metrics = batch_metrics(TrainingRows(batch=batch, advantages=torch.tensor([[1.0, 3.0], [5.0, 99.0]])))
     assert metrics["train/advantages_mean"] == 3.0
     assert metrics["train/advantages_std"] == pytest.approx(math.sqrt(8 / 3))
     assert (metrics["steps/mean"], metrics["steps/max"]) == (1.5, 2.0)
+    assert (metrics["rewards/mean"], metrics["rewards/max"], metrics["rewards/min"]) == (3.5, 4.0, 3.0)

@@ -126,7 +126,6 @@ def test_a_reference_that_shares_trainable_parameters_is_refused_and_three_are_n
 
 
 def test_a_frozen_parameter_may_be_shared() -> None:
-    """A frozen parameter does not move."""
     policy, reference = TablePolicy(), TablePolicy()
     shared = torch.nn.Parameter(torch.zeros(3))
     for each in (policy, reference):
@@ -163,8 +162,6 @@ def test_a_moving_reference_needs_to_exist_and_to_have_the_policys_parameters() 
 
 
 class WithReference(TablePolicy):
-    """`ScoresReference`."""
-
     def reference_log_probabilities(self, states: Any, actions: Any) -> Tensor:
         return torch.zeros(len(actions), dtype=torch.float64)
 
@@ -256,28 +253,20 @@ def test_a_frozen_reference_and_a_policy_without_parameters_are_accepted() -> No
 
 
 THRESHOLD = KLControl(target=0.25, coef_min=0.01, coef_max=1.0)
-
-
 PROPORTIONAL = KLControl(rule="proportional", target=0.25, gain=0.5, coef_min=0.01, coef_max=1.0)
 
 
 @pytest.mark.parametrize(
     ("control", "kl", "coef"),
     [
-        (THRESHOLD, 0.5, 0.3),  # above 1.5 * .25 = .375: .2 * 1.5
-        (THRESHOLD, 0.376, 0.3),
+        (THRESHOLD, 0.376, 0.3),  # above 1.5 * .25 = .375: .2 * 1.5
         (THRESHOLD, 0.375, 0.2),  # at the upper threshold: stays
-        (THRESHOLD, 0.25, 0.2),
         (THRESHOLD, 0.125, 0.2),  # at the lower: stays
         (THRESHOLD, 0.124, 0.2 / 1.5),
-        (THRESHOLD, 0.0, 0.2 / 1.5),
         (PROPORTIONAL, 0.25, 0.2),
         (PROPORTIONAL, 0.275, 0.2 * 1.05),  # error .1, gain .5
         (PROPORTIONAL, 0.225, 0.2 * 0.95),
-        (PROPORTIONAL, 0.3, 0.2 * 1.1),  # error .2: where it is cut
-        (PROPORTIONAL, 0.3001, 0.2 * 1.1),
-        (PROPORTIONAL, 50.0, 0.2 * 1.1),
-        (PROPORTIONAL, 0.2, 0.2 * 0.9),
+        (PROPORTIONAL, 50.0, 0.2 * 1.1),  # the error is cut at .2
         (PROPORTIONAL, 0.0, 0.2 * 0.9),
     ],
 )
@@ -291,14 +280,6 @@ def test_the_kl_coefficient_stays_between_its_bounds(control):
     assert (next_kl_coef(0.0101, 0.0, control), next_kl_coef(0.01, 0.0, control)) == (0.01, 0.01)
     # one that starts outside is brought in, even on target
     assert (next_kl_coef(5.0, 0.25, control), next_kl_coef(0.0, 0.25, control)) == (1.0, 0.01)
-
-
-def test_a_kl_that_stays_high_or_low_moves_the_coefficient_in_every_step():
-    coef, path = 0.2, []
-    for kl in (1.0, 1.0, 0.25, 0.0, 0.0):
-        coef = next_kl_coef(coef, kl, THRESHOLD)
-        path.append(coef)
-    assert path == pytest.approx([0.3, 0.45, 0.45, 0.3, 0.2])
 
 
 ENTROPY = EntropyControl(target=0.5, delta=0.25, coef_min=0.125, coef_max=1.0)
@@ -365,12 +346,6 @@ def test_without_a_measurement_or_a_control_a_coefficient_stays_constant():
 def test_coefficients_may_be_positive_if_set_or_controlled(kl_coef, entropy_coef, entropy_control, may_be_positive):
     current = coefficients(kl_coef=kl_coef, entropy_coef=entropy_coef, kl_control=None, entropy_control=entropy_control)
     assert current.may_be_positive == may_be_positive
-
-
-def test_a_bonus_of_0_under_a_control_may_become_positive():
-    current = coefficients(kl_coef=0.0, kl_control=None)
-    current.follow({"entropy": (9.0, 0.0)})
-    assert (current.entropy_coef, current.may_be_positive) == (0.0, True)
 
 
 @pytest.mark.parametrize("entropy", [0.4, 0.6])

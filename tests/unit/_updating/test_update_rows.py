@@ -1,8 +1,8 @@
 """The rows of an iteration and of its updates: advantages, replayed rows, rows split into steps, skipped rows, selections."""
 
 import itertools
-import math
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -27,10 +27,10 @@ from grpo._running.in_progress import IterationInProgress
 from grpo._updating.training_rows import ReplayBuffer, TrainingRows, split_steps, with_advantages
 from grpo._updating.update import Update
 from grpo._updating.update_rows import UpdateRows
-from grpo.engine import OneProcess
 from grpo.surrogates import Steps
+from tests.support.imitated_ranks import on_ranks
 from tests.support.policies import Changing, Critic, Planning, RecordingSGD, RowScoring, TablePolicy, flat
-from tests.support.trainers import ROLLOUTS, SCRIPT, by_hand, quarters
+from tests.support.trainers import ROLLOUTS, by_hand, quarters
 
 
 def seen_by(num_steps: int, **settings: Any) -> list[ObjectiveInputs]:
@@ -64,25 +64,6 @@ def test_the_ratio_of_a_replayed_row_is_to_the_policy_that_scored_it() -> None:
     assert torch.equal(new_rows, seen[1].log_probs[:4])  # the ratio of new rows is 1
     assert torch.equal(replayed, seen[0].log_probs)  # that of the others has moved on with the policy
     assert not torch.equal(replayed, seen[1].log_probs[4:])
-
-
-def test_groups_of_different_iterations_stay_apart() -> None:
-    trainer, _ = by_hand(config={"replay_iterations": 1, "objective": ObjectiveConfig(aggregation="group_mean")})
-    trainer.step(["a", "b"])
-    assert trainer.step(["a", "b"])["rows/replayed"] == 4
-    (recent,) = trainer.updates.replay.state_dict()["rows"]
-    assert recent["batch"]["group_ids"].tolist() == [0, 0, 1, 1]
-
-
-def test_ragged_rows_are_padded_to_the_widest_and_rewards_per_step_stay_with_them() -> None:
-    trainer, policy = by_hand(policy=RowScoring(max_steps=4), config={"replay_iterations": 1})
-    short = ExperienceBatch.from_rows([0, 0], [(1, 0), (2,)], [[1.0, 0.0], [0.5, 0.0]], [0, 0], mask=mask_of([2, 1]))
-    rewards = [[1.0, 0.5, 0.0, 0.0], [2.0, 0, 0, 0]]
-    long = ExperienceBatch.from_rows([1, 1], [(1, 2, 1, 0), (0,)], rewards, [0, 0], mask=mask_of([4, 1]))
-    trainer.update(short)
-    metrics = trainer.update(long)
-    assert (metrics["rows/replayed"], metrics["steps/max"]) == (2, 4)  # what is reported is of the new rows
-    assert policy.rows_scored[-1] == 4  # both batches in one forward
 
 
 def mask_of(lengths: list[int]) -> Tensor:
@@ -126,91 +107,28 @@ def test_returns_are_joined_only_if_every_iteration_has_them() -> None:
     assert buffer.join(also).returns is None
 
 
-def test_rows_with_advantages_per_row_and_per_step_share_one_correct_update() -> None:
-    """Advantages 8, 0, 0, 0 per row, then the same per step: at rate 0 the gradient is that of either alone."""
-    values = torch.tensor([8.0, 0.0, 0.0, 0.0])
-    shapes = iter([values, values.unsqueeze(1)])
-    policy = TablePolicy(script=SCRIPT)
-    optimizer = RecordingSGD(policy, lr=0.0)
-    options = {"optimizer": optimizer, "advantages": lambda batch: next(shapes)}
-    trainer, _ = by_hand(policy=policy, config={"replay_iterations": 1}, **options)
-    metrics = [trainer.step(["a", "b"]) for _ in range(2)]
-    assert [each["rows/skipped_zero_advantage"] for each in metrics] == [3.0, 6.0]
-    assert optimizer.gradients[0].tolist() == [-1.0, 1.0, 0.0, 0.0]  # -8 (e0 - p) / 4
-    assert torch.equal(optimizer.gradients[1], optimizer.gradients[0])
-
-
-def test_kept_rows_are_saved_and_restored() -> None:
-    buffer, fresh = ReplayBuffer(2), ReplayBuffer(2)
-    for rows in (PER_ROW, PER_STEP):
-        buffer.join(rows)
-    fresh.load_state_dict(buffer.state_dict())
-    new = rows_with([[9.0]], lengths=[1])
-    ours, theirs = buffer.join(new), fresh.join(new)
-    assert theirs.num_replayed == 4
-    for name in ("group_ids", "rewards", "mask"):
-        assert torch.equal(getattr(theirs.batch, name), getattr(ours.batch, name)), name
-    assert torch.equal(theirs.advantages, ours.advantages)
-
-
-def test_reference_log_probs_of_replayed_rows_are_forgotten_on_request() -> None:
-    buffer = ReplayBuffer(2)
-    scored = replace(PER_ROW, batch=replace(PER_ROW.batch, ref_log_probs=torch.zeros(2, 2)))
-    for rows in (scored, scored):
-        buffer.join(rows)
-    buffer.forget_reference()
-    for _ in range(2):  # as many iterations are kept as before
-        assert buffer.join(scored).num_replayed == 4
-    assert scored.batch.ref_log_probs is not None
-
-
-class TwoRanks(SeveralProcesses):
-    """This rank comes second. The first rank has one row, of one step and reward 6."""
-
-    rank, num_ranks = 1, 2
-
-    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
-        """Advantages of the user's own: the first rank has 6."""
-        return torch.cat([rows.new_full((1,), 6.0), rows]), 1
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        assert len(value.states) == len(value.actions) == 0  # nothing that advantages do not read
-        return [replace(ExperienceBatch.from_rows([0], [0], [6.0], [0]), states=(), actions=()), value]
-
-
 def own_batch(rewards: Any) -> ExperienceBatch:
     return ExperienceBatch.from_rows([0, 0], [0, 0], rewards, [0, 0], mask=mask_of([2, 1]))
 
 
+def on_two_ranks(advantages_of: Callable[[int], Any]) -> list[Any]:
+    """This rank's rows and the rows of all ranks, on a rank with the reward 6 and on one with the rewards 1 and 2."""
+    batches = [ExperienceBatch.from_rows([0], [0], [6.0], [0], mask=mask_of([2])), own_batch([1.0, 2.0])]
+    return on_ranks(2, lambda engine: with_advantages(batches[engine.rank], advantages_of(engine.rank), engine))
+
+
 def test_the_estimator_sees_the_rewards_of_all_ranks() -> None:
-    """The mean of 6, 1 and 2 is 3; this rank's rows are the last two."""
-    estimator = AdvantageEstimator(AdvantageConfig(baseline="global_mean"))
-    rows, all_ranks = with_advantages(own_batch([1.0, 2.0]), estimator, TwoRanks())
-    assert (all_ranks.advantages.tolist(), rows.advantages.tolist()) == ([3.0, -2.0, -1.0], [-2.0, -1.0])
-    assert rows.returns is None
-    assert (rows.batch.num_rows, all_ranks.batch.num_rows) == (2, 3)
+    """The mean of 6, 1 and 2 is 3."""
+    config = AdvantageConfig(baseline="global_mean")
+    (first, _), (rows, all_ranks) = on_two_ranks(lambda rank: AdvantageEstimator(config))
+    assert (first.advantages.tolist(), rows.advantages.tolist()) == ([3.0], [-2.0, -1.0])
+    assert (all_ranks.advantages.tolist(), all_ranks.batch.num_rows, rows.returns) == ([3.0, -2.0, -1.0], 3, None)
 
 
 def test_user_advantages_see_only_the_rows_of_their_rank() -> None:
-    seen: list[ExperienceBatch] = []
-
-    def advantages(batch: ExperienceBatch) -> Tensor:
-        seen.append(batch)
-        return torch.tensor([0.5, -0.5])
-
-    batch = own_batch([1.0, 2.0])
-    rows, all_ranks = with_advantages(batch, advantages, TwoRanks())
-    assert (seen, rows.advantages.tolist()) == ([batch], [0.5, -0.5])
-    assert all_ranks.advantages.tolist() == [6.0, 0.5, -0.5]
-
-
-def test_the_returns_of_a_critic_are_those_of_this_ranks_rows() -> None:
-    """Lambda 1 and no discount: the return of a step is the sum of the rewards from there on."""
-    estimator = AdvantageEstimator(AdvantageConfig(credit="gae", gae_lambda=1.0))
-    batch = replace(own_batch([[1.0, 2.0], [4.0, 0.0]]), values=torch.zeros(2, 2))
-    rows, all_ranks = with_advantages(batch, estimator, OneProcess())
-    assert rows.returns.tolist() == [[3.0, 2.0], [4.0, 0.0]]
-    assert rows.advantages.shape == all_ranks.advantages.shape == (2, 2)
+    own = lambda rank: lambda batch: batch.rewards * (1 - 3 * rank)  # noqa: E731
+    for (rows, all_ranks), expected in zip(on_two_ranks(own), ([6.0], [-2.0, -4.0]), strict=True):
+        assert (rows.advantages.tolist(), all_ranks.advantages.tolist()) == (expected, [6.0, -2.0, -4.0])
 
 
 class Splitting(TablePolicy):
@@ -260,7 +178,6 @@ def prepared(rewards: list[float], group_ids: list[int], *, own_loss: Any = None
 
 
 def rows_of(rows: UpdateRows, selected: Any) -> list[int]:
-    """An index as row numbers."""
     return torch.arange(rows.data.batch.num_rows)[selected].tolist()
 
 
@@ -349,28 +266,6 @@ def test_the_policys_plan_covers_the_live_rows_of_each_update() -> None:
     assert [inputs.weights.shape[1] for inputs in given] == [2, 3]
 
 
-def test_the_sum_of_scores_covers_the_passes_since_the_last_attempt() -> None:
-    """Each log-prob is log 1/2."""
-    (update,) = prepared([0.0, 1.0, 2.0, 4.0], [0, 0, 0, 0], micro_batch_size=3, batch_size=4).updates()
-    for micro in update.micro_batches():
-        update.scored(micro)
-    assert update.sum_of_scores().item() == pytest.approx(4 * math.log(0.5))
-    update.forget_scores()
-    assert update.sum_of_scores().item() == 0.0
-
-
-def test_old_log_probs_are_omitted_only_for_a_single_update_of_own_samples() -> None:
-    trainer, _ = by_hand()
-    several, _ = by_hand(config={"num_epochs_per_update": 2})
-    found = []
-    for each in (trainer, several):
-        update = next(iter(each.prepared(each.collect(["a", "b"])).updates()))
-        (micro,) = update.micro_batches()
-        found.append(update.scored(micro).inputs.old_log_probs)
-    assert found[0] is None
-    assert found[1].tolist() == [[pytest.approx(math.log(0.5))]] * 4
-
-
 class KnowsEverything(RowScoring):
     """Gives values and a KL too, which differ from step to step."""
 
@@ -451,14 +346,6 @@ def test_no_steps_are_selected_for_a_user_objective() -> None:
     assert (update.keep, update.chosen, surrogate.shown) == (None, None, [])
 
 
-def test_a_dead_group_skips_only_its_own_update(caplog: pytest.LogCaptureFixture) -> None:
-    trainer, policy = by_hand(rewards=[1.0, 0.0, 7.0, 7.0], config={"batch_size": 2})
-    metrics = trainer.step(["a", "b"])
-    assert not caplog.records  # that is an ordinary iteration
-    assert metrics["train/skipped_updates"] == 1.0
-    assert policy.logits.tolist() == [[0.25, -0.25], [0.0, 0.0]]  # an update of two rows: weights 1/2
-
-
 def test_dead_groups_still_update_if_the_kl_has_a_gradient() -> None:
     """d/d logits of 0.5 (1/4) sum over rows of k3: per row 0.5/4 (1 - exp(-x)) (e - p); x = ln 2, ln 2/3."""
     objective = ObjectiveConfig(kl_coef=0.5)
@@ -466,19 +353,6 @@ def test_dead_groups_still_update_if_the_kl_has_a_gradient() -> None:
     metrics, entry = trainer.step(["a", "b"]), 0.125 * (0.5 * 0.5 + (-0.5) * (-0.5))
     torch.testing.assert_close(policy.logits.detach(), torch.tensor([[-entry, entry]] * 2, dtype=torch.float64))
     assert metrics["train/skipped_updates"] == metrics["rows/skipped_zero_advantage"] == 0.0
-
-
-def test_dead_groups_still_update_if_the_entropy_has_a_gradient() -> None:
-    """-0.5 mean(-rho sg(log p)): per row 0.5/4 log p (e - p). From p = (1/4, 3/4), actions 0 and 1 of each state."""
-    objective = ObjectiveConfig(entropy_coef=0.5, entropy_estimator="score_function")
-    policy = TablePolicy(logits=[[0.0, math.log(3.0)]] * 2, script=SCRIPT)
-    start = policy.logits.detach().clone()
-    metrics = by_hand(policy=policy, rewards=[1.0] * 4, config={"objective": objective})[0].step(["a", "b"])
-    low, high = math.log(0.25), math.log(0.75)
-    gradient = 0.125 * (low * 0.75 - high * 0.25)
-    expected = torch.tensor([[-gradient, gradient]] * 2, dtype=torch.float64)
-    torch.testing.assert_close(policy.logits.detach() - start, expected, rtol=1e-9, atol=1e-12)
-    assert metrics["train/skipped_updates"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -586,14 +460,12 @@ def test_log_probs_above_0_are_refused_in_an_update_by_a_surrogate_of_probabilit
 
 
 def read_all(trainer: Any, update: Update) -> None:
-    """Read the inputs of every micro-batch, with the policy in train()."""
     trainer.policy.train()
     for micro in update.micro_batches():
         update.scored(micro)
 
 
 def warnings_of_two_iterations(policy: Any, **settings: Any) -> list[str]:
-    """The warnings of two iterations of two updates."""
     trainer, _ = by_hand(policy=policy, config={"num_epochs_per_update": 2, **settings})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
