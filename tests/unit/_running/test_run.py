@@ -18,8 +18,6 @@ from grpo import (
     GRPOConfig,
     GRPOTrainer,
     GRPOWarning,
-    RewardConfig,
-    Rewards,
     SampledActions,
     WeightedRewards,
     measure_policy,
@@ -138,22 +136,6 @@ def test_an_evaluation_reports_the_parts_of_the_reward_and_the_number_of_steps()
     assert (measured.metrics(), measured.num_steps.tolist()) == (expected, [[2, 1], [1, 1]])
 
 
-def test_an_evaluation_of_some_rows_is_that_of_a_measurement() -> None:
-    """The rewards are 0 NaN | NaN 3: rows, not states, have the same weight, and `part` has only the last row."""
-
-    def reward(states: Any, actions: Any) -> Rewards:
-        values = torch.tensor([0.0, math.nan, math.nan, 3.0])
-        return Rewards(values=values, components={"part": torch.tensor([math.nan, 1.0, 1.0, 2.0])})
-
-    policy, settings = TablePolicy(script=[[0, 1], [1, 1]]), RewardConfig(non_finite="drop")
-    trainer = GRPOTrainer(config=GRPOConfig(group_size=2, reward=settings), policy=policy, reward_model=reward)
-    measured = measure_policy(policy, ["a", "b"], reward, num_actions_per_state=2, reward=settings, progress=False)
-    assert trainer.evaluate(["a", "b"]) == measured.metrics()
-    assert measured.metrics() == {"eval/avg_reward": 1.5, "eval/avg_reward_std": 1.5, "eval/part/mean": 2.0}
-    assert [answer.reward for answer in measured.answers] == [0.0, 3.0]
-    assert measured.reward_failures["rows/dropped"] == 2
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -202,24 +184,6 @@ def test_with_resume_a_call_at_the_total_has_nothing_left_to_do(tmp_path: Path) 
     with pytest.warns(GRPOWarning, match=words):
         assert trainer.train(["a", "b"], **options) == []
     assert (trainer.iteration, policy.calls["generate"], names_in(tmp_path)) == (3, 0, names)
-
-
-def test_steps_before_a_run_count_in_the_total() -> None:
-    seen: list[int] = []
-
-    class Sink:
-        def log(self, metrics: Any, iteration: int) -> None:
-            seen.append(iteration)
-
-        def close(self) -> None: ...
-
-    trainer, _ = by_hand()
-    for _ in range(2):
-        trainer.step(["a", "b"])
-    history = trainer.train(["a", "b"], num_iterations=5, eval_every=9, sinks=[Sink()], progress=False)
-    assert (trainer.iteration, len(history), seen) == (5, 3, [3, 4, 5])
-    with pytest.raises(ConfigError, match="num_iterations=5 is the total, and the trainer is at iteration 5"):
-        trainer.train(["a", "b"], num_iterations=5, progress=False)
 
 
 def drawn_by(states: Any, *totals: int, **how: Any) -> list[list[Any]]:
@@ -281,26 +245,6 @@ def test_another_total_under_a_schedule_is_a_warning_that_names_both(schedule: d
             assert len(one.train(["a", "b"], num_iterations=4, progress=False)) == 2
 
 
-def test_a_run_that_goes_on_under_a_schedule_with_its_total_is_no_warning(tmp_path: Path) -> None:
-    """Stopped in the third of four iterations. Of a cosine from 1, iterations 3 and 4 have 1/2 and (1 - 1/sqrt 2) / 2."""
-    config = {"lr_schedule": "cosine"}
-    trainer, _ = by_hand(config=config)
-    Calls(trainer, "reward", by_exception, at=3)
-    with stopped():
-        trainer.train(["a", "b"], num_iterations=4, checkpoint_dir=tmp_path, checkpoint_every=1, progress=False)
-    loaded, _ = by_hand(config=config)
-    loaded.load_checkpoint(tmp_path)
-    rest = loaded.train(["a", "b"], num_iterations=4, progress=False)
-    assert [metrics["train/learning_rate"] for metrics in rest] == pytest.approx([0.5, (1 - math.sqrt(0.5)) / 2])
-
-
-def test_the_best_evaluation_goes_on_in_a_further_call(tmp_path: Path) -> None:
-    """Scores 3, 1 | 2, 0: in the second call, 2 is not the best so far, and gives no checkpoint of its own."""
-    evaluated(tmp_path, 2, 4, scores=[3.0, 1.0, 2.0, 0.0])
-    assert names_in(tmp_path) == [f"iteration-{number:08d}" for number in (1, 2, 4)]
-    assert best_checkpoint(tmp_path).name == "iteration-00000001"
-
-
 @pytest.mark.parametrize(("phase", "at", "iteration"), [("step", 6, 1), ("callback", 2, 2)])
 def test_a_further_call_gives_up_what_the_first_call_left_unfinished(phase, at, iteration):
     """Stopped in the second iteration: after the first of its updates, it is made anew; if only its record is missing, it
@@ -349,14 +293,6 @@ def test_a_part_that_is_always_0_is_named_once(caplog: pytest.LogCaptureFixture)
             parts.see({"rewards/mean": 0.0, **means, **stds})
     (message,) = caplog.messages
     assert message.startswith("The reward part format was 0 for every row of the first 20 iterations,")
-
-
-def test_nothing_is_said_where_every_part_is_earned_or_has_no_name(caplog: pytest.LogCaptureFixture) -> None:
-    parts = SilentParts()
-    with caplog.at_level(logging.WARNING, logger="grpo"):
-        for _ in range(NUM_ITERATIONS):
-            parts.see({"rewards/mean": 0.0, "rewards/right/mean": 0.5})
-    assert not caplog.records
 
 
 @pytest.mark.parametrize(("extra", "num_named"), [(-1, 0), (0, 1), (3, 1)])

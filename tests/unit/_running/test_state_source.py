@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from grpo import ConfigError, ContractError, ExperienceBatch, GRPOConfig, GRPOTrainer, JSONLSink, ObjectiveConfig
+from grpo import ConfigError, ContractError, ExperienceBatch, GRPOConfig, GRPOTrainer, JSONLSink
 from grpo._running.demonstrations import DemonstrationSource
 from grpo._running.state_source import StateSource
 from tests.support.bad_input_places import Plain
@@ -211,34 +211,12 @@ def test_a_supervised_run_learns_the_demonstrations_and_samples_nothing() -> Non
     assert "rewards/mean" not in history[-1]
 
 
-def test_a_run_goes_on_with_rewards_after_a_warm_start_and_may_have_both() -> None:
-    """The reward wants action 1 and the demonstrations show action 0. With a large coefficient, they win."""
-    policy = TablePolicy()
-    trainer = trainer_of(
-        policy, lambda s, a: [float(x == 1) for x in a], learning_rate=0.1, seed=0,
-        objective=ObjectiveConfig(demonstration_coef=10.0),
-    )  # fmt: skip
-    zeros = table(["a", "b"], [0, 0])
-    trainer.train(["a", "b"], num_iterations=60, progress=False)
-    assert policy.logits.softmax(1)[:, 1].min() > 0.9
-    history = trainer.train(["a", "b"], demonstrations=zeros, num_iterations=200, progress=False)
-    assert policy.logits.softmax(1)[:, 0].min() > 0.9
-    assert {"rewards/mean", "train/demonstration_loss", "train/policy_loss"} <= set(history[0])
-    trainer.train(None, demonstrations=table(["a", "b"], [1, 1]), num_iterations=300, progress=False)
-    assert policy.logits.softmax(1)[:, 1].min() > 0.9
-
-
-def test_each_iteration_draws_its_demonstrations_in_shuffled_epochs() -> None:
-    """Five demonstrations, two per iteration: five iterations are two passes."""
-    source = DemonstrationSource(SEQUENCES, 2, seed=3)
-    drawn = [source(iteration) for iteration in range(5)]
-    assert [batch.num_rows for batch in drawn] == [2] * 5
-    actions = [action for batch in drawn for action in batch.actions]
-    assert sorted(actions[:5]) == sorted(actions[5:]) == sorted(SEQUENCES.actions)
-    assert actions[:5] != actions[5:]
-    assert source.num_iterations(2) == 5
-    again = DemonstrationSource(SEQUENCES, 2, seed=3)(4)
-    assert (again.states, again.actions) == (drawn[4].states, drawn[4].actions)
+def test_demonstrations_are_drawn_as_states_are() -> None:
+    source, places = DemonstrationSource(SEQUENCES, 2, seed=3), StateSource(range(5), 2, seed=3)
+    for iteration in (0, 4):
+        drawn = source(iteration)
+        assert drawn.actions == [SEQUENCES.actions[place] for place in places(iteration)]
+        assert drawn.states == [SEQUENCES.states[place] for place in places(iteration)]
     assert DemonstrationSource(SEQUENCES, None, seed=3)(7) is SEQUENCES
 
 
