@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from grpo import ActionScores, ContractError, ExperienceBatch
 from grpo._collecting.batches import gather_rewards, join_batches, select_batch
 from grpo._collecting.out_of_memory import PassSizes
-from grpo._collecting.scoring import ReferenceScorer, Scorer, batch_fields, score_in_parts
+from grpo._collecting.scoring import ReferenceScorer, batch_fields, score_in_parts
 from grpo._collecting.update_plan import (
     compose_index,
     epoch_of_updates,
@@ -27,7 +26,7 @@ from grpo._collecting.update_plan import (
 )
 from grpo._ranks.processes import SeveralProcesses
 from tests.support.imitated_ranks import on_ranks
-from tests.support.policies import GroupScoring, RowScoring, TablePolicy
+from tests.support.policies import TablePolicy
 
 
 def batch_of(rewards: list[float], group_ids: list[int], width: int = 2, **others: Any) -> ExperienceBatch:
@@ -61,7 +60,6 @@ def test_selected_rows_keep_all_their_fields() -> None:
 
 
 def gathered_by(*batches: ExperienceBatch) -> list[Any]:
-    """What `gather_rewards` returns or raises on ranks with these batches."""
     return on_ranks(len(batches), lambda engine: gather_rewards(batches[engine.rank], engine))
 
 
@@ -109,55 +107,7 @@ def test_rank_metrics_are_summed_except_averaged_means_and_local_seconds() -> No
     assert gathered.metrics == {"rows/dropped": 7.0, "rewards/mean_drawn": 2.5, "time/sample": 3.0}
 
 
-@pytest.mark.parametrize("keys", [[0, 1], [[0.5, 1.0]], [[[0]]]])
-def test_state_keys_that_are_not_integers_per_step_are_refused(keys):
-    with pytest.raises(ContractError, match=r"state_keys must be integers \[N, T\]"):
-        ExperienceBatch.from_rows([0], ["x"], [1.0], [0], mask=torch.ones(1, 2, dtype=torch.bool), state_keys=keys)
-
-
 # Scoring any policy: which method is called, how scores of several forwards are joined, and which scores are kept
-
-
-def rows_of(widths: list[int]) -> Callable[[Any, Any, Tensor], ActionScores]:
-    """State n has `widths[n]` steps, of log-probs -n, -n - 0.1 and so on; a forward is as wide as its longest row."""
-
-    def score(states: Any, actions: Any, group_ids: Tensor) -> ActionScores:
-        places = torch.arange(max(widths[state] for state in states))
-        return ActionScores(
-            log_probs=-torch.tensor(states).unsqueeze(1) - 0.1 * places,
-            mask=places < torch.tensor([widths[state] for state in states]).unsqueeze(1),
-        )
-
-    return score
-
-
-@pytest.mark.parametrize(("kind", "asked"), [(GroupScoring, "score_groups"), (RowScoring, "score_actions")])
-def test_a_policy_that_scores_groups_is_scored_in_groups_and_otherwise_by_rows(kind, asked):
-    policy = kind()
-    method = Mock(wraps=getattr(policy, asked))
-    setattr(policy, asked, method)
-    scorer = Scorer(policy)
-    scorer([0, 0, 1], [(1, 0), (0,), (2, 0)], torch.tensor([0, 0, 1]))
-    assert method.call_count == 1
-    assert scorer.one_step_device is None
-
-
-def test_a_plain_policy_that_gives_one_log_prob_per_row_decides_once_per_row() -> None:
-    policy = TablePolicy()
-    scorer = Scorer(policy)
-    assert scorer.one_step_device is None
-    scores = scorer(["a", "b"], [0, 1], torch.tensor([0, 1]))
-    assert (scores.mask.tolist(), scorer.one_step_device) == ([[True], [True]], policy.logits.device)
-
-
-def test_scores_of_parts_are_joined_in_the_order_of_the_rows() -> None:
-    """Rows 3 and 1 in one forward of two columns, rows 2 and 0 in another of three."""
-    parts: list[Any] = [torch.tensor([3, 1]), torch.tensor([2, 0])]
-    score = rows_of([1, 2, 3, 1])
-    scores = score_in_parts(score, [0, 1, 2, 3], ["x"] * 4, torch.arange(4), lambda _: parts, PassSizes("scoring"))
-    assert scores.mask.tolist() == [[True, False, False], [True, True, False], [True, True, True], [True, False, False]]
-    assert scores.log_probs[scores.mask].tolist() == pytest.approx([0, -1, -1.1, -2, -2.1, -2.2, -3])
-    assert scores.values is None
 
 
 def test_final_values_survive_scoring_in_parts() -> None:
@@ -172,8 +122,6 @@ def test_final_values_survive_scoring_in_parts() -> None:
 
 
 class TwoSteps(TablePolicy):
-    """Its reference scores two steps of every row."""
-
     def reference_log_probabilities(self, states: Any, actions: Any) -> Tensor:
         return torch.tensor([[-1.0, -2.0]])
 
