@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from grpo._ranks import meetings as module
@@ -49,16 +48,6 @@ def test_a_message_longer_than_the_first_one_takes_a_second_one(monkeypatch: pyt
         sizes.clear()
         assert meetings.exchange("here", "x" * length) == [("here", "x" * length)]
         assert sizes == [INLINE_BYTES, INLINE_BYTES - 7][:expected]
-
-
-def test_tensors_are_added_up_and_gathered() -> None:
-    def body(meetings: Meetings) -> tuple[list[float], list[list[float]]]:
-        own = torch.tensor([1.0, 10.0]) * (meetings.rank + 1)
-        gathered = meetings.all_gather(own)
-        meetings.all_reduce(own)
-        return own.tolist(), [part.tolist() for part in gathered]
-
-    assert meet(2, body) == [([3.0, 30.0], [[1.0, 10.0], [2.0, 20.0]])] * 2
 
 
 def test_a_rank_that_does_not_come_is_named_on_every_rank_within_the_timeout(subtests: pytest.Subtests) -> None:
@@ -107,23 +96,6 @@ def test_a_rank_that_ends_while_the_ranks_connect_is_named_within_the_timeout(mo
     given_up.set()
 
 
-@pytest.mark.slow
-def test_two_ranks_that_do_not_come_are_both_named() -> None:
-    given_up = threading.Event()
-
-    def body(meetings: Meetings) -> str:
-        meetings.exchange("a", None)
-        if meetings.rank > 0:
-            given_up.wait(50)
-            return ""
-        with pytest.raises(RankError) as raised:
-            meetings.exchange("b", None)
-        given_up.set()
-        return str(raised.value)
-
-    assert meet(3, body, SHORT)[0].startswith("Ranks 1 and 2 did not reach b within 3 s. Rank 1 was last seen")
-
-
 def test_a_rank_that_does_not_build_its_meetings_is_named() -> None:
     store = dist.HashStore()
 
@@ -140,67 +112,8 @@ def test_a_rank_that_does_not_build_its_meetings_is_named() -> None:
     assert first.endswith("Raise Replicated(timeout=...) if ranks may wait longer for one another.")
 
 
-@pytest.mark.slow
-def test_no_meeting_follows_a_failed_one() -> None:
-    given_up = threading.Event()
-
-    def body(meetings: Meetings) -> list[str]:
-        if meetings.rank == 1:
-            given_up.wait(50)
-            return []
-        said = []
-        for place in ("a", "b"):
-            with pytest.raises(RankError) as raised:
-                meetings.exchange(place, None)
-            said.append(str(raised.value))
-        given_up.set()
-        return said
-
-    first, second = meet(2, body, SHORT)[0]
-    assert first == second
-    assert "did not reach a within" in first
-
-
-def test_a_rank_that_waits_longer_than_a_slice_still_gets_the_values() -> None:
-    def body(meetings: Meetings) -> Any:
-        if meetings.rank == 1:
-            time.sleep(1.0)
-        return meetings.exchange("here", meetings.rank)
-
-    assert meet(2, body, 10.0) == [[("here", 0), ("here", 1)]] * 2
-
-
 WAIT = 2.0
 """The time limit of ranks that announce that they come later."""
-
-
-@pytest.mark.slow
-def test_the_others_wait_longer_for_a_rank_that_announces_it_and_say_why(caplog: pytest.LogCaptureFixture) -> None:
-    """Twice the time limit, and still at the same meeting. Both other ranks log it once."""
-
-    def body(meetings: Meetings) -> Any:
-        meetings.exchange("the first meeting", None)
-        if meetings.rank == 1:
-            with meetings.busy(50, "the judge is ill"):
-                time.sleep(2 * WAIT)
-        return [meetings.exchange(place, meetings.rank)[1] for place in ("here", "there")]
-
-    assert meet(3, body, WAIT) == [[("here", 1), ("there", 1)]] * 3
-    assert [record.getMessage() for record in caplog.records] == ["Training waits for rank 1: the judge is ill"] * 2
-
-
-@pytest.mark.slow
-def test_nothing_is_logged_while_rank_0_is_busy_or_a_rank_is_busy_for_a_moment(caplog) -> None:
-    """Where ranks wait for 20 s, 1 s is a moment. Rank 0 says by itself why it waits for most of 2 s."""
-
-    def body(meetings: Meetings, *busy: float) -> Any:
-        with meetings.busy(50, "x"):
-            time.sleep(busy[meetings.rank])
-        return meetings.exchange("here", None)
-
-    meet(2, lambda meetings: body(meetings, 0.0, 1.0), 20.0)
-    meet(2, lambda meetings: body(meetings, 1.5, 0.0), WAIT)
-    assert caplog.records == []
 
 
 def late(announced: float, busy: float, culprit: int, num_ranks: int) -> tuple[str, float]:
@@ -445,7 +358,7 @@ def test_a_rank_does_not_stay_without_a_store_or_for_longer_than_the_silence(sta
 
 PERIOD = 0.02
 SILENCE = 5.0
-VERDICT, MINE, OTHER = "verdict", "whereabouts of rank 0", "whereabouts of rank 1"
+MINE, OTHER = "whereabouts of rank 0", "whereabouts of rank 1"
 
 
 @pytest.fixture

@@ -30,7 +30,6 @@ logger = logging.getLogger("grpo")
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Warnings that reach the user."""
     printed: list[str] = []
 
     def show(message, category, *place):
@@ -105,7 +104,6 @@ def test_what_is_held_back_at_the_end_is_printed_and_nothing_is_held_back_afterw
 
 
 def both(*errors: BaseException | None) -> tuple[BaseException | None, ...]:
-    """What two ranks raise."""
     problems = [None if error is None else problem_of(error) for error in errors]
     return tuple(error_for_all(problems, error) for error in errors)
 
