@@ -70,7 +70,6 @@ ZEROS_AND_ONES = st.integers(0, 1)  # the same in every dtype
 
 @st.composite
 def tables(draw: st.DrawFn) -> list[list[int]]:
-    """N rows of at least two columns."""
     width = draw(st.integers(2, 4))
     return draw(st.lists(st.lists(ZEROS_AND_ONES, min_size=width, max_size=width), min_size=1, max_size=6))
 
@@ -270,7 +269,6 @@ def test_padding_is_added_on_the_right_and_copies_nothing_if_not_needed():
 
 
 def drawn() -> list[float]:
-    """One number of each global generator."""
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
 
 
