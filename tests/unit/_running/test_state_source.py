@@ -153,21 +153,15 @@ def test_sets_and_loaders_of_single_states_have_epochs():
     assert StateSource(DataLoader(["a", "b"], batch_size=None), 2, seed=0).num_iterations(3) == 3
 
 
+WITHOUT_LENGTH = {"list_iterator": iter([1]), "Counting": Counting(3), "function": lambda iteration: [1]}
+NO_LENGTH = "num_epochs counts passes over the states, and a {} has no length"
+
+
 @pytest.mark.parametrize(
     ("states", "epochs", "message"),
     [
-        *(
-            (states, 1, rf"num_epochs counts passes over the states, and a {name} has no length")
-            for states, name in [
-                (iter([1]), "list_iterator"),
-                (Counting(3), "Counting"),
-                (lambda iteration: [1], "function"),
-            ]
-        ),
-        *(
-            ([1], epochs, "num_epochs must be a number above 0; got")
-            for epochs in (0, -1, float("nan"), float("inf"), True, "1")
-        ),
+        *((states, 1, NO_LENGTH.format(name)) for name, states in WITHOUT_LENGTH.items()),
+        *(([1], epochs, "num_epochs must be a number above 0; got") for epochs in (0, -1, np.nan, np.inf, True, "1")),
     ],
 )
 def test_epochs_of_states_without_a_length_and_wrong_epochs_are_refused(states, epochs, message):

@@ -145,11 +145,8 @@ def test_all_dropped_terms_are_named_in_one_warning_and_a_loss_of_the_policy_too
         ({"kl_coef": 0.0}, total, False),
         ({"value_coef": 0.75}, total, False),
         ({"value_coef": 0.0}, total, True),
-        (
-            {"entropy_coef": 0.5, "entropy_estimator": "score_function", "surrogate": "cispo"},
-            None,
-            True,
-        ),  # the built-in one
+        # the built-in one
+        ({"entropy_coef": 0.5, "entropy_estimator": "score_function", "surrogate": "cispo"}, None, True),
     ],
 )
 def test_no_term_is_named_if_none_is_configured_or_dropped(settings, own, has_critic):

@@ -261,51 +261,40 @@ def test_a_function_scores_rows_of_different_lengths() -> None:
 POLICY = TablePolicy()
 
 
+def hinted(hint: Any) -> Hinted:
+    return Hinted(POLICY, hint)
+
+
+def scores_of(teacher: Any) -> ActionScores:
+    """Of an action in each state."""
+    return teacher.score_actions(["a", "b"], [0, 1])
+
+
 @pytest.mark.parametrize(
     ("kind", "words", "make"),
     [
         (ProtocolError, "Hinted: policy", lambda: Hinted(object(), lambda states, actions: states)),
-        (ConfigError, r"hint must be a function of \(states, actions\)", lambda: Hinted(POLICY, lambda state: state)),
+        (ConfigError, r"hint must be a function of \(states, actions\)", lambda: hinted(lambda state: state)),
         (ConfigError, "teachers must be a dict of policies by name", lambda: Teachers(lambda state: 0, {})),
         (ConfigError, "choose must be a function of a state", lambda: Teachers(lambda a, b: 0, {0: POLICY})),
         (ProtocolError, "Teachers: the teacher 'x'", lambda: Teachers(lambda state: "x", {"x": object()})),
-        (
-            ContractError,
-            r"hint\(states, actions\): states must have one entry per row = 2",
-            lambda: Hinted(POLICY, lambda states, actions: states[:1]).score_actions(["a", "b"], [0, 1]),
-        ),
-        (
-            ContractError,
-            "choose must return one of .*'x'.*; got 'y' for state 1",
-            lambda: Teachers("xy".__getitem__, {"x": POLICY}).score_actions([0, 1], [0, 1]),
-        ),
-        (
-            ContractError,
-            r"choose must return one of .*'x'.*; got \['x'\] for state 0",
-            lambda: Teachers(lambda state: ["x"], {"x": POLICY}).score_actions([0], [0]),
+        (ContractError, r"hint\(.*: states .* one entry per row = 2", lambda: scores_of(hinted(lambda s, a: s[:1]))),
+        *(
+            (ContractError, f"choose must return one of .*'x'.*; got {said} for state 1",
+             lambda chosen=chosen: scores_of(Teachers({"a": "x", "b": chosen}.__getitem__, {"x": POLICY})))
+            for chosen, said in (("y", "'y'"), (["x"], r"\['x'\]"))
         ),
         (ConfigError, r"log_probs must be a function of \(states, actions\)", lambda: Teacher(lambda state: state)),
-        (
-            ContractError,
-            r"log_probs\(states, actions\): log_probs must have one entry per row = 2",
-            lambda: Teacher(lambda states, actions: [0.0]).score_actions(["a", "b"], [0, 1]),
-        ),
+        (ContractError, r"log_probs\(.*: log_probs .* per row = 2", lambda: scores_of(Teacher(lambda s, a: [0.0]))),
         *(
-            (
-                ContractError,
-                r"must return a float or floats \[T\] per row; got",
-                lambda wrong=wrong: Teacher(lambda states, actions: [wrong]).score_actions(["a"], [0]),
-            )
+            (ContractError, r"must return a float or floats \[T\] per row; got",
+             lambda wrong=wrong: scores_of(Teacher(lambda s, a: [wrong] * 2)))
             for wrong in (torch.zeros(2, 3), None, "x", 1, [[0.0], [0.0, 1.0]])
         ),
         (ContractError, "Teacher only scores actions", lambda: Teacher(lambda s, a: s).generate_actions(["a"], 1)),
-        (
-            ContractError,
-            "Hinted only scores actions",
-            lambda: Hinted(POLICY, lambda states, actions: states).generate_actions(["a"], 1),
-        ),
+        (ContractError, "Hinted only scores actions", lambda: hinted(lambda s, a: s).generate_actions(["a"], 1)),
     ],
-)
+)  # fmt: skip
 def test_wrong_teachers_are_refused(kind, words, make) -> None:
     with pytest.raises(kind, match=words):
         make()
