@@ -1,6 +1,7 @@
 """Small trainers that the tests of `grpo.trainer` build, and what they compare."""
 
 import math
+from itertools import count
 from typing import Any
 
 import torch
@@ -61,6 +62,13 @@ def assert_same(found: Any, expected: Any) -> None:
 def quarters() -> TablePolicy:
     """A reference with probabilities (1/4, 3/4) for both states."""
     return TablePolicy(logits=[[0.0, math.log(3.0)]] * 2)
+
+
+def poisoned(policy: TablePolicy, *when: int, factor: float = math.nan) -> TablePolicy:
+    """The gradients of these backward passes, counted from 0, are multiplied; losses stay finite."""
+    number = count()
+    policy.logits.register_hook(lambda gradient: gradient * factor if next(number) in when else gradient)
+    return policy
 
 
 def without_time(metrics: dict[str, float]) -> dict[str, float]:

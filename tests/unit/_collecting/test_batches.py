@@ -1,22 +1,32 @@
-"""Selecting rows of a batch, joining batches, and fields that only some batches or ranks have."""
+"""Rows of a batch: selected, joined, scored, and divided into updates and forward passes."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo import ActionScores, ContractError, ExperienceBatch
 from grpo._collecting.batches import gather_rewards, join_batches, select_batch
 from grpo._collecting.out_of_memory import PassSizes
-from grpo._collecting.scoring import ReferenceScorer, Scorer, batch_fields, score_in_parts
+from grpo._collecting.scoring import ReferenceScorer, batch_fields, score_in_parts
+from grpo._collecting.update_plan import (
+    compose_index,
+    epoch_of_updates,
+    num_updates_per_epoch,
+    parts_in_order,
+    planned_parts,
+)
+from grpo._ranks.processes import SeveralProcesses
 from tests.support.imitated_ranks import on_ranks
-from tests.support.policies import GroupScoring, RowScoring, TablePolicy
+from tests.support.policies import TablePolicy
 
 
 def batch_of(rewards: list[float], group_ids: list[int], width: int = 2, **others: Any) -> ExperienceBatch:
@@ -50,7 +60,6 @@ def test_selected_rows_keep_all_their_fields() -> None:
 
 
 def gathered_by(*batches: ExperienceBatch) -> list[Any]:
-    """What `gather_rewards` returns or raises on ranks with these batches."""
     return on_ranks(len(batches), lambda engine: gather_rewards(batches[engine.rank], engine))
 
 
@@ -98,55 +107,7 @@ def test_rank_metrics_are_summed_except_averaged_means_and_local_seconds() -> No
     assert gathered.metrics == {"rows/dropped": 7.0, "rewards/mean_drawn": 2.5, "time/sample": 3.0}
 
 
-@pytest.mark.parametrize("keys", [[0, 1], [[0.5, 1.0]], [[[0]]]])
-def test_state_keys_that_are_not_integers_per_step_are_refused(keys):
-    with pytest.raises(ContractError, match=r"state_keys must be integers \[N, T\]"):
-        ExperienceBatch.from_rows([0], ["x"], [1.0], [0], mask=torch.ones(1, 2, dtype=torch.bool), state_keys=keys)
-
-
 # Scoring any policy: which method is called, how scores of several forwards are joined, and which scores are kept
-
-
-def rows_of(widths: list[int]) -> Callable[[Any, Any, Tensor], ActionScores]:
-    """State n has `widths[n]` steps, of log-probs -n, -n - 0.1 and so on; a forward is as wide as its longest row."""
-
-    def score(states: Any, actions: Any, group_ids: Tensor) -> ActionScores:
-        places = torch.arange(max(widths[state] for state in states))
-        return ActionScores(
-            log_probs=-torch.tensor(states).unsqueeze(1) - 0.1 * places,
-            mask=places < torch.tensor([widths[state] for state in states]).unsqueeze(1),
-        )
-
-    return score
-
-
-@pytest.mark.parametrize(("kind", "asked"), [(GroupScoring, "score_groups"), (RowScoring, "score_actions")])
-def test_a_policy_that_scores_groups_is_scored_in_groups_and_otherwise_by_rows(kind, asked):
-    policy = kind()
-    method = Mock(wraps=getattr(policy, asked))
-    setattr(policy, asked, method)
-    scorer = Scorer(policy)
-    scorer([0, 0, 1], [(1, 0), (0,), (2, 0)], torch.tensor([0, 0, 1]))
-    assert method.call_count == 1
-    assert scorer.one_step_device is None
-
-
-def test_a_plain_policy_that_gives_one_log_prob_per_row_decides_once_per_row() -> None:
-    policy = TablePolicy()
-    scorer = Scorer(policy)
-    assert scorer.one_step_device is None
-    scores = scorer(["a", "b"], [0, 1], torch.tensor([0, 1]))
-    assert (scores.mask.tolist(), scorer.one_step_device) == ([[True], [True]], policy.logits.device)
-
-
-def test_scores_of_parts_are_joined_in_the_order_of_the_rows() -> None:
-    """Rows 3 and 1 in one forward of two columns, rows 2 and 0 in another of three."""
-    parts: list[Any] = [torch.tensor([3, 1]), torch.tensor([2, 0])]
-    score = rows_of([1, 2, 3, 1])
-    scores = score_in_parts(score, [0, 1, 2, 3], ["x"] * 4, torch.arange(4), lambda _: parts, PassSizes("scoring"))
-    assert scores.mask.tolist() == [[True, False, False], [True, True, False], [True, True, True], [True, False, False]]
-    assert scores.log_probs[scores.mask].tolist() == pytest.approx([0, -1, -1.1, -2, -2.1, -2.2, -3])
-    assert scores.values is None
 
 
 def test_final_values_survive_scoring_in_parts() -> None:
@@ -161,8 +122,6 @@ def test_final_values_survive_scoring_in_parts() -> None:
 
 
 class TwoSteps(TablePolicy):
-    """Its reference scores two steps of every row."""
-
     def reference_log_probabilities(self, states: Any, actions: Any) -> Tensor:
         return torch.tensor([[-1.0, -2.0]])
 
@@ -199,3 +158,155 @@ def test_training_keeps_copies_of_the_scores_that_it_needs(needs, expected):
     assert set(fields) == expected
     assert all(values.flatten().tolist() == [1, 1] and not values.requires_grad for values in fields.values())
     assert batch_fields(None, needs) == {}
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def numbers_of(index: torch.Tensor | slice, num_rows: int) -> list[int]:
+    return torch.arange(num_rows)[index].tolist()
+
+
+def updates(group_ids: list[int], batch_size: int | None, seed: int = 0) -> list[list[int]]:
+    ids = torch.tensor(group_ids)
+    return [numbers_of(index, len(ids)) for index in epoch_of_updates(ids, batch_size, generator(seed))]
+
+
+GROUP_IDS = st.lists(st.integers(-3, 3), min_size=1, max_size=20)
+
+
+@settings(max_examples=60)
+@given(group_ids=GROUP_IDS, batch_size=st.none() | st.integers(1, 25), seed=st.integers(0, 99))
+def test_an_epoch_holds_every_row_once_with_groups_together(group_ids, batch_size, seed):
+    parts = updates(group_ids, batch_size, seed)
+    order = [row for part in parts for row in part]
+    assert sorted(order) == list(range(len(group_ids)))
+    if batch_size is not None and batch_size < len(group_ids):
+        runs = [group for group, _ in itertools.groupby(group_ids[row] for row in order)]
+        assert sorted(runs) == sorted(set(group_ids))
+        for group in set(group_ids):  # and in their own order within it
+            members = [row for row in order if group_ids[row] == group]
+            assert members == sorted(members)
+
+
+@settings(max_examples=60)
+@given(group_ids=GROUP_IDS, batch_size=st.none() | st.integers(1, 25))
+def test_every_update_but_the_last_is_full(group_ids, batch_size):
+    sizes = [len(part) for part in updates(group_ids, batch_size)]
+    full = batch_size or len(group_ids)
+    assert sizes == [full] * (len(group_ids) // full) + [len(group_ids) % full] * (len(group_ids) % full > 0)
+    assert len(sizes) == num_updates_per_epoch(len(group_ids), batch_size)
+
+
+@pytest.mark.parametrize("batch_size", [None, 4, 5])
+def test_one_update_of_everything_copies_nothing(batch_size):
+    assert list(epoch_of_updates(torch.tensor([1, 0, 1, 0]), batch_size, generator(0))) == [slice(0, 4)]
+
+
+def test_groups_come_in_an_order_that_the_generator_decides_anew_in_each_epoch():
+    group_ids = [g for g in range(4) for _ in range(2)]
+    firsts = {updates(group_ids, 2, seed)[0][0] for seed in range(40)}
+    assert (firsts, updates(group_ids, 3, seed=5)) == ({0, 2, 4, 6}, updates(group_ids, 3, seed=5))
+    group_ids, one = torch.arange(16), generator(0)
+    first, second = (torch.cat(list(epoch_of_updates(group_ids, 4, one))).tolist() for _ in range(2))
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "expected"),
+    [
+        *((5, size, [slice(0, 5)]) for size in (None, 5, 9)),
+        (5, 2, [slice(0, 2), slice(2, 4), slice(4, 5)]),
+        (1, 1, [slice(0, 1)]),
+        (0, 3, []),
+        (0, None, []),
+    ],
+)
+def test_rows_are_cut_into_consecutive_parts_of_the_given_size(num_rows, size, expected):
+    assert parts_in_order(num_rows, size) == expected
+
+
+@pytest.mark.parametrize("plan", [[[2, 0], [1, 3]], [(3, 2, 1, 0)], [[0], [], [1, 2, 3]]])
+def test_a_plan_is_followed_without_its_empty_parts(plan):
+    parts = planned_parts("Policy.plan", plan, 4)
+    assert [part.tolist() for part in parts] == [list(part) for part in plan if part]
+
+
+@pytest.mark.parametrize(
+    "plan", [[], [[0, 1, 2]], [[0, 1, 2, 3, 3]], [[0, 1], [1, 2]], [[0, 1, 2, 4]], [[-1, 0, 1, 2]], [[0, 1, 2, 3, 4]]]
+)
+def test_a_plan_that_misses_or_repeats_a_row_is_refused(plan):
+    with pytest.raises(ContractError, match=r"Policy\.plan must return every row of range\(4\) exactly once"):
+        planned_parts("Policy.plan", plan, 4)
+
+
+@settings(max_examples=80)
+@given(data=st.data(), num_rows=st.integers(1, 12))
+def test_composed_indices_equal_indexing_twice(data, num_rows):
+    def index_into(size: int) -> torch.Tensor | slice:
+        if data.draw(st.booleans()):
+            start = data.draw(st.integers(0, size))
+            return slice(start, data.draw(st.integers(start, size)))
+        order = torch.tensor(data.draw(st.permutations(range(size))), dtype=torch.int64)
+        return order[: data.draw(st.integers(0, size))]
+
+    outer = index_into(num_rows)
+    inner = index_into(len(numbers_of(outer, num_rows)))
+    assert numbers_of(compose_index(outer, inner), num_rows) == torch.arange(num_rows)[outer][inner].tolist()
+
+
+# Where all ranks make equally many forward passes, a rank with fewer parts makes further ones, and none is repeated
+
+
+class Dividing(SeveralProcesses):
+    """An engine that divides weights. Ranks meet only to find their number of passes."""
+
+    num_ranks = 2
+    divides_weights = True
+
+    def __init__(self, equal_count: Callable[[int], int]) -> None:
+        self._equal_count = equal_count
+
+    def equal_count(self, count: int) -> int:
+        return self._equal_count(count)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        raise AssertionError("nothing else is exchanged")
+
+
+def test_a_rank_on_its_own_makes_no_further_passes() -> None:
+    assert PassSizes("scoring").num_missing(3) == 0
+    assert PassSizes("scoring", Dividing(lambda count: count + 2)).num_missing(3) == 2
+
+
+@pytest.mark.parametrize("num_passes", [2, 3, 5])
+def test_further_passes_score_the_first_row_and_change_nothing(num_passes: int) -> None:
+    seen: list[list[int]] = []
+    asked: list[int] = []
+
+    def score(states: list[int], actions: list[int], group_ids: torch.Tensor) -> ActionScores:
+        assert len(states) == len(actions) == len(group_ids)
+        seen.append(list(states))
+        log_probs = -torch.tensor(states, dtype=torch.float32)[:, None]
+        return ActionScores(log_probs=log_probs, mask=torch.ones_like(log_probs, dtype=torch.bool))
+
+    def equal_count(count: int) -> int:
+        assert seen == []  # all ranks know the number before the first pass
+        asked.append(count)
+        return num_passes
+
+    rows, sizes = [7, 8, 9], PassSizes("scoring", Dividing(equal_count))
+    found = score_in_parts(score, rows, rows, torch.arange(3), lambda halvings: parts_in_order(3, 2, halvings), sizes)
+    assert (asked, found.log_probs.tolist()) == ([2], [[-7.0], [-8.0], [-9.0]])
+    assert seen == [[7, 8], [9], *[[7]] * (num_passes - 2)]
+
+
+def test_memory_that_runs_out_is_an_error_with_advice() -> None:
+    sizes = PassSizes("scoring", Dividing(lambda count: count))
+    for _ in sizes.passes([slice(0, 4)]):
+        error = torch.OutOfMemoryError("full")
+        assert not sizes.accept(error)
+    (note,) = error.__notes__
+    assert note.startswith("grpo: scoring ran out of memory. With divided weights it is not repeated")
+    assert (sizes.num_halvings, sizes.num_repeated) == (0, 0)

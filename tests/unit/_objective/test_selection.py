@@ -1,4 +1,4 @@
-"""Which steps of an update count: quantiles with ties, covariances, random draws, and choices shared by several ranks."""
+"""Which steps of an update count: quantiles, covariances, draws on ranks; and weights from the sampler to the policy."""
 
 import math
 from typing import Any
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import ConfigError, ObjectiveConfig, grpo_objective
+from grpo import ConfigError, ContractError, KPop, Mask, ObjectiveConfig, Truncate, grpo_objective
+from grpo._objective.sampler import near_policy_rows, sampler_divergence
 from grpo._objective.selection import (
     covariances,
     drawn_covariances,
@@ -193,37 +194,107 @@ def test_without_a_given_selection_the_loss_selects_among_its_own_rows():
     assert gradient[1].tolist() == pytest.approx([3.3, 0, 3.3 + 1])
 
 
-def test_the_loss_excludes_the_steps_of_clip_cov_and_reports_their_fraction():
-    # candidates above 3.5 are 4 and 6, and both are drawn; the other steps have ratio 1
-    config = ObjectiveConfig(surrogate=ClipCov(fraction=1.0, cov_low=3.5, cov_high=7.0))
-    _, gradient = loss_and_gradient(LOG_PROBS, ADVANTAGES, config, mask=MASK)
-    assert gradient.tolist() == [[0.0, -2.0, -2.0], [3.0, 0.0, 0.0]]
-    metrics = grpo_objective(objective_inputs(LOG_PROBS, ADVANTAGES, mask=MASK), config).metrics
-    assert metrics["selected_fraction"].tolist() == [5, 2, 2]
-    assert "kept_fraction" not in metrics
+OLD = double([[0.8, 0.1, 0.5, 0.3]]).log()
+BEHAVIOUR = double([[0.2, 0.2, 0.5, math.nan]]).log()  # ratios 4, 1/2, 1, unscored
+EVERYWHERE = torch.ones(1, 4, dtype=torch.bool)
 
 
-def test_the_loss_uses_a_given_selection():
-    chosen = torch.tensor([[True, True, False], [False, True, False]])
-    config = ObjectiveConfig(surrogate=ClipCov(fraction=1.0, cov_low=3.5, cov_high=7.0), top_entropy_fraction=0.1)
-    inputs = {"mask": MASK, "selected": chosen, "keep": MASK}
-    _, gradient = loss_and_gradient(LOG_PROBS, ADVANTAGES, config, **inputs)
-    assert gradient.tolist() == [[0.0, 0.0, -2.0], [3.0, 0.0, 3.0]]
-    metrics = grpo_objective(objective_inputs(LOG_PROBS, ADVANTAGES, **inputs), config).metrics
-    assert metrics["selected_fraction"].tolist() == [5, 2, 2]
-    assert metrics["kept_fraction"].tolist() == [5, 5, 5]
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        (Truncate(high=None), [4, 0.5, 1, 1]),
+        (Truncate(), [3, 0.5, 1, 1]),
+        (Truncate(low=0.75), [3, 0.75, 1, 1]),
+        (Truncate(low=0.75, high=None), [4, 0.75, 1, 1]),
+        (Truncate(low=2.0, high=2.0), [2, 2, 2, 2]),
+        (Mask(high=None), [4, 0.5, 1, 1]),
+        (Mask(), [0, 0.5, 1, 1]),
+        (Mask(low=0.75, high=None), [4, 0, 1, 1]),
+        (Mask(low=0.75), [0, 0, 1, 1]),
+        (Mask(low=1.0, high=1.0), [0, 0, 1, 1]),  # a weight at its bound counts
+        (KPop(), [0, 0.5, 1, 1]),  # .8 against .2: .8 log 4 + .2 log .25 = .83; .1 against .2: .0444
+    ],
+)
+def test_step_weights_equal_hand_worked_values(correction, expected):
+    weights = correction(OLD.clone().requires_grad_(), BEHAVIOUR, EVERYWHERE)
+    assert not weights.requires_grad
+    torch.testing.assert_close(weights, double([expected]), rtol=1e-14, atol=0)
 
 
-def test_steps_that_are_not_kept_have_no_gradient_and_change_no_weights():
-    clean, config = LOG_PROBS.nan_to_num(-9.0), ObjectiveConfig(top_entropy_fraction=0.4)
-    _, gradient = loss_and_gradient(clean, ADVANTAGES, config, mask=MASK, entropy=ENTROPY)
-    assert gradient.tolist() == [[0.0, -2.0, 0.0], [0.0, 0.0, 3.0]]
-    metrics = grpo_objective(objective_inputs(clean, ADVANTAGES, mask=MASK, entropy=ENTROPY), config).metrics
-    assert metrics["kept_fraction"].tolist() == [5, 2, 2]
+# the row's ratio is 4 * 1/2 * 1, the unscored step counting 1: 2
+@pytest.mark.parametrize(("correction", "expected"), [
+    (Truncate(level="row", high=None), 2.0), (Truncate(level="row", high=1.5), 1.5),
+    (Truncate(level="row", low=2.5), 2.5), (Mask(level="row", high=1.5), 0.0),
+    (Mask(level="row", low=2.5, high=None), 0.0), (Mask(level="row", low=1.5), 2.0),
+])  # fmt: skip
+def test_row_weights_equal_hand_worked_values(correction, expected):
+    weights = correction(OLD.clone().requires_grad_(), BEHAVIOUR, EVERYWHERE)
+    assert (weights.shape, weights.item()) == ((1, 1), pytest.approx(expected, rel=1e-14))
+    assert not weights.requires_grad
 
 
-def test_clip_cov_and_top_entropy_are_independent():
-    # kept by entropy, above .26: all but the first; left out by covariance: 4 and 6, the first and the last
-    config = ObjectiveConfig(surrogate=ClipCov(fraction=1.0, cov_low=3.5, cov_high=7.0), top_entropy_fraction=0.8)
-    _, gradient = loss_and_gradient(LOG_PROBS, ADVANTAGES, config, mask=MASK, entropy=ENTROPY)
-    assert gradient.tolist() == [[0.0, -2.0, -2.0], [3.0, 0.0, 0.0]]
+@pytest.mark.parametrize("level", ["step", "row"])
+def test_log_weights_are_bounded_so_that_no_weight_overflows(level):
+    old, behaviour = torch.tensor([[-1.0], [-900.0]]), torch.tensor([[-900.0], [-1.0]])
+    everywhere = torch.ones(2, 1, dtype=torch.bool)
+    weights = Truncate(level=level, high=None)(old, behaviour, everywhere)
+    assert weights.squeeze(1).tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+
+
+# behaviour - old over the scored steps: -log 4, log 2, 0
+def test_the_sampler_divergence_equals_hand_worked_values() -> None:
+    gap, scored = sampler_divergence(OLD.float().requires_grad_(), BEHAVIOUR.float(), EVERYWHERE)
+    assert gap[scored].tolist() == pytest.approx([-math.log(4), math.log(2), 0], rel=1e-6, abs=1e-9)
+    assert not gap.requires_grad
+    mask = torch.tensor([[True, False, False, False]])
+    assert sampler_divergence(OLD, BEHAVIOUR, mask)[1].tolist() == mask.tolist()
+
+
+# Rows of two steps; how much less likely each step has become: means .3, .3, .1, and (.6 + 0)/2 = .3 with one unscored
+NOW = double([[-1.0, -2.0]] * 4)
+SAMPLED = double([[-0.9, -1.5], [-0.9, -1.5], [-0.9, -1.9], [-0.4, math.nan]])
+
+
+@pytest.mark.parametrize(
+    ("threshold", "advantages", "near"),
+    [
+        (0.35, [1.0, -1.0, -1.0, -1.0], [True, True, True, True]),
+        (0.2, [1.0, -1.0, -1.0, -1.0], [True, False, True, False]),
+        (0.05, [1.0, -1.0, -1.0, -1.0], [True, False, False, False]),
+        (0.05, [0.0, -1.0, 0.0, 0.0], [True, False, True, True]),
+    ],
+)
+def test_negative_rows_beyond_the_divergence_threshold_are_left_out(threshold, advantages, near):
+    found = near_policy_rows(NOW, SAMPLED, double(advantages).unsqueeze(1), torch.ones(4, 2).bool(), threshold)
+    assert found.squeeze(1).tolist() == near
+
+
+@pytest.mark.parametrize(("threshold", "near"), [(0.375, True), (0.374, False)])
+def test_a_row_at_the_threshold_is_kept(threshold, near):
+    # mean (1/4 + 1/2)/2 = 3/8, exactly
+    now, sampled, everywhere = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-0.75, -1.5]]), torch.ones(1, 2).bool()
+    assert near_policy_rows(now, sampled, torch.tensor([[-1.0]]), everywhere, threshold).item() is near
+
+
+@pytest.mark.parametrize(("p", "q", "threshold", "expected"), [
+    (0.2, 0.1, 0.04, 0.0), (0.1, 0.2, 0.04, 0.0), (0.2, 0.1, 0.0445, 2.0), (0.001, 0.0001, 0.001, 0.0),
+    (0.001, 0.0001, 0.002, 10.0), (1e-7, 1e-8, 1e-12, 10.0), (1 - 1e-8, 1 - 1e-7, 1e-12, 1.0),
+    (1e-5, 1e-6, 1e-6, 0.0), (1 - 1e-6, 1 - 1e-5, 1e-6, 0.0),
+])  # fmt: skip
+def test_kpop_looks_in_both_directions_and_bounds_probabilities_by_a_millionth(p, q, threshold, expected):
+    """D(.2, .1) = .0444 and D(.1, .2) = .0367: one of them is beyond .04, whichever is the policy's. D(.001, .0001) = .0014.
+    Probabilities below 1e-6, or beyond 1 - 1e-6, are equal."""
+    found = KPop(threshold=threshold)(double([[p]]).log(), double([[q]]).log(), torch.ones(1, 1, dtype=torch.bool))
+    assert found.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_kpop_is_for_probabilities_also_of_certain_and_of_impossible_actions():
+    old = torch.tensor([[0.0, 0.0, -300.0, -1e-9]], requires_grad=True)
+    behaviour = torch.tensor([[0.0, -300.0, 0.0, 0.0]])
+    weights = KPop()(old, behaviour, torch.ones(1, 4, dtype=torch.bool))
+    assert weights.tolist() == [[1.0, 0.0, 0.0, pytest.approx(1.0)]]
+    assert not weights.requires_grad
+    above, mask = (torch.tensor([[0.5]]), torch.tensor([[-0.1]])), torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(ContractError, match=r"KPop needs log-probs of probabilities, at most 0; got 0.5"):
+        KPop()(*above, mask)
+    assert KPop()(*above, ~mask).tolist() == [[1.0]]

@@ -123,8 +123,6 @@ def test_what_is_printed_appears_once(capfd: pytest.CaptureFixture[str]) -> None
 
 
 class Picky(Exception):
-    """An exception that cannot be unpickled."""
-
     def __init__(self, first: str, second: str) -> None:
         super().__init__(first)
 
@@ -320,8 +318,6 @@ class Interrupted(BaseException):
 
 
 def interrupted_after(seconds: float, function: Callable[[], Any], error: BaseException) -> None:
-    """Call a function, and raise `error` in the main thread after some seconds."""
-
     def interrupt(*_: Any) -> None:
         raise error
 
@@ -365,7 +361,6 @@ def c_handler(handled: list[int]) -> Any:
 
 @pytest.mark.parametrize("set_handler", [python_handler, c_handler])
 def test_a_signal_has_its_default_effect_there(set_handler: Callable[[list[int]], Any]) -> None:
-    """No handler of this process runs."""
     handled: list[int] = []
     before, handler = signal.getsignal(signal.SIGTERM), set_handler(handled)
     try:
@@ -413,25 +408,3 @@ def test_a_thread_can_make_calls_while_another_does() -> None:
 
     run_together(*(partial(ask, number) for number in range(4)))
     assert answers == {number: number for number in range(4)}
-
-
-@pytest.mark.slow
-def test_what_a_call_prints_into_a_pipe_appears_once_and_in_order() -> None:
-    """A pipe is written in blocks."""
-    script = """
-import sys
-from grpo.rewards import Call, call_in_process
-
-def speak():
-    print("inside")
-    print("warning", file=sys.stderr)
-
-print("before")
-call_in_process([Call(name="judge", function=speak)], timeout=60.0)
-print("after")
-"""
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    options = {"cwd": Path(__file__).resolve().parents[3], "env": buffered, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-c", script], timeout=120, check=True, **options)
-    assert done.stdout.splitlines() == ["before", "inside", "after"]
-    assert done.stderr.splitlines() == ["warning"]

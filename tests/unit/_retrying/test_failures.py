@@ -1,19 +1,26 @@
-"""Failed calls of a reward model: retries, rows asked one by one, waits during an outage, and exact counts."""
+"""Failed calls of a reward model: retries, rows asked one by one, waits, what other ranks are told, and exact counts."""
 
 import itertools
+import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from grpo import ContractError, RewardError, TrainingInterrupted, WeightedRewards
+from grpo import ContractError, RewardConfig, RewardError, TrainingInterrupted, WeightedRewards
 from grpo._retrying import calls as reward_calls
+from grpo._retrying.calls import RetriedCalls
 from grpo._retrying.part_by_part import spread
+from grpo._retrying.retries import Retries, sleep_and_tell
 from grpo.errors import RewardRaisedError
+from tests.support.policies import TablePolicy
 from tests.support.reward_faults import FakeTime, asked, calls_of, counts
+from tests.support.trainers import trainer_of
 
 ROWS = list(range(4))
 
@@ -45,8 +52,6 @@ class Scripted:
 
 
 class Poisoned:
-    """A reward that fails for any call with one of these rows."""
-
     def __init__(self, *rows: int, outcome: str = "raises") -> None:
         self.rows, self.outcome = {*rows}, outcome
 
@@ -67,17 +72,6 @@ def test_every_kind_of_failure_is_an_error_or_retried_or_dropped_and_counted(fai
     found = asked(Poisoned(1, 2, outcome=failure), time=time, on_failure="drop")
     assert (found.values.tolist(), found.kept.tolist()) == ([0, 3], [True, False, False, True])
     assert (found.metrics, time.slept) == (counts(dropped=2, failed_calls=1 + 2), [])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("good", range(16))
-def test_a_single_good_row_among_many_bad_ones_is_found_without_waiting(good):
-    """More rows in a row fail than the breaker allows, wherever the good row is."""
-    time = FakeTime()
-    calls = calls_of(Poisoned(*(row for row in range(16) if row != good)), time, on_failure="drop")
-    for _ in range(3):
-        assert calls(range(16), list(range(16))).values.tolist() == [good]
-    assert time.slept == []
 
 
 def test_each_row_is_asked_once_and_neighbours_are_far_apart() -> None:
@@ -160,19 +154,6 @@ def test_one_row_with_an_error_of_the_program_is_dropped() -> None:
     assert asked(reward, on_failure="drop").values.tolist() == [0.0, 1.0, 3.0]
 
 
-def test_the_sixth_call_waits_after_five_failed_calls() -> None:
-    time, reward = FakeTime(), Scripted(*["raises"] * 5)
-    calls = calls_of(reward, time)
-    for _ in range(5):
-        with pytest.raises(RewardRaisedError):
-            calls(ROWS, ROWS)
-    assert time.slept == []
-    time.now += 10.0
-    assert (calls(ROWS, ROWS).metrics, time.slept) == (counts(failed_calls=5), [50.0])
-    calls(ROWS, ROWS)
-    assert time.slept == [50.0]  # the trial closed the breaker
-
-
 def test_a_success_between_failures_keeps_the_breaker_closed() -> None:
     time = FakeTime()
     calls = calls_of(Scripted(*["raises"] * 4, "good", *["raises"] * 4), time)
@@ -212,15 +193,6 @@ def test_trials_take_the_place_of_the_retries_that_are_left(on_failure):
     found = asked(reward, time=time, num_retries=20, retry_delay=1.0, on_failure=on_failure)
     assert (found.metrics, time.slept) == (counts(retries=4, failed_calls=5), [1, 2, 4, 8, 60])
     assert reward.asked == [ROWS] * 6
-
-
-def test_an_outage_of_a_whole_call_that_does_not_end_is_an_error_after_three_trials() -> None:
-    time, reward = FakeTime(), Scripted(rest="raises")
-    message = r"^Scripted raised ZeroDivisionError.*the last of 8 failed calls in a row, with 3 trials 60 s apart"
-    with pytest.raises(RewardError, match=message) as caught:
-        asked(reward, time=time, num_retries=20, retry_delay=1.0)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert (time.slept, reward.asked) == ([1, 2, 4, 8, 60, 60, 60], [ROWS] * 8)
 
 
 def test_rubbish_in_every_trial_is_the_cause_of_the_error() -> None:
@@ -376,3 +348,154 @@ def test_a_reward_with_a_gradient_is_refused() -> None:
 
     with pytest.raises(RewardError, match=r"^differentiable must .*without a gradient"):
         asked(differentiable)
+
+
+THREE_ROWS = [0, 1, 2]
+
+
+class Told:
+    """Takes down what is told: the seconds, the reason, and the clock before and after."""
+
+    def __init__(self) -> None:
+        self.time = FakeTime()
+        self.waits: list[tuple[float, str, float, float]] = []
+
+    @contextmanager
+    def waiting(self, seconds: float, reason: str) -> Iterator[None]:
+        begun = self.time.clock()
+        try:
+            yield
+        finally:
+            self.waits.append((seconds, reason, begun, self.time.clock()))
+
+
+def judge_of(num_failures: int) -> Any:
+    left = [num_failures]
+
+    def judge(states: Any, actions: Any) -> list[float]:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise ConnectionError
+        return [1.0] * len(actions)
+
+    return judge
+
+
+def ask(reward: Any, config: RewardConfig) -> list[tuple[float, str, float, float]]:
+    told = Told()
+    calls = RetriedCalls(reward, config, waiting=told.waiting, clock=told.time.clock, sleep=told.time.sleep)
+    try:
+        calls(THREE_ROWS, THREE_ROWS)
+    except RewardError:
+        told.waits.append((0.0, "raised", told.time.clock(), told.time.clock()))
+    return told.waits
+
+
+def test_each_delay_before_a_retry_is_announced_and_waited_inside() -> None:
+    reason = "judge failed, and is called again later (reward.num_retries)"
+    expected = [(40.0, reason, 1000.0, 1040.0), (80.0, reason, 1040.0, 1120.0)]
+    assert ask(judge_of(2), RewardConfig(num_retries=3, retry_delay=40.0)) == expected
+
+
+def test_each_wait_of_the_breaker_is_announced() -> None:
+    """The call for all rows and three calls for single rows fail; so does the first trial, with its rows."""
+    config = RewardConfig(on_failure="drop", breaker_failures=3, breaker_seconds=60.0)
+    reason = "judge fails, and is called again after reward.breaker_seconds"
+    assert ask(judge_of(8), config) == [(60.0, reason, 1000.0, 1060.0), (60.0, reason, 1060.0, 1120.0)]
+
+
+def test_a_call_with_a_deadline_is_announced_with_the_longest_time_that_its_rows_take() -> None:
+    async def judge(states: Any, actions: Any) -> list[float]:
+        return [1.0] * len(actions)
+
+    reason = "judge answers within reward.timeout=2.5 s per call"
+    assert ask(judge, RewardConfig(timeout=2.5)) == [(7.5, reason, 1000.0, 1000.0)]
+
+
+@pytest.mark.parametrize(("num_failures", "expected"), [(0, []), (1, ["raised"])])
+def test_a_call_without_a_deadline_or_a_failure_announces_nothing(num_failures, expected):
+    assert [reason for _, reason, *_ in ask(judge_of(num_failures), RewardConfig())] == expected
+
+
+def breaker_of(time: FakeTime, num_failures: int = 3, seconds: float = 60.0) -> Retries:
+    config = RewardConfig(breaker_failures=num_failures, breaker_seconds=seconds)
+    return Retries("judge", config, clock=time.clock, sleep=time.sleep)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"num_retries": 0}, []),
+        ({"num_retries": 3}, [1, 2, 4]),
+        ({"num_retries": 3, "retry_delay": 0.5}, [0.5, 1, 2]),
+        ({"num_retries": 20}, [1, 2, 4, 8, 16, 32, 64, 128, 45]),  # 255 + 45 = 300
+        ({"num_retries": 9, "max_retry_seconds": 7.0}, [1, 2, 4]),
+        ({"num_retries": 9, "max_retry_seconds": 7.5}, [1, 2, 4, 0.5]),
+        ({"num_retries": 9, "max_retry_seconds": 0.0}, []),
+        ({"num_retries": 3, "retry_delay": 0.0, "max_retry_seconds": 0.0}, [0, 0, 0]),
+        ({"num_retries": 5000, "retry_delay": 0.0}, [0] * 5000),
+        ({"num_retries": 2, "retry_delay": 1e300, "max_retry_seconds": 10.0}, [10]),
+    ],
+)
+def test_delays_double_and_add_up_to_the_budget(settings, expected):
+    retries = Retries("judge", RewardConfig(**settings), clock=FakeTime().clock, sleep=FakeTime().sleep)
+    assert [*retries.delays()] == expected
+
+
+@pytest.mark.parametrize(("passed", "left"), [(0.0, 60.0), (20.0, 40.0), (60.0, 0.0), (1000.0, 0.0)])
+def test_open_it_waits_for_what_is_left_since_the_last_failure(passed, left):
+    time = FakeTime()
+    breaker = breaker_of(time, 2)
+    breaker.fail(ValueError())
+    time.now += 100.0  # the first failure does not count
+    breaker.fail(ValueError())
+    time.now += passed
+    breaker.wait()
+    assert time.slept == [left]
+    assert breaker.is_open  # until a trial succeeds
+
+
+def test_it_says_how_long_it_waits_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    time = FakeTime()
+    breaker = breaker_of(time, 2, 90.0)
+    breaker.fail(KeyError("first"))
+    breaker.fail(TimeoutError("the judge is away"))
+    time.now += 30.0
+    breaker.wait()
+    message = (
+        "judge failed 2 times in a row. Training waits 60.0 s (reward.breaker_seconds=90) before the next trial. "
+        "It raised last: TimeoutError: the judge is away"
+    )
+    assert caplog.record_tuples == [("grpo", logging.WARNING, message)]
+
+
+def test_a_run_waits_aloud_every_30_seconds(caplog: pytest.LogCaptureFixture):
+    slept: list[float] = []
+    sleep_and_tell(75.0, "judge", "ValueError: " + "x" * 500, slept.append)
+    assert slept == [30.0, 30.0, 15.0]
+    raised = "It raised last: ValueError: " + "x" * 188  # 200 characters
+    assert caplog.messages == [f"judge is called again in {left} s. {raised}" for left in (45, 15)]
+    sleep_and_tell(30.0, "judge", "ValueError", slept.append)
+    assert (slept[3:], len(caplog.records)) == ([30.0], 2)
+    assert trainer_of(TablePolicy()).collector.ask_for_rewards.sleep is sleep_and_tell
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"num_retries": 2, "retry_delay": 40.0}, [("first", 10), ("second", 50), ("second", 20)]),
+        ({"on_failure": "drop", "breaker_failures": 2, "breaker_seconds": 45.0}, [("second", 15)]),
+    ],
+)
+def test_the_line_of_a_wait_names_the_function_and_its_last_error(settings, expected, caplog):
+    time, errors = FakeTime(), iter(["first", "second"])
+
+    def judge(states: Any, actions: Any) -> list[float]:
+        if error := next(errors, None):
+            raise ConnectionError(error)
+        return [1.0] * len(actions)
+
+    sleep = partial(sleep_and_tell, sleep=time.sleep)
+    RetriedCalls(judge, RewardConfig(**settings), clock=time.clock, sleep=sleep)([0], [0])
+    lines = [line for line in caplog.messages if "is called again in" in line]
+    assert lines == [f"judge is called again in {s} s. It raised last: ConnectionError: {text}" for text, s in expected]

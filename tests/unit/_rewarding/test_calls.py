@@ -1,8 +1,8 @@
-"""What a reward model can do wrong: the error that names it, or the recovery that is counted."""
+"""What a reward model can do wrong: the error that names it, or the recovery that is counted. And the metrics of its own."""
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.llm import Completion, CompletionRewards
 from grpo import RewardConfig, RewardError, Rewards, WeightedRewards
+from grpo._collecting.costs import Costs
 from grpo._retrying.calls import RetriedCalls
 from grpo._rewarding.calls import KeptRewards
+from grpo.experience_collector import ExperienceCollector
+from tests.support.policies import TablePolicy
 from tests.support.reward_faults import FakeTime, asked, counts
 
 NAN, INF = math.nan, math.inf
 
 
 def giving(*values: float) -> Callable[[Any, Any], list[float]]:
-    """A reward that is fixed by the action's number."""
     return lambda states, actions: [values[action] for action in actions]
 
 
@@ -345,7 +346,52 @@ def test_a_step_without_any_part_counts_and_a_step_that_is_infinite_does_not() -
     assert found.metrics["rows/dropped"] == found.metrics["rewards/zeroed"] == 1
 
 
-def test_functions_that_return_none_for_a_row() -> None:
-    rewards = CompletionRewards([lambda completions, **columns: [None, 1.0]])
-    two = [Completion(token_ids=(1,), text="x", finish_reason="end")] * 2
-    assert RetriedCalls(rewards, RewardConfig(not_applicable="drop"))(["p", "p"], two).values.tolist() == [1.0]
+class Measuring:
+    """Each action is a number of seconds. Negative actions fail."""
+
+    def compute_rewards(self, states: Any, actions: Sequence[int]) -> Rewards:
+        if min(actions) < 0:
+            raise ValueError("negative")
+        return Rewards(
+            values=torch.tensor(actions).double(),
+            metrics={"judge/calls": (0, len(actions)), "judge/seconds": (len(actions), sum(actions))},
+        )
+
+    def train(self, *_: Any) -> Any:
+        return self
+
+    eval = to = train
+
+
+def collector(reward_model: Any, *actions: int, **settings: Any) -> ExperienceCollector:
+    arguments = {"reward": RewardConfig(**settings), "reward_calls": RetriedCalls, "group_size": len(actions)}
+    policy = TablePolicy(["state"], num_actions=7, script=[list(actions)])
+    return ExperienceCollector(policy=policy, reward_model=reward_model, **arguments)
+
+
+def taken(found: ExperienceCollector) -> dict[str, float]:
+    agreed = found.costs.agree([found.costs.of_this_rank()])
+    return {name: value for name, value in agreed.items() if name.startswith("judge/")}
+
+
+def test_metrics_are_means_over_all_calls_of_an_iteration_or_totals() -> None:
+    """Two calls with 1, 2 and 6 s each: 6 calls of 3 s on average. The next iteration starts anew."""
+    found = collector(Measuring(), 1, 2, 6)
+    for _ in range(2):
+        found.collect(["state"])
+    assert (taken(found), taken(found)) == ({"judge/calls": 6, "judge/seconds": 3.0}, {})
+
+
+def test_metrics_are_joined_over_ranks() -> None:
+    """Calls of 1 and 4 s here and of 10 s on the other rank: 5 s on average."""
+    found, measured = collector(Measuring(), 1, 4), {"judge/calls": (0, 1), "judge/seconds": (1, 10.0)}
+    found.collect(["state"])
+    others = Costs(counts={"rows/dropped": 2.0}, measured=measured, num_repeated=0)
+    metrics = found.costs.agree([found.costs.of_this_rank(), others])
+    assert [metrics[name] for name in ("judge/calls", "judge/seconds", "rows/dropped")] == [3, 5.0, 2.0]
+
+
+def test_a_call_that_fails_is_not_measured() -> None:
+    found = collector(Measuring(), 1, -3, 5, on_failure="drop")
+    found.collect(["state"])
+    assert taken(found) == {"judge/calls": 2, "judge/seconds": 3.0}

@@ -149,7 +149,6 @@ def test_a_call_that_does_not_come_back_is_left_alone_and_the_next_gets_a_new_lo
 
 
 def test_a_loop_that_is_blocked_by_others_is_given_up() -> None:
-    """No call of ours can start."""
     released = threading.Event()
 
     async def leave_a_blocker() -> None:
@@ -191,8 +190,6 @@ def test_calls_that_try_to_exit_are_errors_and_the_loop_goes_on(error, message):
 
 
 class Waiting:
-    """A call that waits for ever, and tells when it starts and ends."""
-
     def __init__(self, at_start: Callable[[], Any] = lambda: None) -> None:
         self.started, self.ended, self.at_start = threading.Event(), threading.Event(), at_start
 

@@ -2,12 +2,16 @@
 
 import asyncio
 import itertools
-import math
+import logging
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,21 +21,24 @@ import torch
 
 from grpo import (
     AdvantageConfig,
+    BeginsSampling,
     GRPOConfig,
     GRPOTrainer,
     KLControl,
     ObjectiveConfig,
-    ObjectiveOutput,
     RewardConfig,
+    SampledActions,
+    TrainingInterrupted,
     WeightedRewards,
 )
 from grpo._running.ahead import seed_of
 from grpo._running.background import Background, Task
 from grpo.engine import OneProcess
-from grpo.errors import ConfigError, RewardError
+from grpo.errors import ConfigError, ContractError, RewardError
 from grpo.rewards import Call, call_in_process
 from tests.support.checkpoint_runs import CountingNetwork, NoisyReward
 from tests.support.policies import Critic, ExactSampling, TablePolicy, VectorPolicy, digest, weights_of
+from tests.support.separate_sampler import Separate
 from tests.support.trainers import by_hand, without_time
 
 pytestmark = pytest.mark.usefixtures("without_type_checks")
@@ -274,19 +281,6 @@ def test_a_failing_reward_is_raised_when_its_iteration_is_used() -> None:
     assert names in ([], ["rewards of later iterations"])
 
 
-def test_rows_that_fail_leave_their_group_and_the_iteration_that_uses_them_counts_them() -> None:
-    calls = []
-
-    def second_has_a_nan(states: Any, actions: Any) -> list[float]:
-        calls.append(len(actions))
-        return [math.nan if len(calls) == 2 else 5.0, 1.0, 2.0, 3.0]
-
-    config = {"iterations_ahead": 2, "reward": RewardConfig(non_finite="drop")}
-    history = by_hand(rewards=second_has_a_nan, config=config)[0].train(["a", "b"], num_iterations=4, progress=False)
-    assert [metrics["rows/dropped"] for metrics in history] == [0.0, 1.0, 0.0, 0.0]
-    assert [metrics["rewards/max"] for metrics in history] == [5.0, 3.0, 5.0, 5.0]
-
-
 def test_seconds_that_are_hidden_and_waited_for_are_reported() -> None:
     def slow(states: Any, actions: Any) -> list[float]:
         time.sleep(0.05)
@@ -305,32 +299,6 @@ def test_seconds_that_are_hidden_and_waited_for_are_reported() -> None:
         assert metrics["time/reward"] >= 0.05
         assert metrics["time/hidden"] > 0.0
         assert metrics["time/hidden"] == pytest.approx(metrics["time/reward"] - metrics["time/waited"])
-
-
-@pytest.mark.parametrize("ahead", [1, 4])
-def test_each_reward_is_computed_beside_the_update_before_it(ahead: int) -> None:
-    """Each waits for the other to begin, which would never happen one after the other."""
-    rewards, updates = ([threading.Event() for _ in range(6)] for _ in range(2))
-    asked, updated = itertools.count(), itertools.count()
-
-    def meeting(states: Any, actions: Any) -> list[float]:
-        number = next(asked)
-        rewards[number].set()
-        assert number == 0 or updates[number - 1].wait(60)
-        return [0.0, 1.0, 2.0, 3.0]
-
-    class MeetingPolicy(TablePolicy):
-        def get_log_probabilities(self, states: Any, actions: Any) -> Any:
-            if torch.is_grad_enabled():
-                number = next(updated)
-                updates[number].set()
-                assert number == 5 or rewards[number + 1].wait(60)
-            return super().get_log_probabilities(states, actions)
-
-    policy = MeetingPolicy(script=[[0, 1], [1, 0]])
-    trainer, _ = by_hand(rewards=meeting, policy=policy, config={"iterations_ahead": ahead})
-    trainer.train(["a", "b"], num_iterations=6, progress=False)
-    assert (next(asked), next(updated)) == (6, 6)
 
 
 def test_an_evaluation_never_asks_at_the_same_time_as_the_second_thread() -> None:
@@ -438,17 +406,6 @@ def test_old_log_probs_are_those_at_the_start_of_the_iteration_that_uses_the_row
         assert (inputs.behaviour_log_probs - inputs.old_log_probs)[inputs.mask].abs().max() > 1e-3
 
 
-def test_an_objective_of_your_own_gets_the_behaviour_log_probs_and_no_warning() -> None:
-    seen = []
-
-    def own(inputs: Any) -> ObjectiveOutput:
-        seen.append(inputs.behaviour_log_probs)
-        return ObjectiveOutput(loss=-(inputs.log_probs * inputs.weights).sum(), metrics={})
-
-    by_hand(config={"iterations_ahead": 1}, objective=own)[0].train(["a", "b"], num_iterations=2, progress=False)
-    assert [values is not None for values in seen] == [True, True]
-
-
 def test_values_and_keys_are_those_at_the_start_of_the_iteration_that_uses_the_rows() -> None:
     class SamplingCritic(Critic, ExactSampling): ...
 
@@ -506,21 +463,6 @@ def test_an_interrupt_of_this_thread_is_raised_at_once_and_the_task_is_not_done(
     assert not task.done()
 
 
-@pytest.mark.parametrize("in_order", [False, True])
-def test_tasks_are_done_in_order_and_in_one_thread(in_order: bool) -> None:
-    background, seen = Background("test of tasks", in_order=in_order), []
-    tasks = [Task(lambda n=n: seen.append((n, threading.current_thread().name))) for n in range(3)]
-    for task in tasks:
-        background.submit(task)
-        assert task.done() or not in_order
-    background.wait()
-    assert all(task.done() for task in tasks)
-    name = threading.current_thread().name if in_order else "test of tasks"
-    assert seen == [(n, name) for n in range(3)]
-    background.close(drops=False, waits=True)
-    assert "test of tasks" not in [thread.name for thread in threading.enumerate()]
-
-
 @pytest.mark.parametrize("drops", [False, True])
 def test_closing_ends_the_thread_after_the_current_task_or_after_all(drops: bool) -> None:
     background = Background("test of closing", in_order=False)
@@ -549,8 +491,111 @@ def test_a_task_that_tries_to_exit_fails_and_the_next_is_done() -> None:
     first, second = Task(Mock(side_effect=SystemExit(3))), Task(lambda: 2)
     background.submit(first)
     background.submit(second)
+    background.wait()
+    assert second.done()
     with pytest.raises(SystemExit):
         first.result()
-    assert second.result() == 2
     background.close(drops=False, waits=True)
     Background("unused", in_order=False).close(drops=True, waits=True)
+
+
+STATES = [0, 1, 2, 3]
+
+
+def reward(states: Any, actions: Any) -> list[float]:
+    return [float(action[0] == 1 + state % 3) for state, action in zip(states, actions, strict=True)]
+
+
+def trainer_of(ahead: int, policy: Any = None, **settings: Any) -> GRPOTrainer:
+    torch.manual_seed(0)
+    config = GRPOConfig(group_size=4, seed=0, iterations_ahead=ahead, learning_rate=0.05, **settings)
+    return GRPOTrainer(config=config, policy=policy or Separate(), reward_model=reward)
+
+
+def trained(ahead: int, num_iterations: int, **settings: Any) -> GRPOTrainer:
+    trainer = trainer_of(ahead, **settings)
+    trainer.train(STATES, num_iterations=num_iterations, progress=False)
+    return trainer
+
+
+def weights(trainer: GRPOTrainer) -> str:
+    return digest(weights_of(trainer.policy))
+
+
+def test_sampling_goes_on_beside_the_update_and_no_weights_are_copied_meanwhile() -> None:
+    trainer = trainer_of(1)
+    policy: Any = trainer.policy
+    assert isinstance(policy, BeginsSampling)
+    policy.before = lambda: time.sleep(0.02)
+    trainer.train(STATES, num_iterations=4, progress=False)
+    # version 1 is the first policy, version n + 1 the policy after n updates
+    assert policy.events == [*("sync", "beside 1", "beside 1", "sync", "beside 2", "sync", "beside 3", "sync", "sync")]
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_epochs_per_update": 2, "batch_size": 8}], ids=["one", "several"])
+@pytest.mark.parametrize("ahead", [1, 4, 16])
+def test_the_weights_are_those_of_one_thread(ahead, settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = trainer_of(ahead, **settings)
+    beside.policy.before = lambda: time.sleep(0.004)
+    metrics = beside.train(STATES, num_iterations=6, progress=False)
+    monkeypatch.setenv("GRPO_AHEAD_IN_ORDER", "1")
+    alone = trained(ahead, 6, **settings)
+    assert weights(beside) == weights(alone)
+    assert [*map(without_time, metrics)] == [*map(without_time, alone.history)]
+    assert {event for event in alone.policy.events if event != "sync"} <= {f"main {n}" for n in range(9)}
+    assert metrics[-1]["time/sample"] >= 0.004
+
+
+@pytest.mark.parametrize(("ahead", "can_begin"), [(2, False), (0, True)])
+def test_a_policy_that_cannot_begin_and_a_run_without_iterations_ahead_sample_between_the_updates(ahead, can_begin):
+    trainer = trainer_of(ahead)
+    trainer.policy.can_begin = can_begin
+    trainer.train(STATES, num_iterations=3, progress=False)
+    assert (set(trainer.policy.events), trainer.policy.calls["sample"]) == ({"sync"}, 3)
+
+
+def test_behaviour_log_probs_are_required() -> None:
+    class Silent(Separate):
+        def begin_sampling(self, states: Any, num_actions_per_state: int) -> Callable[[], SampledActions]:
+            sample = super().begin_sampling(states, num_actions_per_state)
+            assert sample is not None
+            return lambda: replace(sample(), behaviour_log_probs=None)
+
+    with pytest.raises(ContractError, match=r"Silent.begin_sampling: the function must return behaviour_log_probs"):
+        trainer_of(1, Silent()).train(STATES, num_iterations=2, progress=False)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_epochs_per_update": 3}], ids=["one update", "several"])
+def test_a_signal_during_sampling_waits_for_the_rows_and_the_resumed_run_ends_like_an_unbroken_one(settings, tmp_path):
+    stopped = trainer_of(2, **settings)
+
+    def slow_and_interrupted() -> None:
+        if stopped.iteration == 2:
+            stopped.policy.before = lambda: None
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+
+    stopped.policy.before = slow_and_interrupted
+    with pytest.raises(TrainingInterrupted):
+        stopped.train(STATES, num_iterations=7, checkpoint_dir=tmp_path, checkpoint_every=100, progress=False)
+    resumed = trainer_of(2, **settings)
+    resumed.train(STATES, num_iterations=7, checkpoint_dir=tmp_path, resume="auto", progress=False)
+    assert weights(resumed) == weights(trained(2, 7, **settings))
+
+
+def test_sampling_that_fails_is_raised_and_the_checkpoint_says_what_is_missing(tmp_path: Path, caplog) -> None:
+    trainer = trainer_of(1)
+
+    def fails_later() -> None:
+        if trainer.iteration == 2:
+            raise ConnectionError("the server is gone")
+
+    trainer.policy.before = fails_later
+    with caplog.at_level(logging.WARNING), pytest.raises(ConnectionError, match="the server is gone") as caught:
+        trainer.train(STATES, num_iterations=7, checkpoint_dir=tmp_path, checkpoint_every=2, progress=False)
+    assert "could not be sampled" in "".join(caught.value.__notes__)
+    assert sorted(path.name for path in tmp_path.iterdir())[-1] == "iteration-00000002"
+    resumed = trainer_of(1)
+    resumed.train(STATES, num_iterations=4, checkpoint_dir=tmp_path, resume="auto", progress=False)
+    assert weights(resumed) == weights(trained(1, 4))

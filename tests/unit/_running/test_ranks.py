@@ -1,6 +1,5 @@
 """The trainer on several ranks: which arguments must be equal, and that every method shares its errors."""
 
-import copy
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -265,35 +264,3 @@ def test_iterations_that_were_sampled_ahead_are_sampled_again_in_the_same_states
             parts = for_other_ranks(checkpoint, Rank(rank, now))["parts"]
         assert (parts["ahead"], parts["progress"]) == ({"pending": []}, {"num_draws": 6, "best_score": 0.5})
     assert checkpoint.state["parts"]["progress"]["num_draws"] == 9
-
-
-@pytest.mark.parametrize(("before", "rank", "now"), [(2, 0, 1), (1, 0, 2), (1, 1, 2)])
-def test_a_run_with_iterations_ahead_makes_whole_iterations_on_another_number_of_ranks(before, rank, now):
-    """The rows of every iteration are those of its states, in the order of a run that nothing stopped."""
-    seen: list[Any] = []
-
-    def reward(states: Any, actions: Any) -> list[float]:
-        seen.append(list(states))
-        return [float(action) for action in actions]
-
-    def made() -> GRPOTrainer:
-        config = GRPOConfig(group_size=2, num_states_per_iteration=2, iterations_ahead=2, seed=0)
-        return GRPOTrainer(config=config, policy=TablePolicy("abcdefgh"), reward_model=reward)
-
-    saved: list[Any] = []
-
-    class Keep:
-        def on_iteration(self, trainer: Any, metrics: Any) -> None:
-            if trainer.iteration == 4:
-                saved.append(copy.deepcopy(trainer.state_dict()))
-
-    states, how = [*"abcdefgh"], {"progress": False}
-    made().train(states, num_iterations=8, callbacks=[Keep()], **how)
-    unbroken = [*seen]
-    checkpoint, second = written_by(before), made()
-    object.__setattr__(checkpoint, "state", saved[0])
-    seen.clear()
-    with pytest.warns(GRPOWarning, match=r"2 iterations that were sampled ahead \(8 rows per rank\) are sampled again"):
-        second.load_state_dict(for_other_ranks(checkpoint, Rank(rank, now)))
-    second.train(states, num_iterations=8, **how)
-    assert seen == unbroken[4:]

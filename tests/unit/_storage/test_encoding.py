@@ -138,7 +138,7 @@ Pair = namedtuple("Pair", "a b")
 OTHERS = [Thawed(), NotFrozen(), Heir(torch.ones(1)), NoWayBack(), StaticWayBack(), local_class(), Episode]
 
 
-@pytest.mark.parametrize("value", [*OTHERS, Color.RED, Number.ONE, Name.A, Pair(1, 2), b"x", {1}, object(), len])
+@pytest.mark.parametrize("value", [*OTHERS, Color.RED, Number.ONE, Name.A, Pair(1, 2)])
 def test_what_would_come_back_as_something_else_is_refused_with_advice(value, tmp_path: Path) -> None:
     message = (
         rf"state\['value'\]\[0\] is a {type(value).__name__}, which a checkpoint cannot hold\. .*give the class "
@@ -149,12 +149,6 @@ def test_what_would_come_back_as_something_else_is_refused_with_advice(value, tm
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(CheckpointError, match=rf"the buffer\[0\] is a {type(value).__name__}"):
         require_encodable([value], "the buffer")
-
-
-@pytest.mark.parametrize("key", [Color.RED, Number.ONE, Name.A])
-def test_keys_that_would_come_back_as_something_else_are_refused(key, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is a (Color|Number|Name), which"):
-        round_trip({key: 1}, tmp_path)
 
 
 def test_what_can_be_saved_is_not_refused_beforehand() -> None:
@@ -266,14 +260,6 @@ class Passing:
 def test_objects_that_exist_only_while_they_are_saved_are_not_taken_for_one_another(tmp_path: Path) -> None:
     values = [Passing(number=i) for i in range(50)]
     assert round_trip(values, tmp_path) == values
-
-
-def test_an_object_that_contains_itself_is_refused(tmp_path: Path) -> None:
-    parts: list[Any] = []
-    start = Start(parts)
-    parts.append(start)
-    with pytest.raises(CheckpointError, match=rf"nested deeper than {MAX_DEPTH} levels, or contains itself"):
-        round_trip(start, tmp_path)
 
 
 def test_a_reference_counts_as_deep_as_its_object(tmp_path: Path) -> None:
@@ -487,17 +473,6 @@ def test_numpy_scalars_come_back_as_what_item_makes_of_them(value, tmp_path: Pat
     assert (found, type(found)) == (value, type(value.item()))
 
 
-@pytest.mark.parametrize("dtype", [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
-    torch.float32, torch.float64, torch.complex64,
-])  # fmt: skip
-def test_tensors_of_every_dtype_survive_a_round_trip(dtype, tmp_path: Path) -> None:
-    tensor = torch.tensor([[0.0, 1.0, 3.140625], [2.0, 100.0, 7.5]]).to(dtype)
-    found = round_trip(tensor, tmp_path)
-    assert found.dtype == dtype
-    assert torch.equal(found, tensor)
-
-
 def test_shared_tensors_and_views_come_back_equal_and_are_stored_once(tmp_path: Path) -> None:
     shared = torch.randn(1000)
     views = {"head": shared[:10], "flat": shared.view(10, 100)}
@@ -560,6 +535,7 @@ class Unknown: ...
         ({"a": np.zeros(2, dtype=[("x", "O")])}, r"state\['a'\]", "ndarray"),
         ({"a": [np.zeros(2, dtype="V8")]}, r"state\['a'\]\[0\]", "ndarray"),
         ({"a": {Unknown(): 1}}, r"state\['a'\]", "Unknown"),
+        *(({"a": {key: 1}}, r"state\['a'\]", type(key).__name__) for key in (Color.RED, Number.ONE, Name.A)),
         ({"a": np.complex64(1 + 2j)}, r"state\['a'\]", "complex"),
         ({"a": np.datetime64("2020-01-01")}, r"state\['a'\]", "date"),
         ({"a": np.bytes_(b"x")}, r"state\['a'\]", "bytes"),

@@ -281,9 +281,3 @@ def test_a_run_saves_resumes_and_replaces_its_checkpoints(tmp_path: Path) -> Non
     assert state_of(resumed) == state_of(run_of(tmp_path / "whole", 5))
     for _ in range(2):  # the second save replaces the first
         resumed.save_checkpoint(tmp_path / "one")
-
-
-@pytest.mark.usefixtures("windows")
-def test_a_folder_that_cannot_be_locked_is_told(tmp_path: Path) -> None:
-    with pytest.warns(GRPOWarning, match="cannot be locked: this system has no locks for files"):
-        run_of(tmp_path / "run", 1)

@@ -3,7 +3,6 @@
 import math
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -28,11 +27,10 @@ from grpo import (
 from grpo._updating.preparation import prepare
 from grpo._updating.requirements import is_function
 from grpo.engine import OneProcess
-from tests.support.imitated_ranks import Twin
 from tests.support.layered import Layered
-from tests.support.policies import DuckPolicy, RecordingSGD, RowScoring, TablePolicy, digest, weights_of
+from tests.support.policies import DuckPolicy, RowScoring, TablePolicy, digest, weights_of
 from tests.support.sharded_ranks import CASES, rows_of
-from tests.support.trainers import SCRIPT, by_hand
+from tests.support.trainers import SCRIPT, by_hand, poisoned
 
 STEP = torch.tensor([[0.125, -0.125]] * 2, dtype=torch.float64)
 """Minus the gradient of the logits: advantages are +-1/2, so per row (1/4)(1/2)(e - p), with p = (1/2, 1/2)."""
@@ -47,40 +45,6 @@ def trainer_of(policy: Any, optimizer: Any = None, **settings: Any) -> GRPOTrain
 
 def close(found: Tensor, expected: Any) -> None:
     torch.testing.assert_close(found.detach(), torch.as_tensor(expected, dtype=found.dtype), rtol=1e-6, atol=1e-9)
-
-
-class CountingScheduler:
-    """Sets the rate to 1, 1/2, 1/4, ... by the number of calls."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.calls = optimizer, 0
-
-    def step(self) -> None:
-        self.calls += 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.5**self.calls
-
-
-def test_the_callers_optimizer_and_scheduler_are_the_ones_stepped() -> None:
-    """12 rows in updates of 5: three per pass, two passes. The optimizer also holds a tensor of the caller's."""
-    policy, extra = TablePolicy(), torch.ones(1, dtype=torch.float64, requires_grad=True)
-    optimizer = RecordingSGD(policy)
-    optimizer.add_param_group({"params": [extra], "lr": 1.0})
-    scheduler, config = CountingScheduler(optimizer), {"group_size": 6, "batch_size": 5, "num_epochs_per_update": 2}
-    given = {"optimizer": optimizer, "lr_scheduler": scheduler}
-    trainer, _ = by_hand(policy=policy, rewards=torch.arange(12.0), config=config, **given)
-    metrics = trainer.step(["a", "b"])
-    assert len(optimizer.gradients) == scheduler.calls == 6
-    assert trainer.optimizer_step.optimizer is optimizer
-    assert metrics["train/skipped_updates"] == 0.0
-
-
-def test_the_scheduler_is_not_stepped_by_a_skipped_update() -> None:
-    policy = TablePolicy(script=SCRIPT)
-    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
-    scheduler = CountingScheduler(optimizer)
-    trainer, _ = by_hand(rewards=[2.0] * 4, policy=policy, optimizer=optimizer, lr_scheduler=scheduler)
-    assert (trainer.step(["a", "b"])["train/skipped_updates"], scheduler.calls) == (1.0, 0)
 
 
 def test_a_callers_scheduler_is_in_force_during_train() -> None:
@@ -123,14 +87,6 @@ def test_gradients_are_clipped_to_their_total_norm(bound, entry):
     trainer, policy = by_hand(config={"max_grad_norm": bound})
     assert trainer.step(["a", "b"])["train/grad_norm"] == pytest.approx(0.25)
     torch.testing.assert_close(policy.logits[0].tolist(), [entry, -entry], rtol=1e-4, atol=0)
-
-
-def test_gradients_left_by_the_caller_are_cleared_before_an_update() -> None:
-    """This happens after supervised training that ended with optimizer.step()."""
-    trainer, policy = by_hand()
-    policy.logits.grad = torch.full_like(policy.logits, 100.0)
-    trainer.step(["a", "b"])
-    assert policy.logits[0].tolist() == [0.125, -0.125]
 
 
 def test_an_optimizer_that_holds_none_of_the_parameters_is_refused() -> None:
@@ -182,25 +138,9 @@ def test_a_log_prob_that_is_not_finite_in_any_micro_batch_is_refused(is_fixed: b
 
 
 def scaled(policy: Any, optimizer: Any = None, *, init_scale: float = 3000.0, **settings: Any) -> GRPOTrainer:
-    """With the loss scaler, which `autocast_dtype="float16"` switches on."""
     trainer = trainer_of(policy, optimizer, **settings)
     trainer.optimizer_step.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
-    trainer.parts.add(is_lasting=True, scaler=trainer.optimizer_step.scaler)
     return trainer
-
-
-class Poisoned(TablePolicy):
-    """In float32. Its gradient is multiplied at the given backward passes, counted from 0."""
-
-    def __init__(self, *when: int, factor: float = math.inf) -> None:
-        super().__init__(script=SCRIPT, dtype=torch.float32)
-        self.num_backwards = 0
-
-        def hook(gradient: Tensor) -> Tensor:
-            self.num_backwards += 1
-            return gradient * factor if self.num_backwards - 1 in when else gradient
-
-        self.logits.register_hook(hook)
 
 
 @pytest.mark.parametrize(("bound", "factor"), [(None, 1.0), (0.5, 1.0), (0.025, 0.1)])
@@ -230,7 +170,7 @@ def test_a_loss_scale_that_grows_changes_nothing_for_adam(settings):
 @pytest.mark.parametrize(("when", "fused", "factor"), list(product([0, 1], [False, True], [math.inf, math.nan, 1e24])))
 def test_under_a_loss_scale_a_non_finite_gradient_changes_only_the_scale(when, fused, factor):
     """The scale is halved. Weights and Adam's state stay bitwise equal, also before Adam has one. Then training continues."""
-    policy = Poisoned(when, factor=factor)
+    policy = poisoned(TablePolicy(script=SCRIPT, dtype=torch.float32), when, factor=factor)
     optimizer = torch.optim.Adam(policy.parameters(), lr=0.1, fused=fused)
     trainer = scaled(policy, optimizer)
     for _ in range(when):
@@ -247,7 +187,8 @@ def test_under_a_loss_scale_a_non_finite_gradient_changes_only_the_scale(when, f
 
 def test_skipped_updates_end_a_run_once_the_scale_has_come_down() -> None:
     """From 4 it comes down to 2, 1, 1/2: the first skip is put down to the scale, the next two to the policy."""
-    trainer = scaled(Poisoned(*range(9)), init_scale=4.0, max_skipped_updates=2)
+    policy = poisoned(TablePolicy(script=SCRIPT, dtype=torch.float32), *range(9), factor=math.inf)
+    trainer = scaled(policy, init_scale=4.0, max_skipped_updates=2)
     assert [trainer.step(["a", "b"])["train/skipped_updates"] for _ in range(2)] == [1.0, 1.0]
     with pytest.raises(NonFiniteGradientError, match="2 updates in a row"):
         trainer.step(["a", "b"])
@@ -266,20 +207,6 @@ def test_under_a_loss_scale_training_continues_after_an_error_the_caller_fixed()
     assert torch.equal(weights_of(policy), weights)
     policy.get_log_probabilities = sound  # type: ignore[method-assign]
     assert trainer.step(["a", "b"])["train/skipped_updates"] == 0.0
-
-
-def test_a_checkpoint_holds_the_loss_scale(tmp_path: Path) -> None:
-    trainer = scaled(Poisoned(0), init_scale=1000.0)
-    trainer.step(["a", "b"])
-    trainer.save_checkpoint(tmp_path / "here")
-    resumed = scaled(Poisoned(), init_scale=8.0)
-    resumed.load_checkpoint(tmp_path / "here")
-    assert resumed.optimizer_step.scaler.get_scale() == 500.0
-    for _ in range(2):  # two sound updates, after which it grows
-        assert resumed.optimizer_step.scaler.state_dict() == trainer.optimizer_step.scaler.state_dict()
-        resumed.step(["a", "b"])
-        trainer.step(["a", "b"])
-    assert resumed.optimizer_step.scaler.get_scale() == trainer.optimizer_step.scaler.get_scale() == 1000.0
 
 
 class Biased(TablePolicy):
@@ -336,25 +263,13 @@ def test_a_parameter_group_that_is_added_later_is_cleared_counted_and_clipped(bo
     assert policy.bias.grad is None
 
 
-def test_two_identical_ranks_make_the_update_of_one_process() -> None:
-    """Each rank's weights are halved by the number of all rows, and the gradients of both are added up."""
-    trainer, policy = by_hand(engine=Twin(), advantages=lambda batch: torch.tensor([0.5, -0.5, 0.0, 0.0]))
-    metrics = trainer.step(["a", "b"])
-    assert policy.logits.tolist() == [[0.125, -0.125], [0.0, 0.0]]
-    assert metrics["train/grad_norm"] == pytest.approx(NORM / math.sqrt(2))
-    assert metrics["rows/skipped_zero_advantage"] == 4.0  # two on each rank
-
-
 class HalfScores(RowScoring):
-    """Scores in float16."""
-
     def score_actions(self, states: Any, actions: Any) -> ActionScores:
         scores = super().score_actions(states, actions)
         return ActionScores(log_probs=scores.log_probs.half(), mask=scores.mask)
 
 
 def times_advantages(inputs: ObjectiveInputs) -> ObjectiveOutput:
-    """A loss of one's own, which computes in the dtype of the log-probs."""
     dtype = inputs.log_probs.dtype
     weights = inputs.weights.to(dtype) * inputs.advantages.to(dtype).unsqueeze(1)
     return ObjectiveOutput(loss=-(weights * inputs.log_probs).sum(), metrics={})
@@ -377,7 +292,6 @@ def test_gradients_below_the_smallest_float16_reach_the_weights(objective) -> No
 
 
 def layered(policy: Layered, **settings: Any) -> GRPOTrainer:
-    """A trainer that has no use for rewards."""
     return GRPOTrainer(config=GRPOConfig(group_size=3, seed=0), policy=policy, reward_model=lambda *_: [], **settings)
 
 
@@ -414,8 +328,6 @@ def test_a_class_is_a_function_and_what_it_returns_is_checked() -> None:
 
 
 class Dividing(OneProcess):
-    """An engine that notes what it is asked to divide."""
-
     divides_weights = True
 
     def __init__(self) -> None:

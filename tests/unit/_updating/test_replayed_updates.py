@@ -25,8 +25,6 @@ PLAN = [[6, 0, 3], [1, 2, 4, 5, 7]]
 
 
 class Dropping(RowScoring):
-    """Draws dropout in every forward pass with gradient."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dropout = nn.Dropout(0.4)
@@ -36,13 +34,10 @@ class Dropping(RowScoring):
 
 
 class Planned(Planning):
-    """In two parts, of three and of five rows."""
-
     plan = staticmethod(lambda num_rows: PLAN)
 
 
 def reward(states: Any, actions: Any) -> list[float]:
-    """Different in each row of a group."""
     return [float(sum(action)) + 0.3 * place for place, action in enumerate(actions)]
 
 
@@ -69,9 +64,6 @@ def made(kind: Any = RowScoring, *, after: int = -1, reward_model: Any = reward,
     if after == 0:
         trainer.collector.updating.num_halvings = 1
     return trainer
-
-
-Break = Callable[[Any, SmallMemory], None]
 
 
 def in_forward(policy: Any, memory: SmallMemory) -> None:
@@ -149,33 +141,11 @@ def test_a_replay_has_the_gradient_of_the_run_without_an_error(kind, settings, f
     assert_equal_runs(found, expected, 1e-12)
 
 
-def test_rows_without_an_advantage_stay_out_of_the_replay() -> None:
-    """Four of the eight rows have an advantage: those of the states 1 and 3."""
-
-    def odd_states_differ(states: Any, actions: Any) -> list[float]:
-        return [float(state % 2 * (place % 2)) for place, state in enumerate(states)]
-
-    expected = made(reward_model=odd_states_differ)
-    assert expected.step(STATES)["rows/skipped_zero_advantage"] == 4.0
-    found, memory = made(reward_model=odd_states_differ), SmallMemory(fails_at=[1])
-    in_forward(found.policy, memory)
-    found.step(STATES)
-    assert memory.sizes == [4] + [2] * 4
-    assert_equal_runs(found, expected, 1e-12)
-
-
 def test_each_part_of_a_policys_plan_is_halved() -> None:
     found, memory = made(Planned, num_epochs_per_update=1), SmallMemory(fits=4)
     in_forward(found.policy, memory)
     found.step(STATES)
     assert memory.sizes == [3, 5, 2, 1, 3, 2]
-
-
-def test_halvings_stay_for_the_rest_of_the_run_and_are_counted_once() -> None:
-    found, memory = made(num_epochs_per_update=1, micro_batch_size=None), SmallMemory(fits=2)
-    in_forward(found.policy, memory)
-    counts = [found.step(STATES)["train/out_of_memory"] for _ in range(3)]
-    assert (counts, memory.sizes) == ([2.0, 0.0, 0.0], [8, 4] + [2] * 12)
 
 
 def test_a_single_row_that_does_not_fit_ends_the_update_with_the_weights_as_they_were() -> None:

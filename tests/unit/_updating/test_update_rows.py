@@ -1,7 +1,8 @@
-"""The updates of one iteration: the rows they read, skipped and counted rows, and selections made once per update."""
+"""The rows of an iteration and of its updates: advantages, replayed rows, rows split into steps, skipped rows, selections."""
 
-import math
+import itertools
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -10,14 +11,164 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import ActionScores, AdvantageConfig, ContractError, ExperienceBatch, ObjectiveConfig, grpo_objective
+from grpo import (
+    ActionScores,
+    AdvantageConfig,
+    AdvantageEstimator,
+    ContractError,
+    ExperienceBatch,
+    ObjectiveConfig,
+    ObjectiveInputs,
+    ObjectiveOutput,
+    grpo_objective,
+)
 from grpo._ranks.processes import SeveralProcesses
 from grpo._running.in_progress import IterationInProgress
+from grpo._updating.training_rows import ReplayBuffer, TrainingRows, split_steps, with_advantages
 from grpo._updating.update import Update
 from grpo._updating.update_rows import UpdateRows
 from grpo.surrogates import Steps
+from tests.support.imitated_ranks import on_ranks
 from tests.support.policies import Changing, Critic, Planning, RecordingSGD, RowScoring, TablePolicy, flat
-from tests.support.trainers import ROLLOUTS, SCRIPT, by_hand, quarters
+from tests.support.trainers import ROLLOUTS, by_hand, quarters
+
+
+def seen_by(num_steps: int, **settings: Any) -> list[ObjectiveInputs]:
+    """What the loss was given at each of `num_steps` updates of the rows (a: 0, 1) and (b: 1, 0)."""
+    seen, count = [], itertools.count(1)
+
+    def objective(inputs: ObjectiveInputs) -> ObjectiveOutput:
+        seen.append(inputs)
+        return grpo_objective(inputs, ObjectiveConfig())
+
+    rewards = lambda states, actions: [1.0, 0.0, 0.0, float(next(count))]  # noqa: E731
+    trainer, _ = by_hand(rewards=rewards, config=settings, objective=objective)
+    for _ in range(num_steps):
+        trainer.step(["a", "b"])
+    return seen
+
+
+@pytest.mark.parametrize(("limit", "num_rows"), [(2, [4, 8, 12, 12, 12]), (0, [4] * 5)])
+def test_rows_are_used_until_they_are_older_than_the_limit(limit, num_rows) -> None:
+    seen = seen_by(5, replay_iterations=limit)
+    assert [len(inputs.mask) for inputs in seen] == num_rows
+    # newest first: the second group's advantage grows by 1/2 with each iteration
+    assert seen[4].advantages[3::4].tolist() == pytest.approx([2.5, 2.0, 1.5][: limit + 1])
+    assert all((inputs.old_log_probs is None) == (len(inputs.mask) == 4) for inputs in seen)
+
+
+def test_the_ratio_of_a_replayed_row_is_to_the_policy_that_scored_it() -> None:
+    seen = seen_by(2, replay_iterations=1)
+    old = seen[1].old_log_probs
+    new_rows, replayed = old[:4], old[4:]
+    assert torch.equal(new_rows, seen[1].log_probs[:4])  # the ratio of new rows is 1
+    assert torch.equal(replayed, seen[0].log_probs)  # that of the others has moved on with the policy
+    assert not torch.equal(replayed, seen[1].log_probs[4:])
+
+
+def mask_of(lengths: list[int]) -> Tensor:
+    return torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+
+
+def rows_with(advantages: list[Any], lengths: list[int]) -> TrainingRows:
+    """Rows of so many steps, all of one group, with these advantages per row or per step."""
+    zeros = [0] * len(lengths)
+    batch = ExperienceBatch.from_rows(zeros, zeros, [0.0] * len(lengths), zeros, mask=mask_of(lengths))
+    return TrainingRows(batch=batch, advantages=torch.tensor(advantages))
+
+
+PER_ROW = rows_with([2.0, -3.0], lengths=[1, 2])
+PER_STEP = rows_with([[1.0, 4.0, 5.0], [6.0, 0.0, 0.0]], lengths=[3, 1])
+OF_TWO_ROWS = [[2.0, 2.0, 0.0], [-3.0, -3.0, 0.0]]
+OF_STEPS = [[1.0, 4.0, 5.0], [6.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(("earlier", "new", "expected"), [
+    (PER_ROW, PER_STEP, [*OF_STEPS, *OF_TWO_ROWS]), (PER_STEP, PER_ROW, [*OF_TWO_ROWS, *OF_STEPS]),
+    (PER_STEP, PER_STEP, [*OF_STEPS, *OF_STEPS]), (PER_ROW, PER_ROW, [2.0, -3.0, 2.0, -3.0]),
+])  # fmt: skip
+def test_advantages_per_row_and_per_step_can_be_joined(earlier, new, expected):
+    """An advantage of a row is that of each of its steps, up to the width of its own batch; beyond, there is no step."""
+    buffer = ReplayBuffer(1)
+    assert buffer.join(earlier) is earlier
+    joined = buffer.join(new)
+    assert (joined.advantages.tolist(), joined.num_replayed) == (expected, 2)
+    assert joined.batch.mask.shape == (4, max(earlier.batch.mask.shape[1], new.batch.mask.shape[1]))
+
+
+def test_returns_are_joined_only_if_every_iteration_has_them() -> None:
+    """A critic's targets, padded to the widest; without those of one iteration there is nothing to train a critic by."""
+    with_returns = replace(PER_ROW, returns=torch.tensor([[1.0, 0.0], [2.0, 3.0]]))
+    also = replace(PER_STEP, returns=torch.tensor([[4.0, 5.0, 6.0], [7.0, 0.0, 0.0]]))
+    buffer = ReplayBuffer(1)
+    buffer.join(with_returns)
+    assert buffer.join(also).returns.tolist() == [[4.0, 5.0, 6.0], [7.0, 0.0, 0.0], [1.0, 0.0, 0.0], [2.0, 3.0, 0.0]]
+    buffer.join(PER_STEP)
+    assert buffer.join(also).returns is None
+
+
+def own_batch(rewards: Any) -> ExperienceBatch:
+    return ExperienceBatch.from_rows([0, 0], [0, 0], rewards, [0, 0], mask=mask_of([2, 1]))
+
+
+def on_two_ranks(advantages_of: Callable[[int], Any]) -> list[Any]:
+    """This rank's rows and the rows of all ranks, on a rank with the reward 6 and on one with the rewards 1 and 2."""
+    batches = [ExperienceBatch.from_rows([0], [0], [6.0], [0], mask=mask_of([2])), own_batch([1.0, 2.0])]
+    return on_ranks(2, lambda engine: with_advantages(batches[engine.rank], advantages_of(engine.rank), engine))
+
+
+def test_the_estimator_sees_the_rewards_of_all_ranks() -> None:
+    """The mean of 6, 1 and 2 is 3."""
+    config = AdvantageConfig(baseline="global_mean")
+    (first, _), (rows, all_ranks) = on_two_ranks(lambda rank: AdvantageEstimator(config))
+    assert (first.advantages.tolist(), rows.advantages.tolist()) == ([3.0], [-2.0, -1.0])
+    assert (all_ranks.advantages.tolist(), all_ranks.batch.num_rows, rows.returns) == ([3.0, -2.0, -1.0], 3, None)
+
+
+def test_user_advantages_see_only_the_rows_of_their_rank() -> None:
+    own = lambda rank: lambda batch: batch.rewards * (1 - 3 * rank)  # noqa: E731
+    for (rows, all_ranks), expected in zip(on_two_ranks(own), ([6.0], [-2.0, -4.0]), strict=True):
+        assert (rows.advantages.tolist(), all_ranks.advantages.tolist()) == (expected, [6.0, -2.0, -4.0])
+
+
+class Splitting(TablePolicy):
+    """`SplitsSteps`: states and actions of steps are numbered."""
+
+    num_missing = 0
+
+    def split_steps(self, states: Any, actions: Any) -> tuple[list[int], list[int]]:
+        return [10, 11, 12], [20, 21, 22][self.num_missing :]
+
+
+def test_split_steps_keep_all_their_fields() -> None:
+    """Rows of two steps and of one: masked values are left out."""
+    names = ["old_log_probs", "behaviour_log_probs", "ref_log_probs", "entropy", "values"]
+    known = {name: torch.tensor([[1.0, 2.0], [3.0, 99.0]]) + place for place, name in enumerate(names)}
+    batch = replace(own_batch([5.0, 6.0]), **known, reward_components={"x": torch.zeros(2)}, final_values=torch.ones(2))
+    returns = torch.tensor([[7.0, 8.0], [9.0, 99.0]])
+    split = split_steps(TrainingRows(batch=batch, advantages=torch.tensor([0.5, -1.5]), returns=returns), Splitting())
+    assert (split.batch.states, split.batch.actions) == ([10, 11, 12], [20, 21, 22])
+    assert (split.advantages.tolist(), split.returns.tolist()) == ([0.5, 0.5, -1.5], [[7.0], [8.0], [9.0]])
+    for place, name in enumerate(known):
+        assert getattr(split.batch, name).tolist() == [[1.0 + place], [2.0 + place], [3.0 + place]], name
+    assert (split.batch.mask.tolist(), split.batch.group_ids.tolist()) == ([[True]] * 3, [0, 1, 2])
+    assert (split.batch.rewards.tolist(), split.batch.reward_components) == ([0.0] * 3, {})
+    assert split.batch.final_values is None
+
+
+def test_advantages_of_steps_stay_with_their_steps() -> None:
+    rows = TrainingRows(batch=own_batch([5.0, 6.0]), advantages=torch.tensor([[1.0, 2.0], [3.0, 99.0]]))
+    split = split_steps(rows, Splitting())
+    assert (split.advantages.tolist(), split.returns, split.batch.old_log_probs) == ([1.0, 2.0, 3.0], None, None)
+
+
+def test_splitting_into_a_wrong_number_of_steps_is_refused() -> None:
+    rows = TrainingRows(batch=own_batch([5.0, 6.0]), advantages=torch.zeros(2))
+    policy = Splitting()
+    policy.num_missing = 1
+    message = r"Splitting\.split_steps must return one row per valid step = 3; got 3 states and 2 actions"
+    with pytest.raises(ContractError, match=message):
+        split_steps(rows, policy)
 
 
 def prepared(rewards: list[float], group_ids: list[int], *, own_loss: Any = None, **settings: Any) -> UpdateRows:
@@ -27,7 +178,6 @@ def prepared(rewards: list[float], group_ids: list[int], *, own_loss: Any = None
 
 
 def rows_of(rows: UpdateRows, selected: Any) -> list[int]:
-    """An index as row numbers."""
     return torch.arange(rows.data.batch.num_rows)[selected].tolist()
 
 
@@ -116,28 +266,6 @@ def test_the_policys_plan_covers_the_live_rows_of_each_update() -> None:
     assert [inputs.weights.shape[1] for inputs in given] == [2, 3]
 
 
-def test_the_sum_of_scores_covers_the_passes_since_the_last_attempt() -> None:
-    """Each log-prob is log 1/2."""
-    (update,) = prepared([0.0, 1.0, 2.0, 4.0], [0, 0, 0, 0], micro_batch_size=3, batch_size=4).updates()
-    for micro in update.micro_batches():
-        update.scored(micro)
-    assert update.sum_of_scores().item() == pytest.approx(4 * math.log(0.5))
-    update.forget_scores()
-    assert update.sum_of_scores().item() == 0.0
-
-
-def test_old_log_probs_are_omitted_only_for_a_single_update_of_own_samples() -> None:
-    trainer, _ = by_hand()
-    several, _ = by_hand(config={"num_epochs_per_update": 2})
-    found = []
-    for each in (trainer, several):
-        update = next(iter(each.prepared(each.collect(["a", "b"])).updates()))
-        (micro,) = update.micro_batches()
-        found.append(update.scored(micro).inputs.old_log_probs)
-    assert found[0] is None
-    assert found[1].tolist() == [[pytest.approx(math.log(0.5))]] * 4
-
-
 class KnowsEverything(RowScoring):
     """Gives values and a KL too, which differ from step to step."""
 
@@ -218,14 +346,6 @@ def test_no_steps_are_selected_for_a_user_objective() -> None:
     assert (update.keep, update.chosen, surrogate.shown) == (None, None, [])
 
 
-def test_a_dead_group_skips_only_its_own_update(caplog: pytest.LogCaptureFixture) -> None:
-    trainer, policy = by_hand(rewards=[1.0, 0.0, 7.0, 7.0], config={"batch_size": 2})
-    metrics = trainer.step(["a", "b"])
-    assert not caplog.records  # that is an ordinary iteration
-    assert metrics["train/skipped_updates"] == 1.0
-    assert policy.logits.tolist() == [[0.25, -0.25], [0.0, 0.0]]  # an update of two rows: weights 1/2
-
-
 def test_dead_groups_still_update_if_the_kl_has_a_gradient() -> None:
     """d/d logits of 0.5 (1/4) sum over rows of k3: per row 0.5/4 (1 - exp(-x)) (e - p); x = ln 2, ln 2/3."""
     objective = ObjectiveConfig(kl_coef=0.5)
@@ -233,19 +353,6 @@ def test_dead_groups_still_update_if_the_kl_has_a_gradient() -> None:
     metrics, entry = trainer.step(["a", "b"]), 0.125 * (0.5 * 0.5 + (-0.5) * (-0.5))
     torch.testing.assert_close(policy.logits.detach(), torch.tensor([[-entry, entry]] * 2, dtype=torch.float64))
     assert metrics["train/skipped_updates"] == metrics["rows/skipped_zero_advantage"] == 0.0
-
-
-def test_dead_groups_still_update_if_the_entropy_has_a_gradient() -> None:
-    """-0.5 mean(-rho sg(log p)): per row 0.5/4 log p (e - p). From p = (1/4, 3/4), actions 0 and 1 of each state."""
-    objective = ObjectiveConfig(entropy_coef=0.5, entropy_estimator="score_function")
-    policy = TablePolicy(logits=[[0.0, math.log(3.0)]] * 2, script=SCRIPT)
-    start = policy.logits.detach().clone()
-    metrics = by_hand(policy=policy, rewards=[1.0] * 4, config={"objective": objective})[0].step(["a", "b"])
-    low, high = math.log(0.25), math.log(0.75)
-    gradient = 0.125 * (low * 0.75 - high * 0.25)
-    expected = torch.tensor([[-gradient, gradient]] * 2, dtype=torch.float64)
-    torch.testing.assert_close(policy.logits.detach() - start, expected, rtol=1e-9, atol=1e-12)
-    assert metrics["train/skipped_updates"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -353,14 +460,12 @@ def test_log_probs_above_0_are_refused_in_an_update_by_a_surrogate_of_probabilit
 
 
 def read_all(trainer: Any, update: Update) -> None:
-    """Read the inputs of every micro-batch, with the policy in train()."""
     trainer.policy.train()
     for micro in update.micro_batches():
         update.scored(micro)
 
 
 def warnings_of_two_iterations(policy: Any, **settings: Any) -> list[str]:
-    """The warnings of two iterations of two updates."""
     trainer, _ = by_hand(policy=policy, config={"num_epochs_per_update": 2, **settings})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -7,20 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import GRPOConfig, GRPOTrainer, PairwiseRewards, RewardConfig, WeightedRewards
+from grpo import PairwiseRewards, RewardConfig
 from grpo._retrying.calls import RetriedCalls
 from grpo._rewarding.calls import KeptRewards
 from grpo.errors import ConfigError, ContractError, RewardError
 from grpo.judges import JudgeReport, KnownPair, ListwiseJudge, RubricJudge, measure_judge
 from grpo.rewards import ask_for_rewards
 from tests.support.clocks import skipping_clock
-from tests.support.policies import TablePolicy
 
 pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 def ask(judge: Any, actions: list[Any], group_ids: list[int], **settings: Any) -> KeptRewards:
-    """As the trainer asks."""
     states = [f"state {group}" for group in group_ids]
     return RetriedCalls(judge, RewardConfig(**settings))(states, actions, group_ids=torch.tensor(group_ids))
 
@@ -138,15 +136,6 @@ def test_deadlines_end_calls_of_both_kinds(monkeypatch: pytest.MonkeyPatch) -> N
     assert plain.values.tolist() == [0.0, 1.0]
 
 
-def test_a_policy_learns_what_its_judge_prefers() -> None:
-    policy = TablePolicy(num_actions=3)
-    judge = ListwiseJudge(lambda state, actions: sorted(range(len(actions)), key=lambda i: -actions[i]))
-    config = GRPOConfig(group_size=4, learning_rate=0.3, seed=0)
-    trainer = GRPOTrainer(config=config, policy=policy, reward_model=WeightedRewards({"judge": judge}))
-    trainer.train(["a", "b"] * 4, num_iterations=30, progress=False)
-    assert policy.logits.softmax(1)[:, 2].min().item() > 0.9
-
-
 WEIGHTS = {"right": 3.0, "clear": 1.0, "invented": -2.0}
 
 
@@ -220,7 +209,6 @@ def test_wrong_judges_are_refused(words, make) -> None:
 
 
 def by_right(state: str, actions: list[str]) -> list[int]:
-    """A right ranking of two actions."""
     return [int("right" not in actions[0]), int("right" in actions[0])]
 
 
