@@ -6,6 +6,7 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from grpo.rewards import ask_for_rewards
 from tests.support.lost_server_tool import ask_lost_server
 from tests.support.mcp_servers import by_hand, by_name, listing, process_of
 from tests.support.policies import TablePolicy
+from tests.support.threads import run_together
 from tests.support.tool_executors import on_linux
 from tests.support.tool_policies import call
 
@@ -227,6 +229,18 @@ def test_malformed_calls_are_rewarded_for_their_tool_and_not_their_arguments(sub
                 assert found["tool"] == pytest.approx([0.5 if tool == "sort" else 0.0])
                 assert found["parameters"] == [0.0]
                 assert found["cost"] == [{"add": -2.0, "sort": -0.5}.get(str(tool), 0.0)]
+
+
+def test_batches_of_several_threads_keep_their_own_results() -> None:
+    """Each call's result is its own number, and so is its reward."""
+    echo = SimpleNamespace(run=lambda calls: [ToolResult(output=made.arguments["number"]) for made in calls])
+    rewards = ToolRewards(echo, {"own": lambda asked, made, result: float(result.output == made.arguments["number"])})
+
+    def batch(first: int) -> None:
+        calls = [call("add", number=number) for number in range(first, first + 50)]
+        assert rewards.compute_rewards([SORT] * 50, calls).tolist() == [1.0] * 50
+
+    run_together(*(partial(batch, first) for first in range(0, 400, 50)))
 
 
 # --- what a function may not do
