@@ -236,18 +236,6 @@ def test_gradients_agree_with_finite_differences(options: dict[str, Any]) -> Non
 
 
 # --- masks
-def test_an_unavailable_tool_is_never_drawn() -> None:
-    """Although it is by far the likeliest of all."""
-    made = policy(random=False, available=without_ping)
-    with torch.no_grad():
-        made.network.tool_query.bias += 20 * made.menu.tool_vectors[0]
-    drawn = made.generate_actions(TEXTS[:1], 10_000)[0]
-    assert {one.tool for one in drawn} == {"shout", "convert", "whisper"}
-    assert made.predict(TEXTS)[0].tool != "ping"
-    made.available = None
-    assert sum(one.tool == "ping" for one in made.generate_actions(TEXTS[:1], 1_000)[0]) > 900
-
-
 def test_available_tools_share_the_probability_of_unavailable_ones_state_by_state() -> None:
     made, yes, no = policy(), True, False
     everything = made.tool_probabilities(TEXTS)
