@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,65 @@ def lay_files_here() -> str:
 
 def misbehave(how: str) -> Any:
     """Do what a hostile call might make a tool do."""
-    return (globals() | vars(hostile_frames))[f"_{how}"]()
+    return IN_ONE_STEP[how]() if how in IN_ONE_STEP else (globals() | vars(hostile_frames))[f"_{how}"]()
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+IN_ONE_STEP: dict[str, Callable[[], Any]] = {
+    # outputs
+    "long_text": lambda: "x" * 10_000_000,
+    "many_items": lambda: list(range(200_000)),
+    "wide_text": lambda: "\u20ac" * 50_000,  # 6 bytes each as JSON
+    "liar": lambda: _Liar("x" * 1_000_000),
+    "infinity": lambda: {"x": -float("inf")},
+    "bytes": lambda: b"x",
+    "tuple_keys": lambda: {(1, 2): 3},
+    "generator": lambda: (i for i in range(3)),
+    "huge_integer": lambda: 10**10_000,
+    "read_input": lambda: sys.stdin.read(),
+    # ends
+    "sys_exit": lambda: sys.exit(0),
+    "os_exit": lambda: os._exit(0),
+    "os_exit_7": lambda: os._exit(7),
+    "segfault": lambda: ctypes.string_at(0),
+    "kill_self": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "kill_group": lambda: os.killpg(0, signal.SIGKILL),
+    "replace_program": lambda: os.execv("/bin/true", ["true"]),
+    "raise_odd_message": lambda: _raise(OddlySaidError()),
+    "raise_long": lambda: _raise(ValueError("x" * 10_000_000)),
+    "raise_base": lambda: _raise(BaseException("base")),
+    "raise_interrupt": lambda: _raise(KeyboardInterrupt()),
+    "raise_stop": lambda: _raise(StopIteration()),
+    # hangs
+    "sleep": lambda: time.sleep(60),
+    "busy_in_c": lambda: sum(range(10**12)),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    # bombs
+    "memory_bomb": lambda: len(bytearray(2**33)),
+    "private_map_bomb": lambda: len(mmap.mmap(-1, 2**33, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)),
+    # other processes, and what belongs to the program
+    "background_child": lambda: subprocess.Popen(["sleep", "60"], start_new_session=True).pid,
+    "kill_parent": lambda: os.kill(os.getppid(), signal.SIGKILL),
+    "stop_parent": lambda: os.kill(os.getppid(), signal.SIGSTOP),
+    "become_root": lambda: os.setuid(0),
+    "raise_priority": lambda: os.nice(-5),
+    "change_root": lambda: os.chroot("."),
+    "remove_own_folder": lambda: Path.cwd().rmdir(),
+    "read_shadow": lambda: Path("/etc/shadow").read_text(),
+    "read_parent_memory": lambda: Path(f"/proc/{os.getppid()}/mem").read_text(),
+    "read_parent_environment": lambda: Path(f"/proc/{os.getppid()}/environ").read_text(),
+    "write_etc": lambda: Path("/etc/owned").write_text("x"),
+    # what is left behind
+    "lower_priority": lambda: os.nice(1),
+    "lower_limit": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)),
+    "leave_processor": lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
+    "limits": lambda: [
+        os.getpriority(os.PRIO_PROCESS, 0), sorted(os.sched_getaffinity(0)), resource.getrlimit(resource.RLIMIT_NOFILE),
+    ],
+}  # fmt: skip
 
 
 def _remove_folder() -> str:
@@ -71,18 +130,6 @@ def _link_to_given() -> str:
 # --- outputs
 
 
-def _long_text() -> str:
-    return "x" * 10_000_000
-
-
-def _many_items() -> list[int]:
-    return list(range(200_000))
-
-
-def _wide_text() -> str:
-    return "\u20ac" * 50_000  # 6 bytes each as JSON
-
-
 def _deep() -> Any:
     value: Any = 0
     for _ in range(100_000):
@@ -104,56 +151,12 @@ def _circle() -> Any:
     return value
 
 
-def _infinity() -> dict[str, float]:
-    return {"x": -float("inf")}
-
-
-def _bytes() -> bytes:
-    return b"x"
-
-
-def _tuple_keys() -> dict[Any, int]:
-    return {(1, 2): 3}
-
-
-def _generator() -> Any:
-    return (i for i in range(3))
-
-
-def _huge_integer() -> int:
-    return 10**10_000
-
-
 class _Liar(str):
     def __len__(self) -> int:
         return 1
 
 
-def _liar() -> str:
-    return _Liar("x" * 1_000_000)
-
-
 # --- ends
-
-
-def _sys_exit() -> None:
-    sys.exit(0)
-
-
-def _os_exit() -> None:
-    os._exit(0)
-
-
-def _os_exit_7() -> None:
-    os._exit(7)
-
-
-def _segfault() -> None:
-    ctypes.string_at(0)
-
-
-def _kill_self() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _terminate_self() -> None:
@@ -164,10 +167,6 @@ def _terminate_self() -> None:
 def _interrupt_self() -> None:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(5)
-
-
-def _kill_group() -> None:
-    os.killpg(0, signal.SIGKILL)
 
 
 def _recursion() -> int:
@@ -192,44 +191,12 @@ class OddlySaidError(Exception):
         return _Unsliceable("odd")
 
 
-def _raise_odd_message() -> None:
-    raise OddlySaidError
-
-
-def _raise_long() -> None:
-    raise ValueError("x" * 10_000_000)
-
-
-def _raise_base() -> None:
-    raise BaseException("base")
-
-
-def _raise_interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-def _raise_stop() -> None:
-    raise StopIteration
-
-
-def _replace_program() -> None:
-    os.execv("/bin/true", ["true"])
-
-
 # --- hangs
-
-
-def _sleep() -> None:
-    time.sleep(60)
 
 
 def _busy() -> None:
     while True:
         pass
-
-
-def _busy_in_c() -> None:
-    sum(range(10**12))
 
 
 def _ignore_signals() -> None:
@@ -246,10 +213,6 @@ def _block_signals() -> None:
     time.sleep(60)
 
 
-def _stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def _stop_everybody() -> None:
     """Stop every process of this user again and again, the one that comes to kill them included."""
     assert os.getuid() >= 1000, "this would stop the tests"
@@ -259,10 +222,6 @@ def _stop_everybody() -> None:
             while True:
                 os.kill(-1, signal.SIGSTOP)
     time.sleep(60)
-
-
-def _read_input() -> str:
-    return sys.stdin.read()
 
 
 def _deadlock() -> None:
@@ -346,10 +305,6 @@ def _forked_worker_that_raises() -> str:
     return "parent"
 
 
-def _background_child() -> int:
-    return subprocess.Popen(["sleep", "60"], start_new_session=True).pid
-
-
 def _many_background_children() -> int:
     for _ in range(20):
         subprocess.Popen(["sleep", "60"])
@@ -385,29 +340,6 @@ def _change_everything() -> str:
     os.environ["NEW"] = "1"
     sys.setrecursionlimit(50_000)
     signal.setitimer(signal.ITIMER_REAL, 0.05)
-    return "changed"
-
-
-def _limits() -> list[object]:
-    return [
-        os.getpriority(os.PRIO_PROCESS, 0),
-        sorted(os.sched_getaffinity(0)),
-        resource.getrlimit(resource.RLIMIT_NOFILE),
-    ]
-
-
-def _lower_priority() -> str:
-    os.nice(1)
-    return "changed"
-
-
-def _lower_limit() -> str:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
-    return "changed"
-
-
-def _leave_processor() -> str:
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     return "changed"
 
 
@@ -462,18 +394,10 @@ def _thread_bomb() -> int:
     return 200
 
 
-def _memory_bomb() -> int:
-    return len(bytearray(2**33))
-
-
 def _slow_memory_bomb() -> int:
     held = []
     while True:
         held.append(bytearray(2**24))
-
-
-def _private_map_bomb() -> int:
-    return len(mmap.mmap(-1, 2**33, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _file_bomb() -> int:
@@ -502,52 +426,12 @@ def _raise_limits() -> str:
 # --- other processes, and what belongs to the program
 
 
-def _kill_parent() -> None:
-    os.kill(os.getppid(), signal.SIGKILL)
-
-
-def _stop_parent() -> None:
-    os.kill(os.getppid(), signal.SIGSTOP)
-
-
-def _become_root() -> None:
-    os.setuid(0)
-
-
-def _read_shadow() -> str:
-    return Path("/etc/shadow").read_text()
-
-
-def _read_parent_memory() -> str:
-    return Path(f"/proc/{os.getppid()}/mem").read_text()
-
-
-def _read_parent_environment() -> str:
-    return Path(f"/proc/{os.getppid()}/environ").read_text()
-
-
-def _write_etc() -> None:
-    Path("/etc/owned").write_text("x")
-
-
-def _remove_own_folder() -> None:
-    Path.cwd().rmdir()
-
-
 def _mount() -> None:
     if ctypes.CDLL(None, use_errno=True).mount(b"none", b".", b"tmpfs", 0, None):
         raise PermissionError(ctypes.get_errno(), "mount")
-
-
-def _change_root() -> None:
-    os.chroot(".")
 
 
 def _trace_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.ptrace(16, os.getppid(), None, None):
         raise PermissionError(ctypes.get_errno(), "ptrace")
-
-
-def _raise_priority() -> None:
-    os.nice(-5)

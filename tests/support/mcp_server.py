@@ -6,7 +6,6 @@ Over stdio, or with a port over HTTP. Everything it does on the side is told to 
 import argparse
 import enum
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -87,20 +86,9 @@ def picture() -> list[str | Image]:
     return ["look:", Image(data=b"12345", format="png")]
 
 
-@server.tool(description="One variable of the server's environment.", structured_output=False)
-def variable(name: str) -> str:
-    return os.environ.get(name, "not set")
-
-
 @server.tool(description="Where the server was started, and as which process.")
 def place() -> dict[str, str | int]:
     return {"folder": str(Path.cwd()), "process": os.getpid()}
-
-
-@server.tool(description="End the server at once.", structured_output=False)
-def die(code: int) -> str:
-    print("the server gives up", file=sys.stderr, flush=True)
-    os._exit(code)
 
 
 if __name__ == "__main__":

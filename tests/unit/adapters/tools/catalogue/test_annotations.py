@@ -26,13 +26,17 @@ def taking(hint: Any) -> Callable[..., None]:
     return read
 
 
+class Tone(enum.StrEnum):
+    LOUD = "loud"
+
+
 def everything(
     text: str, count: int, share: float, sure: bool, path: Path, unit: Literal["mile", "foot"], words: list[str],
     units: list[Literal["mile", 2]], rows: list[list[int]], anything: list, table: dict, counts: dict[str, int],
     files: dict[str, list[Path]], notes: dict[str, Any], gaps: list[int | None], tones: dict[str, Literal["loud", 2] | None],
     maybe: int | None,
     perhaps: Optional[float],  # noqa: UP045  # the older spelling has to work too
-    limit: int = 3, folder: Path = Path("some/where"), tone: Literal["loud", "soft"] = "soft", found: str | None = None,
+    limit: int = 3, folder: Path = Path("some/where"), tone: Literal[Tone.LOUD, "soft"] = "soft", found: str | None = None,
 ) -> None:  # fmt: skip
     """Take everything.
 
@@ -101,20 +105,6 @@ def test_a_class_may_contain_itself() -> None:
         check({"order": {"number": 1, "parts": [{}]}, "colour": "red"})
 
 
-class Tone(enum.StrEnum):
-    LOUD = "loud"
-
-
-def test_the_policy_decides_the_members_of_an_enum() -> None:
-    made = Tool.from_function(typed)
-    assert {choice.name: choice.values for choice in made.choices} == {
-        "colour": ("red", "blue"), "shade": ("red", "blue", ABSENT), "tint": ("red", "blue"), "never": (None, ABSENT),
-    }  # fmt: skip
-    assert made.choices[0].texts == ("red colour", "blue colour")
-    assert made.choices[1].texts[0] == "red A shade. shade"
-    assert Tool.from_function(taking(Literal[Tone.LOUD, "soft"])).choices[0].values == ("loud", "soft")
-
-
 def test_a_function_whose_arguments_cannot_be_read_from_json_is_refused_by_name(subtests: pytest.Subtests) -> None:
     def several(*numbers: int) -> None:
         """Take numbers."""
@@ -156,9 +146,6 @@ def test_a_function_gives_its_name_and_its_docstring_unless_they_are_given() -> 
     given = {"name": "hello", "description": "Greet.", "category": "talk", "timeout": 2.0, "cost": 0.5}
     made = Tool.from_function(add, **given)
     assert {field: getattr(made, field) for field in given} == given
-
-
-def test_a_schema_that_is_given_is_not_read_from_annotations() -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}}
     assert Tool.from_function(taking(inspect.Parameter.empty), parameters=schema).parameters == schema
 

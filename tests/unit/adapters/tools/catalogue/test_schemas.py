@@ -94,6 +94,7 @@ def around(text: str) -> Any:
         ({"additionalProperties": {"items": FILE}}, nested),
         ({"$schema": "http://json-schema.org/draft-04/schema#", **PATH}, text),
         ({"not": NONE, **PATH}, text), ({"type": "string", "format": "file-path"}, text),
+        ({"type": "string", "format": "directory-path"}, text),
         ({"anyOf": [{"type": "array", "items": TEXT}, {"type": "object", "additionalProperties": PATH}]}, {"k": text}),
         ({"type": "array", "contains": TEXT, "items": PATH}, [text]), ({"$ref": "#/$defs/path", "description": "d"}, text),
         ({"type": "array", "items": {"oneOf": [NONE, {"$ref": "#/$defs/file"}]}}, [None, {"file": text}]),
@@ -169,6 +170,11 @@ def test_a_reference_to_a_definition_is_replaced(subtests: pytest.Subtests) -> N
     ):  # fmt: skip
         with subtests.test(str(x)):
             assert plain(x, **definitions) == {"type": "object", "properties": {"x": expected}}
+
+
+def test_definitions_of_an_older_draft_are_replaced_too() -> None:
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"x": {"$ref": "#/definitions/a"}}}
+    assert plain_schema(schema | {"definitions": {"a": PATH}}) == {"properties": {"x": PATH}}
 
 
 def test_any_other_reference_stays_with_the_definitions(subtests: pytest.Subtests) -> None:

@@ -1,20 +1,18 @@
 """Tools and catalogues: names, and the decisions that a schema leaves; calls and results: equality as JSON has it."""
 
-import copy
 import math
-import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 
-from adapters import tools as public
-from adapters.tools import ToolResult, ToolTimeoutError
 from adapters.tools.catalogue.calls import same_json
 from adapters.tools.catalogue.tools import ABSENT, Tool, ToolCatalogue
-from grpo.errors import ConfigError, GRPOError
+from grpo.errors import ConfigError
 from tests.support import tool_functions
 from tests.support.annotated import Colour
+
+TEXT = {"type": "string"}
 
 
 def tool(schema: dict[str, Any] | None = None, **fields: Any) -> Tool:
@@ -65,28 +63,45 @@ def test_a_tool_has_no_parameters_by_default_and_is_encoded_as_its_name_in_words
 
 
 # --- decisions
-def test_enumerations_are_decisions_in_the_order_of_the_schema_and_single_values_constants() -> None:
-    properties = {
-        "from_unit": {"enum": ["mile", 3]}, "free": {"type": "string"}, "a": {"type": "boolean"}, "version": {"const": 2},
-        "unit": {"enum": ["mile"]},
-    }  # fmt: skip
-    made = tool({"properties": properties, "required": [*reversed(properties), "undescribed"]})
-    assert {choice.name: choice.values for choice in made.choices} == {"from_unit": ("mile", 3), "a": (False, True)}
-    assert [choice.name for choice in made.choices] == ["from_unit", "a"]
-    assert made.choices[0].texts == ("mile from unit", "3 from unit"), "described by value and parameter"
-    assert made.constants == {"version": 2, "unit": "mile"}
+UNIT = {"enum": ["mile", 3]}
+HOW = [
+    {"const": "md5", "description": "short and quick"}, {"const": 256, "title": "SHA", "description": "long"},
+    {"enum": [None, "none"]},
+]  # fmt: skip
+OF_HOW = ["md5 short and quick", "256 SHA long", "null", "none"]
+# name: (schema, whether it is required, texts of the values to decide without the name, or the constant, or None)
+PARAMETERS: dict[str, tuple[Any, bool, Any]] = {
+    "from_unit": (UNIT, True, ["mile", "3"]), "free": (TEXT, True, None), "a": ({"type": "boolean"}, True, ["false", "true"]),
+    "sure": ({"type": "boolean"}, False, ["false", "true", "left out"]), "version": ({"const": 2}, True, 2),
+    "unit": ({"enum": ["mile"]}, True, "mile"), "maybe": ({"const": 2}, False, ["2", "left out"]), "note": (TEXT, False, None),
+    "one": ({"oneOf": HOW}, True, OF_HOW), "any_of": ({"anyOf": HOW}, True, OF_HOW),
+    "range": ({"properties": {"unit": UNIT}}, False, None),
+    "units": ({"type": "array", "items": UNIT}, True, None), "any": (True, True, None), "never": (False, False, None),
+    "either": ({"anyOf": [UNIT, TEXT]}, False, None), "nothing": ({"type": "null"}, True, "null"),
+    "referred": ({"$ref": "#/$defs/unit", "description": "A unit."}, True, ["mile A unit.", "3 A unit."]),
+    "or_null": ({"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]}, True, ["mile", "3", "null"]),
+    "no_schema": ({"anyOf": [True, {"const": 1}]}, False, None), "no_value": ({"anyOf": [False]}, False, None),
+}  # fmt: skip
 
 
-def test_constants_with_descriptions_are_an_enumeration(subtests: pytest.Subtests) -> None:
-    parts = [
-        {"const": "md5", "description": "short and quick"}, {"const": 256, "title": "SHA", "description": "long"},
-        {"enum": [None, "none"]},
-    ]  # fmt: skip
-    for key in ("oneOf", "anyOf"):
-        with subtests.test(key):
-            (choice,) = tool({"properties": {"how": {key: parts}}, "required": ["how"]}).choices
-            assert choice.values == ("md5", 256, None, "none")
-            assert choice.texts == ("md5 short and quick how", "256 SHA long how", "null how", "none how")
+def test_enumerations_are_decided_in_the_order_of_the_schema_and_single_values_are_constants() -> None:
+    required = [name for name, (_, is_required, _) in PARAMETERS.items() if is_required]
+    properties = {name: schema for name, (schema, *_) in PARAMETERS.items()}
+    made = tool({"properties": properties, "required": [*reversed(required), "undescribed"], "$defs": {"unit": UNIT}})
+    decided = {name: value for name, (*_, value) in PARAMETERS.items()}
+    assert [(choice.name, [*choice.texts]) for choice in made.choices] == [
+        (name, [f"{text} {name.replace('_', ' ')}" for text in texts])
+        for name, texts in decided.items()
+        if isinstance(texts, list)
+    ]
+    assert made.choices[0].values == ("mile", 3)
+    assert made.constants == {"version": 2, "unit": "mile", "nothing": None}
+    free = [name for name, value in decided.items() if value is None and name != "never"]
+    assert made.free_parameters == (*free, "undescribed")
+    assert made.required_free == ("free", "units", "any", "undescribed"), "values within a list are not decided"
+    assert "never" not in made.properties
+    assert made.properties["any"] == {}
+    assert "$defs" not in made.parameters
 
 
 def test_the_value_in_a_call_is_found_among_the_choices() -> None:
@@ -97,14 +112,6 @@ def test_the_value_in_a_call_is_found_among_the_choices() -> None:
     assert [needed.index(given) for given in ({"b": "x"}, {"b": "y"}, {}, {"b": "z"})] == [0, 1, None, None]
     assert [choice.index({"c": value}) for value in choice.values] == list(range(len(choice.values)))
     assert [choice.index({"c": value}) for value in (1.0, [1.0], (True,), {1}, math.nan)] == [0, 5, 4, None, None]
-
-
-def test_the_absent_marker_keeps_its_identity_when_copied() -> None:
-    """A reference policy is a copy, and its ABSENT must still be recognised."""
-    assert copy.deepcopy(ABSENT) is ABSENT
-    assert pickle.loads(pickle.dumps(ABSENT)) is ABSENT
-    (choice,) = copy.deepcopy(tool({"properties": {"sure": {"type": "boolean"}}}).choices)
-    assert choice.index({}) == 2
 
 
 def values_of(schema: Any, *, required: bool = True) -> tuple[Any, ...]:
@@ -152,39 +159,6 @@ def test_a_long_enumeration_is_read() -> None:
     assert len(values_of({"oneOf": [{"enum": texts}, {"enum": numbers}]})) == 60_000
 
 
-def test_properties_with_the_schema_true_are_free_and_with_false_are_removed() -> None:
-    unit = {"enum": ["m", "km"]}
-    made = tool({"properties": {"any": True, "never": False, "unit": unit}, "required": ["any", "unit"]})
-    assert dict(made.properties) == {"any": {}, "unit": unit}
-    assert ([choice.name for choice in made.choices], made.constants) == (["unit"], {})
-    assert values_of({"anyOf": [True, {"const": 1}]}) == values_of({"anyOf": [False]}, required=False) == ()
-
-
-def test_the_parameters_that_the_policy_does_not_decide_are_told() -> None:
-    unit = {"enum": ["m", "km"]}
-    properties = {
-        "unit": unit, "sure": {"type": "boolean"}, "version": {"const": 2}, "maybe": {"const": 2}, "text": {"type": "string"},
-        "note": {"type": "string"},
-        "units": {"type": "array", "items": unit}, "range": {"properties": {"unit": unit}}, "any": True,
-        "either": {"anyOf": [unit, {"type": "string"}]}, "never": False,
-    }  # fmt: skip
-    made = tool({"properties": properties, "required": ["unit", "version", "text", "units", "undescribed"]})
-    assert made.free_parameters == ("text", "note", "units", "range", "any", "either", "undescribed")
-    assert made.required_free == ("text", "units", "undescribed"), "values within a list are not decided"
-    assert {choice.name for choice in made.choices} == {"unit", "sure", "maybe"}
-
-
-def test_choices_behind_references_and_beside_null_are_decisions() -> None:
-    unit = {"$ref": "#/$defs/unit"}
-    other = {"anyOf": [unit, {"type": "null"}]}
-    properties = {"unit": unit | {"description": "A unit."}, "other": other, "none": {"type": "null"}}
-    made = tool({"properties": properties, "required": list(properties), "$defs": {"unit": {"enum": ["m", "km"]}}})
-    assert {choice.name: choice.values for choice in made.choices} == {"unit": ("m", "km"), "other": ("m", "km", None)}
-    assert made.choices[0].texts == ("m A unit. unit", "km A unit. unit")
-    assert made.constants == {"none": None}
-    assert "$defs" not in made.parameters
-
-
 # --- catalogues
 def named(*names: str) -> list[Tool]:
     return [tool(name=name, category=name[0]) for name in names]
@@ -214,17 +188,6 @@ def test_what_is_no_list_of_different_tools_is_refused(subtests: pytest.Subtests
     ):  # fmt: skip
         with subtests.test(message), pytest.raises(ConfigError, match=message):
             ToolCatalogue(tools)
-
-
-def test_adding_or_removing_tools_makes_a_new_catalogue() -> None:
-    catalogue = ToolCatalogue(named("a", "b"))
-    assert list(catalogue.with_tools(*named("d", "c"))) == ["a", "b", "d", "c"]
-    assert list(catalogue.without("a", "unknown")) == ["b"]
-    assert list(catalogue) == ["a", "b"]
-    with pytest.raises(ConfigError, match="several have b"):
-        catalogue.with_tools(*named("b"))
-    with pytest.raises(ConfigError, match="at least one tool"):
-        catalogue.without("a", "b")
 
 
 # --- calls and results
@@ -259,57 +222,3 @@ def test_a_value_that_json_cannot_hold_equals_nothing(subtests: pytest.Subtests)
             for other in (value, 1, [1], {"a": 1}, "a", True, None):
                 assert same_json(value, other) is False
                 assert same_json(other, value) is False
-
-
-def test_a_result_is_an_output_or_an_error() -> None:
-    result, failed = ToolResult(output=None), ToolResult(error=ToolTimeoutError("too slow"))
-    assert (result.ok, failed.ok) == (True, False)
-    assert (result.seconds, failed.output) == (0.0, None)
-
-
-# --- constructors answer every wrong input with an error of this package that names the argument
-async def rest() -> None:
-    """Do nothing."""
-
-
-CATALOGUE = public.ToolCatalogue([public.Tool.from_function(rest, remote=True)])
-TASK = {"text": "", "tool": "t", "arguments": {}, "slots": {}, "labels": {}, "other_calls": []}
-RIGHT: dict[Any, dict[str, Any]] = {
-    public.Tool: {
-        "name": "t", "description": "d", "function": rest, "category": "c", "parameters": {"type": "object"},
-        "remote": True, "timeout": 1.0, "cost": 0.0,
-    },
-    public.ToolCatalogue: {"tools": list(CATALOGUE.values())},
-    public.ToolExecutor: {"catalogue": CATALOGUE, "num_workers": 1, "allow": ["rest"], "options": None},
-    public.ExecutorOptions: {
-        "timeout": 1.0, "max_output_bytes": 9, "max_concurrency": 1, "root": None, "fresh_folder": False, "readable": (),
-        "confinement": "auto", "log_path": None, "redact": ("a",), "limits": public.WorkerLimits(),
-    },
-    public.ToolSelectionPolicy: {
-        "catalogue": CATALOGUE, "num_features": 2, "hidden": (2,), "encoder": public.HashingEncoder(8), "describe": str,
-        "fill": lambda state, tool: {}, "available": lambda state: None,
-    },
-    public.HashingEncoder: {"num_features": 8}, public.ToolTask: TASK, public.Command: {"argv": ("wc",), "max_output_bytes": 5},
-    public.MCPServer: {"command": ["a"], "env": {}, "cwd": ".", "start_timeout": 1.0}, public.latency_cost: {"per_second": 1.0},
-}  # fmt: skip
-ALSO_RIGHT: list[tuple[str, Any]] = [
-    ("name", "abc"), ("description", "abc"), ("category", "abc"), ("text", "abc"), ("tool", "abc"), ("arguments", {}),
-    ("slots", {}), ("labels", {}), ("env", {}), ("cwd", "abc"), ("cost", -1), ("allow", {}), ("root", "abc"),
-    ("log_path", "abc"),
-]  # fmt: skip
-"""Arguments that are right for some class, though they are wrong for others."""
-
-
-def test_wrong_arguments_are_refused_by_name(subtests: pytest.Subtests) -> None:
-    for make, right in RIGHT.items():
-        made = make(**right)
-        if isinstance(made, public.ToolExecutor):
-            made.close()
-        for name in right:
-            for wrong in ("abc", {}, [None], float("nan"), object(), b"x", -1):
-                if isinstance(wrong, str | dict | int) and (name, wrong) in ALSO_RIGHT:
-                    continue
-                with subtests.test(make=make.__name__, name=name, wrong=repr(wrong)):
-                    with pytest.raises(GRPOError) as raised:
-                        make(**right | {name: wrong})
-                    assert name.split("_")[0] in str(raised.value)

@@ -91,26 +91,38 @@ def test_items_that_convert_to_dicts_survive_json() -> None:
 ALL = Counter(itertools.product(range(NUM_THREADS), range(PER_THREAD)))
 
 
-def test_eight_threads_add_and_others_drain_and_nothing_is_lost_or_doubled() -> None:
-    buffer = ExperienceBuffer[tuple[int, int]](capacity=NUM_THREADS * PER_THREAD)
-    drained: list[list[tuple[int, int]]] = []
+def test_eight_threads_add_and_others_drain_and_save_and_nothing_is_lost_doubled_or_parted() -> None:
+    """Items that are added together stay together, in a state too, and come out of their own group."""
+    items = ExperienceBuffer[tuple[int, int]](capacity=NUM_THREADS * PER_THREAD)
+    groups = GroupBuffer[int, tuple[int, int]]()
+    drained: list[tuple[list[tuple[int, int]], dict[int, list[tuple[int, int]]]]] = []
 
     def add(thread: int) -> None:
         for number in range(0, PER_THREAD, 2):
-            buffer.add((thread, number))
-            buffer.extend([(thread, number + 1)])
+            pair = [(thread, number), (thread, number + 1)]
+            items.extend(pair)
+            groups.extend(number % 7, pair)
 
-    run_beside(add, *[lambda: drained.append(buffer.drain())] * 2)
-    assert Counter(itertools.chain(*drained, buffer.drain())) == ALL
-    assert buffer.num_dropped == 0
+    def drain() -> None:
+        drained.append((items.drain(), groups.drain()))
 
+    saved: list[list[tuple[int, int]]] = []
 
-def test_items_added_together_stay_together() -> None:
-    buffer = ExperienceBuffer[int]()
-    run_beside(lambda thread: [buffer.extend([thread] * 10) for _ in range(100)])
-    items = buffer.drain()
-    assert len(items) == 8_000
-    assert all(len(set(items[start : start + 10])) == 1 for start in range(0, 8_000, 10))
+    def save() -> None:
+        saved.append(items.state_dict()["items"])
+        saved.extend(group for _, group in groups.state_dict()["groups"])
+
+    run_beside(add, drain, drain, save)
+    drain()
+    of_groups = [group for _, drained_groups in drained for group in drained_groups.values()]
+    of_items = [part for part, _ in drained]
+    assert Counter(itertools.chain(*of_items)) == Counter(itertools.chain(*of_groups)) == ALL
+    for parts in (of_items, of_groups, saved):
+        pairs = [pair for part in parts for pair in zip(part[::2], part[1::2], strict=True)]
+        assert all(other == (one[0], one[1] + 1) for one, other in pairs)
+    firsts = [(group_id, part[0][1]) for _, of in drained for group_id, part in of.items()]
+    assert all(number % 7 == group_id for group_id, number in firsts)
+    assert items.num_dropped == 0
 
 
 def test_groups_come_out_once_in_the_order_of_their_first_items() -> None:
@@ -137,23 +149,6 @@ def test_groups_come_out_once_in_the_order_of_their_first_items() -> None:
     assert buffer.drain() == {}
 
 
-def test_eight_threads_fill_groups_and_others_drain_and_nothing_is_lost_or_doubled() -> None:
-    buffer = GroupBuffer[int, tuple[int, int]]()
-    drained: list[dict[int, list[tuple[int, int]]]] = []
-
-    def add(thread: int) -> None:
-        for number in range(PER_THREAD):
-            buffer.add(number % 7, (thread, number))
-
-    run_beside(add, *[lambda: drained.append(buffer.drain())] * 2)
-    found: Counter[tuple[int, int]] = Counter()
-    for groups in [*drained, buffer.drain()]:
-        for group_id, items in groups.items():
-            assert all(number % 7 == group_id for _, number in items)
-            found.update(items)
-    assert found == ALL
-
-
 def test_groups_survive_json_with_their_ids_and_their_order() -> None:
     buffer, again = (GroupBuffer[Any, Note](item_type=Note) for _ in range(2))
     ids = ["b", 7, "7", ("task", 3, ("x",)), 2.5, None, True]
@@ -178,30 +173,6 @@ def test_the_state_of_groups_is_a_copy() -> None:
     again.add("a", 3)
     assert state == {"groups": [["a", [1]]]}
     assert again.drain() == {"a": [1, 3]}
-
-
-def test_saving_and_loading_beside_eight_threads_loses_and_doubles_nothing() -> None:
-    """What each state holds is a run of every thread's items; the last one has all."""
-    groups, items = GroupBuffer[int, Note](item_type=Note), ExperienceBuffer[Note](item_type=Note)
-    seen: list[tuple[Any, Any]] = []
-
-    def add(thread: int) -> None:
-        for number in range(200):
-            groups.add(thread, Note("", number))
-            items.add(Note(str(thread), number))
-
-    run_beside(add, lambda: seen.append((groups.state_dict(), items.state_dict())))
-    seen.append((groups.state_dict(), items.state_dict()))
-    for of_groups, of_items in (seen[0], seen[len(seen) // 2], seen[-1]):
-        again, again_items = GroupBuffer[int, Note](item_type=Note), ExperienceBuffer[Note](item_type=Note)
-        again.load_state_dict(json.loads(json.dumps(of_groups)))
-        again_items.load_state_dict(json.loads(json.dumps(of_items)))
-        for notes in again.drain().values():
-            assert notes == [Note("", number) for number in range(len(notes))]
-        for thread in range(NUM_THREADS):
-            numbers = [note.number for note in again_items.snapshot() if note.text == str(thread)]
-            assert numbers == list(range(len(numbers)))
-    assert len(groups) == len(items) == len(again_items) == NUM_THREADS * 200
 
 
 def test_mini_batches_keep_the_order_and_the_remainder() -> None:

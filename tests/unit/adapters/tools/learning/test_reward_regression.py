@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from adapters.tools import Tool, ToolCall, ToolCatalogue, ToolSample, ToolSelectionPolicy
+from adapters.tools import Tool, ToolCall, ToolCatalogue, ToolSample
 from adapters.tools.learning.reward_regression import RewardRegression, _Scores
-from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError
-from grpo.logs import LoggedRewards, evaluate_from_logs
+from grpo.logs import LoggedRewards
 from tests.support.tool_policies import call
 
 HALF = (math.log(0.5),)
@@ -173,26 +172,6 @@ def test_a_score_holds_the_shared_features_by_their_weights() -> None:
     assert found.tolist() == [pytest.approx([1.2, 2.0])]
 
 
-def test_what_a_request_contains_carries_over_to_a_tool_that_was_never_logged() -> None:
-    """The requests' vectors say nothing. Calls of a tool with a value of the request earn 1."""
-
-    def tool(name: str, *values: str) -> Tool:
-        schema = {"type": "object", "properties": {"it": {"enum": [*values]}}, "required": ["it"]}
-        return Tool(name=name, description="Do it.", function=add, parameters=schema)
-
-    tools = ToolCatalogue([tool("a", "iron", "gold"), tool("b", "silk", "wool"), tool("c", "oak", "pine")])
-    logs = [
-        row(value, call(name, it=it), float(value == it))
-        for value in ("iron", "gold", "silk", "wool")
-        for name, of in (("a", ("iron", "gold")), ("b", ("silk", "wool")))
-        for it in of
-    ] * 10
-    q = RewardRegression(tools, lambda texts: torch.ones(len(texts), 1))(logs)
-    asked = (call("c", it="pine"), call("c", it="oak"), call("a", it="iron"))
-    right, other_value, other_tool = estimated(q, *(("pine", one) for one in asked))
-    assert right > 0.5 > other_value > other_tool
-
-
 def test_calls_are_compared_by_what_the_policy_decides() -> None:
     """The tool and the enumerated values; a call of an unknown tool counts in n. Of three decisions, each weighs 2 / 3."""
     made = (call("add", number=3.0), call("sort", order="up"), call("fly"))
@@ -200,23 +179,3 @@ def test_calls_are_compared_by_what_the_policy_decides() -> None:
     rewards = LoggedRewards(logs, action_key=CATALOGUE.decisions)
     calls = [call("add", number=4.0), call("sort", order="up"), call("sort", order="down")]
     assert rewards.compute_rewards(["x"] * 3, calls).tolist() == pytest.approx([2 / 3, 2.0, 0.0])
-
-
-@pytest.mark.slow
-def test_a_policy_learns_from_a_log_and_is_evaluated_from_another() -> None:
-    right = {"add 2 and 3": "add", "the sum of these": "add", "write these in order": "sort"}
-    calls = {"add": call("add"), "sort": call("sort", order="up")}
-    logs = [
-        replace(row(text, calls[tool], float(tool == right[text])), log_prob=HALF)
-        for text in right for tool in calls for _ in range(20)
-    ]  # fmt: skip
-    catalogue = CATALOGUE.without("wait")
-    policy = ToolSelectionPolicy(catalogue)
-    fit = RewardRegression(catalogue, policy.encoder)
-    rewards = LoggedRewards(logs, action_key=catalogue.decisions, fit=fit)
-    config = GRPOConfig(group_size=8, learning_rate=0.05, seed=0)
-    trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards)
-    trainer.train(rewards.states, num_iterations=30, progress=False)
-    assert [one.tool for one in policy.predict(list(right)) if one is not None] == list(right.values())
-    report = evaluate_from_logs(policy.predict, logs, action_key=lambda one: one.tool)
-    assert (report.logged.value, report.ips.value) == pytest.approx((0.5, 1.0))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adapters.tools import RunningStatistics
-from grpo import ConfigError, GRPOConfig, GRPOTrainer, MetricSink
+from grpo import ConfigError, GRPOConfig, GRPOTrainer
 from tests.support.policies import TablePolicy
 
 THREE: list[dict[str, float]] = [
@@ -22,14 +22,6 @@ def told(*iterations: dict[str, float], **settings: Any) -> RunningStatistics:
     for number, metrics in enumerate(iterations, start=1):
         statistics.log(metrics, number)
     return statistics
-
-
-def test_iterations_updates_and_samples_are_counted() -> None:
-    statistics = told(*THREE)
-    assert isinstance(statistics, MetricSink)
-    assert statistics.num_iterations == 3
-    assert statistics.num_updates == 3 * 2
-    assert statistics.num_samples == 3 * 10  # 3 groups of 10/3 on average: 10 rows
 
 
 def test_a_nan_count_adds_nothing(subtests: pytest.Subtests) -> None:

@@ -30,15 +30,6 @@ def test_the_tables_of_a_small_catalogue_equal_hand_worked_ones() -> None:
     assert MENU.values.tolist() == [[[-1, -1, -1], [-1, -1, -1]], [[0, 1, -1], [2, 3, 4]], [[0, 1, -1], [-1, -1, -1]]]
 
 
-def test_a_catalogue_without_decisions_has_tables_without_columns() -> None:
-    menu = Menu(CATALOGUE.without("convert", "measure"), HashingEncoder(8))
-    assert menu.catalogue.value_places == {}
-    assert menu.values.shape == (1, 0, 0)
-    assert menu.value_vectors.shape == (0, 8)
-    assert menu.steps_of([call("ping"), call("ping")]).tolist() == [[0], [0]]
-    assert menu.call([0], {"value": 1}) == call("ping")
-
-
 def test_calls_and_steps_convert_into_each_other(subtests: pytest.Subtests) -> None:
     for made, steps in (
         (call("ping"), [0]),

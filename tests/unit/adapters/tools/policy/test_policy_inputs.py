@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.tools import HashingEncoder, Tool, ToolCatalogue, ToolSelectionPolicy
+from adapters.tools import HashingEncoder, Tool, ToolSelectionPolicy
 from grpo.checks import check_policy
 from grpo.errors import ConfigError, ContractError
 from tests.support.threads import run_together
@@ -148,43 +148,19 @@ def test_a_tool_that_is_added_changes_no_weight_and_no_ratio() -> None:
     assert [id(value) for value in made.parameters()] == identities, "an optimizer can go on"
     assert all(torch.equal(value, weights[name]) for name, value in made.get_parameters().items())
     check_policy(made, TEXTS, strict=True)
-
-
-def test_an_added_tool_is_likely_for_requests_with_words_of_its_description() -> None:
-    """With s alone (W = 0), a new tool is likely where the request has its words."""
-    made = policy(random=False)
-    made.add_tools(Tool.from_function(pong))
-    before = made.tool_probabilities(["please answer this greeting"])
-    assert int(before[0].argmax()) == 4
     with pytest.raises(ConfigError, match="several have ping"):
         made.add_tools(CATALOGUE["ping"])
-    assert torch.equal(made.tool_probabilities(["please answer this greeting"]), before)
+    assert torch.equal(made.tool_probabilities(TEXTS), after)
 
 
-def test_the_shapes_of_weights_do_not_depend_on_the_tools() -> None:
-    made = (policy(), policy(CATALOGUE.without("convert", "whisper")))
-    shapes = [{name: value.shape for name, value in one.get_parameters().items()} for one in made]
-    assert shapes[0] == shapes[1]
-    assert set(shapes[0]) == {
-        "network.tool_query.weight", "network.tool_query.bias", "network.value_query.weight", "network.value_query.bias",
-        "network.similarity", "network.evidence",
-    }  # fmt: skip
-
-
-def test_a_copied_policy_is_independent_of_the_original() -> None:
-    """A reference policy is a copy. The copy also recognises arguments that were left out."""
+def test_a_pickled_policy_and_a_generator_draw_the_same_calls() -> None:
     made = policy()
-    assert torch.equal(pickle.loads(pickle.dumps(made)).tool_probabilities(TEXTS), made.tool_probabilities(TEXTS))
-    other = copy.deepcopy(made)
-    calls = [call("convert", unit="mile"), call("convert", unit="foot", exact=False)]
-    assert torch.equal(made.score_actions(TEXTS[:2], calls).log_probs, other.score_actions(TEXTS[:2], calls).log_probs)
-    one, same = (each.generate_actions(TEXTS, 50, generator=torch.Generator().manual_seed(1)) for each in (made, other))
-    assert one == same
-    before = made.tool_probabilities(TEXTS)
-    with torch.no_grad():
-        other.network.tool_query.weight += 1
-    other.add_tools(Tool.from_function(pong))
-    assert torch.equal(made.tool_probabilities(TEXTS), before)
+    other = pickle.loads(pickle.dumps(made))
+    drawn = [
+        each.generate_actions(TEXTS, 20, generator=torch.Generator().manual_seed(seed))
+        for each, seed in ((made, 3), (other, 3), (made, 4))
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_a_policy_works_in_double_precision(subtests: pytest.Subtests) -> None:
@@ -222,36 +198,6 @@ def test_lookup_tables_move_with_the_policy_to_a_device() -> None:
     made.add_tools(Tool.from_function(pong))
     assert {value.device.type for value in made.buffers()} == {"meta"}
     assert made.menu.tool_vectors.shape[0] == 5
-
-
-def test_a_batch_may_hold_fewer_decisions_than_the_longest_tool_has():
-    """Tools of 1, 2 and 3 decisions: drawn with the longest unavailable, calls and scores are narrower, and agree."""
-
-    def tool(name, parameters):
-        properties = {parameter: {"enum": ["a", "b"]} for parameter in parameters}
-        schema = {"type": "object", "properties": properties, "required": list(properties)}
-        return Tool(name=name, description=f"Do {name}.", function=len, parameters=schema)
-
-    catalogue = ToolCatalogue([tool("one", "x"), tool("two", "xy"), tool("three", "xyz")])
-    policy = ToolSelectionPolicy(catalogue, available=lambda state: {"one", "two"} if state == "short" else None)
-    torch.manual_seed(0)
-    for state, widths in (("short", {2, 3}), ("long", {4})):
-        sampled = policy.sample_actions([state], 64)
-        assert sampled.mask.shape[1] in widths
-        [calls] = sampled.actions
-        assert all(set(call.arguments) == set(catalogue[call.tool].properties) for call in calls)
-        assert set(sampled.mask.sum(1).tolist()) == {1 + len(catalogue[call.tool].properties) for call in calls}
-        scores = policy.score_groups([state], [calls])
-        torch.testing.assert_close(scores.log_probs, sampled.behaviour_log_probs)
-        assert torch.equal(scores.mask, sampled.mask)
-
-
-def test_scoring_a_call_of_an_unavailable_tool_is_refused():
-    policy = ToolSelectionPolicy(CATALOGUE, available=lambda state: {"ping"} if state == "closed" else None)
-    calls = [call("ping"), call("shout", tone="loud")]
-    policy.score_actions(["closed", "open"], calls)
-    with pytest.raises(ContractError, match=r"shout must be available in the state of row 1 to be scored"):
-        policy.score_actions(["open", "closed"], calls)
 
 
 def test_threads_that_draw_from_one_policy_score_their_own_calls():
