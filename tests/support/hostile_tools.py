@@ -1,24 +1,26 @@
 """Tools that do what a hostile call might have them do, for the tests of the executor."""
 
 import _thread
+import array
 import ctypes
 import mmap
 import os
+import random
 import resource
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from . import hostile_frames
-from .hostile_frames import SOCKET
-
+SOCKET = 3  # where a worker has the executor
 LINKS = {
     "in_file": "harmless", "in_chain": "in_file", "inside/up": "..", "out_file": "/etc/passwd", "out_folder": "..",
     "out_chain": "out_folder/../etc/passwd", "out_dangling": "/no/such/file", "loop": "loop", "proc": "/proc/self",
@@ -44,7 +46,7 @@ def lay_files_here() -> str:
 
 def misbehave(how: str) -> Any:
     """Do what a hostile call might make a tool do."""
-    return (globals() | vars(hostile_frames))[f"_{how}"]()
+    return (HOW.get(how) or globals()[f"_{how}"])()
 
 
 def _remove_folder() -> str:
@@ -71,18 +73,6 @@ def _link_to_given() -> str:
 # --- outputs
 
 
-def _long_text() -> str:
-    return "x" * 10_000_000
-
-
-def _many_items() -> list[int]:
-    return list(range(200_000))
-
-
-def _wide_text() -> str:
-    return "\u20ac" * 50_000  # 6 bytes each as JSON
-
-
 def _deep() -> Any:
     value: Any = 0
     for _ in range(100_000):
@@ -104,56 +94,12 @@ def _circle() -> Any:
     return value
 
 
-def _infinity() -> dict[str, float]:
-    return {"x": -float("inf")}
-
-
-def _bytes() -> bytes:
-    return b"x"
-
-
-def _tuple_keys() -> dict[Any, int]:
-    return {(1, 2): 3}
-
-
-def _generator() -> Any:
-    return (i for i in range(3))
-
-
-def _huge_integer() -> int:
-    return 10**10_000
-
-
 class _Liar(str):
     def __len__(self) -> int:
         return 1
 
 
-def _liar() -> str:
-    return _Liar("x" * 1_000_000)
-
-
 # --- ends
-
-
-def _sys_exit() -> None:
-    sys.exit(0)
-
-
-def _os_exit() -> None:
-    os._exit(0)
-
-
-def _os_exit_7() -> None:
-    os._exit(7)
-
-
-def _segfault() -> None:
-    ctypes.string_at(0)
-
-
-def _kill_self() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _terminate_self() -> None:
@@ -164,10 +110,6 @@ def _terminate_self() -> None:
 def _interrupt_self() -> None:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(5)
-
-
-def _kill_group() -> None:
-    os.killpg(0, signal.SIGKILL)
 
 
 def _recursion() -> int:
@@ -212,24 +154,12 @@ def _raise_stop() -> None:
     raise StopIteration
 
 
-def _replace_program() -> None:
-    os.execv("/bin/true", ["true"])
-
-
 # --- hangs
-
-
-def _sleep() -> None:
-    time.sleep(60)
 
 
 def _busy() -> None:
     while True:
         pass
-
-
-def _busy_in_c() -> None:
-    sum(range(10**12))
 
 
 def _ignore_signals() -> None:
@@ -246,10 +176,6 @@ def _block_signals() -> None:
     time.sleep(60)
 
 
-def _stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def _stop_everybody() -> None:
     """Stop every process of this user again and again, the one that comes to kill them included."""
     assert os.getuid() >= 1000, "this would stop the tests"
@@ -259,10 +185,6 @@ def _stop_everybody() -> None:
             while True:
                 os.kill(-1, signal.SIGSTOP)
     time.sleep(60)
-
-
-def _read_input() -> str:
-    return sys.stdin.read()
 
 
 def _deadlock() -> None:
@@ -346,10 +268,6 @@ def _forked_worker_that_raises() -> str:
     return "parent"
 
 
-def _background_child() -> int:
-    return subprocess.Popen(["sleep", "60"], start_new_session=True).pid
-
-
 def _many_background_children() -> int:
     for _ in range(20):
         subprocess.Popen(["sleep", "60"])
@@ -365,11 +283,6 @@ def _zombies() -> int:
 
 def _thread_left() -> str:
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-    return "left"
-
-
-def _raw_thread_left() -> str:
-    _thread.start_new_thread(time.sleep, (60,))  # `threading` does not know this thread
     return "left"
 
 
@@ -394,16 +307,6 @@ def _limits() -> list[object]:
         sorted(os.sched_getaffinity(0)),
         resource.getrlimit(resource.RLIMIT_NOFILE),
     ]
-
-
-def _lower_priority() -> str:
-    os.nice(1)
-    return "changed"
-
-
-def _lower_limit() -> str:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
-    return "changed"
 
 
 def _leave_processor() -> str:
@@ -462,18 +365,10 @@ def _thread_bomb() -> int:
     return 200
 
 
-def _memory_bomb() -> int:
-    return len(bytearray(2**33))
-
-
 def _slow_memory_bomb() -> int:
     held = []
     while True:
         held.append(bytearray(2**24))
-
-
-def _private_map_bomb() -> int:
-    return len(mmap.mmap(-1, 2**33, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _file_bomb() -> int:
@@ -494,53 +389,12 @@ def _descriptor_bomb() -> int:
     return len(held)
 
 
-def _raise_limits() -> str:
-    resource.setrlimit(resource.RLIMIT_NPROC, (10**6, 10**6))
-    return "raised"
-
-
 # --- other processes, and what belongs to the program
-
-
-def _kill_parent() -> None:
-    os.kill(os.getppid(), signal.SIGKILL)
-
-
-def _stop_parent() -> None:
-    os.kill(os.getppid(), signal.SIGSTOP)
-
-
-def _become_root() -> None:
-    os.setuid(0)
-
-
-def _read_shadow() -> str:
-    return Path("/etc/shadow").read_text()
-
-
-def _read_parent_memory() -> str:
-    return Path(f"/proc/{os.getppid()}/mem").read_text()
-
-
-def _read_parent_environment() -> str:
-    return Path(f"/proc/{os.getppid()}/environ").read_text()
-
-
-def _write_etc() -> None:
-    Path("/etc/owned").write_text("x")
-
-
-def _remove_own_folder() -> None:
-    Path.cwd().rmdir()
 
 
 def _mount() -> None:
     if ctypes.CDLL(None, use_errno=True).mount(b"none", b".", b"tmpfs", 0, None):
         raise PermissionError(ctypes.get_errno(), "mount")
-
-
-def _change_root() -> None:
-    os.chroot(".")
 
 
 def _trace_parent() -> None:
@@ -549,5 +403,143 @@ def _trace_parent() -> None:
         raise PermissionError(ctypes.get_errno(), "ptrace")
 
 
-def _raise_priority() -> None:
-    os.nice(-5)
+# --- what is written to the executor
+
+
+def _forge() -> None:
+    content = b"\0" * 8 + b"\x01" + b'"forged"'
+    os.write(SOCKET, struct.pack(">I", len(content)) + content)
+
+
+def _huge_frame() -> str:
+    os.write(SOCKET, struct.pack(">I", 2**32 - 1))
+    time.sleep(60)
+    return "written"
+
+
+def _flood() -> str:
+    os.write(SOCKET, struct.pack(">I", 50_000))
+    while True:
+        os.write(SOCKET, b"x" * 65536)
+
+
+def _drip() -> str:
+    os.write(SOCKET, struct.pack(">I", 50_000))
+    while True:
+        os.write(SOCKET, b"x")
+        time.sleep(0.01)
+
+
+def _shut_socket() -> str:
+    socket.socket(fileno=os.dup(SOCKET)).shutdown(socket.SHUT_WR)
+    return "closed"
+
+
+def _pass_descriptors() -> str:
+    with socket.socket(fileno=os.dup(SOCKET)) as connection:
+        rights = array.array("i", [0, 1, 2])
+        connection.sendmsg([b"\0\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    return "passed"
+
+
+# --- what is written to the executor after the call
+
+
+def _late_writer() -> str:
+    def write() -> None:
+        time.sleep(0.05)
+        os.write(SOCKET, b"garbage")
+
+    threading.Thread(target=write, daemon=True).start()
+    return "left"
+
+
+def _late_raw_thread() -> str:
+    _thread.start_new_thread(lambda: (time.sleep(0.2), _forge()), ())
+    return "left"
+
+
+def _late_process() -> str:
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(0.02)
+            _forge()
+        os._exit(0)
+    return "left"
+
+
+def _in_the_next_call(write: Any) -> str:
+    """Every call begins with `os.chdir`. An audit hook cannot be removed."""
+    sys.addaudithook(lambda event, _: write() if event == "os.chdir" else None)
+    return "left"
+
+
+def _late_error() -> str:
+    content = bytes(8) + b"\0" + b'["WorkerLostError", "forged"]'
+    return _in_the_next_call(lambda: os.write(SOCKET, struct.pack(">I", len(content)) + content))
+
+
+def _then(said: str, act: Callable[..., Any], *arguments: Any) -> Callable[[], str]:
+    return lambda: (act(*arguments), said)[1]
+
+
+HOW: dict[str, Callable[[], Any]] = {
+    # outputs
+    "long_text": lambda: "x" * 10_000_000,
+    "many_items": lambda: list(range(200_000)),
+    "wide_text": lambda: "\u20ac" * 50_000,  # 6 bytes each as JSON
+    "infinity": lambda: {"x": -float("inf")},
+    "bytes": lambda: b"x",
+    "tuple_keys": lambda: {(1, 2): 3},
+    "generator": lambda: (i for i in range(3)),
+    "huge_integer": lambda: 10**10_000,
+    "liar": lambda: _Liar("x" * 1_000_000),
+    # ends
+    "sys_exit": lambda: sys.exit(0),
+    "os_exit": lambda: os._exit(0),
+    "os_exit_7": lambda: os._exit(7),
+    "segfault": lambda: ctypes.string_at(0),
+    "kill_self": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "kill_group": lambda: os.killpg(0, signal.SIGKILL),
+    "replace_program": lambda: os.execv("/bin/true", ["true"]),
+    # hangs
+    "sleep": lambda: time.sleep(60),
+    "busy_in_c": lambda: sum(range(10**12)),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "read_input": lambda: sys.stdin.read(),
+    # what is left behind
+    "background_child": lambda: subprocess.Popen(["sleep", "60"], start_new_session=True).pid,
+    # bombs
+    "memory_bomb": lambda: len(bytearray(2**33)),
+    "private_map_bomb": lambda: len(mmap.mmap(-1, 2**33, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)),
+    # other processes, and what belongs to the program
+    "kill_parent": lambda: os.kill(os.getppid(), signal.SIGKILL),
+    "stop_parent": lambda: os.kill(os.getppid(), signal.SIGSTOP),
+    "become_root": lambda: os.setuid(0),
+    "read_shadow": lambda: Path("/etc/shadow").read_text(),
+    "read_parent_memory": lambda: Path(f"/proc/{os.getppid()}/mem").read_text(),
+    "read_parent_environment": lambda: Path(f"/proc/{os.getppid()}/environ").read_text(),
+    "write_etc": lambda: Path("/etc/owned").write_text("x"),
+    "remove_own_folder": lambda: Path.cwd().rmdir(),
+    "change_root": lambda: os.chroot("."),
+    "raise_priority": lambda: os.nice(-5),
+    # what is written to the executor after the call
+    "late_hook": lambda: _in_the_next_call(_forge),
+    "late_garbage": lambda: _in_the_next_call(lambda: os.write(SOCKET, b"\xff" * 100)),
+    "late_part_of_a_frame": lambda: _in_the_next_call(lambda: os.write(SOCKET, struct.pack(">I", 50_000))),
+    # and goes on
+    "lower_priority": _then("changed", os.nice, 1),
+    "lower_limit": _then("changed", resource.setrlimit, resource.RLIMIT_NOFILE, (40, 40)),
+    "raise_limits": _then("raised", resource.setrlimit, resource.RLIMIT_NPROC, (10**6, 10**6)),
+    "raw_thread_left": _then(
+        "left", _thread.start_new_thread, time.sleep, (60,)
+    ),  # `threading` does not know this thread
+    "garbage": _then(
+        "written", os.write, SOCKET, random.Random(1).randbytes(1000)
+    ),  # others could begin like an endless frame
+    "zeros": _then("written", os.write, SOCKET, bytes(10_000)),
+    "close_socket": _then("closed", os.close, SOCKET),
+    "fake_frame": _then("written", _forge),
+}
+"""What needs a single expression."""
