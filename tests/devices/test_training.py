@@ -1,6 +1,5 @@
 """The objective, training, checkpoints and running out of memory on a GPU."""
 
-import inspect
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo import GRPOConfig, GRPOTrainer, ObjectiveInputs, grpo_objective, presets, step_weights
+from grpo import GRPOConfig, GRPOTrainer, ObjectiveInputs, grpo_objective, step_weights
+from tests.support.configs import PRESETS as FUNCTIONS
 
 pytestmark = pytest.mark.slow
 
-PRESETS = {
-    name: make()
-    for name, make in inspect.getmembers(presets, inspect.isfunction)
-    if make.__module__ == presets.__name__ and not name.startswith("_")
-}
+PRESETS = {name: make() for name, make in FUNCTIONS.items()}
 STATES = [[0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [-1.0, 0.5]]
 NUM_ACTIONS = 5
 
@@ -42,14 +38,6 @@ class Network(nn.Module):
 
     def get_parameters(self) -> dict[str, Tensor]:
         return dict(self.named_parameters())
-
-
-class Float64Network(Network):
-    """Without rounding that Adam's first steps would magnify where a gradient is 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.double()
 
 
 class LargeNetwork(Network):
@@ -151,16 +139,6 @@ def test_a_policy_is_moved_and_learns(settings: dict[str, Any], device: torch.de
     assert {value.device.type for value in trainer.policy.get_parameters().values()} == {device.type}
     best = trainer.policy._log_probs(STATES).argmax(1).tolist()
     assert best == [1, 1, 2, 0]
-
-
-def test_an_update_in_micro_batches_equals_one_of_all_rows(device: torch.device) -> None:
-    weights = []
-    for micro_batch_size in (None, 3):
-        trainer = trainer_on(device, Float64Network, micro_batch_size=micro_batch_size)
-        trainer.train(STATES, num_iterations=3)
-        weights.append(weights_of(trainer))
-    for one, other in zip(*weights, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("autocast_dtype", [None, "float16"])

@@ -1,8 +1,6 @@
 """The variants of docs/variants.md, as users would write them, against TRL's own code: values and gradients."""
 
-import importlib
 import re
-import warnings
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import ExperienceBatch, ObjectiveInputs, step_weights
-from grpo.distillation import exact_kl
-
-pytest.importorskip("trl", minversion="1.16", reason='needs TRL: pip install -e ".[bench]"')
+from grpo import ExperienceBatch, step_weights
+from tests.support.peer_cases import Logits
+from tests.support.trl_code import imported
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "variants.md"
-NUM_ROWS, NUM_STEPS, NUM_CHOICES = 5, 7, 12
 
 
 @pytest.fixture(scope="module")
@@ -32,47 +28,13 @@ def page() -> dict[str, Any]:
 
 
 def theirs(module: str, name: str) -> Any:
-    with warnings.catch_warnings():  # what its dependencies deprecate is not ours to fix
-        warnings.simplefilter("ignore")
-        return getattr(importlib.import_module(f"trl.experimental.{module}"), name)
-
-
-class Draw:
-    """Rows of different lengths: logits with gradient, those of a teacher, tokens, and log-probs at sampling."""
-
-    def __init__(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        shape = (NUM_ROWS, NUM_STEPS, NUM_CHOICES)
-        self.student, self.teacher = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2))
-        self.student.requires_grad_()
-        self.tokens = torch.randint(NUM_CHOICES, shape[:2], generator=generator)
-        self.mask = torch.arange(NUM_STEPS) < torch.randint(1, NUM_STEPS + 1, (NUM_ROWS, 1), generator=generator)
-        self.log_probs, self.ref_log_probs = map(self.of_tokens, (self.student, self.teacher))
-        self.old_log_probs = self.log_probs.detach() + torch.randn(shape[:2], dtype=torch.float64, generator=generator)
-
-    def of_tokens(self, logits: Tensor) -> Tensor:
-        return logits.log_softmax(-1).gather(-1, self.tokens.unsqueeze(-1)).squeeze(-1)
-
-    def inputs(self, aggregation: Any, **others: Any) -> ObjectiveInputs:
-        given = {
-            "advantages": torch.zeros(NUM_ROWS, dtype=torch.float64),
-            "old_log_probs": self.old_log_probs,
-            **others,
-        }
-        nan = {name: torch.where(self.mask, getattr(self, name), torch.nan) for name in ("log_probs", "ref_log_probs")}
-        return ObjectiveInputs(mask=self.mask, weights=step_weights(self.mask, aggregation), **nan | given)
-
-    def assert_same(self, ours: Tensor, theirs: Tensor) -> None:
-        torch.testing.assert_close(ours, theirs)
-        slopes = [torch.autograd.grad(loss, self.student, retain_graph=True)[0] for loss in (ours, theirs)]
-        torch.testing.assert_close(*slopes)
-        assert bool(slopes[0].any())
+    return imported(f"experimental.{module}", name)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("gamma", [0.0, 1.0, 2.5])
 def test_iw_opd(page: dict[str, Any], seed: int, gamma: float) -> None:
-    draw = Draw(seed)
+    draw = Logits(seed)
     trainer = SimpleNamespace(
         temperature=1.0, iw_opd_epsilon=1e-8, iw_opd_gamma=gamma, model=SimpleNamespace(training=True),
         _metrics={"train": defaultdict(list)},
@@ -81,7 +43,7 @@ def test_iw_opd(page: dict[str, Any], seed: int, gamma: float) -> None:
         trainer,
         draw.student,
         draw.tokens,
-        torch.where(draw.mask, draw.tokens, -100),
+        draw.labels,
         torch.where(draw.mask, draw.ref_log_probs, torch.nan),
         draw.old_log_probs,
     )
@@ -91,9 +53,9 @@ def test_iw_opd(page: dict[str, Any], seed: int, gamma: float) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_star_po(page: dict[str, Any], seed: int) -> None:
     """Two groups. TRL computes V* from samples of the reference, with the formula that its source has in one line."""
-    draw, beta1, beta2 = Draw(seed), 0.3, 0.7
-    rewards, groups = torch.rand(NUM_ROWS, dtype=torch.float64), torch.tensor([0, 0, 0, 1, 1])
-    batch = ExperienceBatch.from_rows([*range(NUM_ROWS)], [*range(NUM_ROWS)], rewards, groups)
+    draw, beta1, beta2 = Logits(seed), 0.3, 0.7
+    rewards, groups = torch.rand(Logits.NUM_ROWS, dtype=torch.float64), torch.tensor([0, 0, 0, 1, 1])
+    batch = ExperienceBatch.from_rows([*range(Logits.NUM_ROWS)], [*range(Logits.NUM_ROWS)], rewards, groups)
     values = torch.cat(
         [(beta1 * (rewards[groups == g] / beta1).exp().mean().log()).expand(int((groups == g).sum())) for g in (0, 1)]
     )
@@ -107,7 +69,7 @@ def test_a_star_po(page: dict[str, Any], seed: int) -> None:
         model=SimpleNamespace(training=True), args=SimpleNamespace(beta2=beta2),
         _metrics={"train": defaultdict(list)}, _get_sequence_logps=lambda *_: totals(draw.log_probs),
     )  # fmt: skip
-    inputs = {"input_ids": None, "attention_mask": None, "logits_to_keep": NUM_STEPS}
+    inputs = {"input_ids": None, "attention_mask": None, "logits_to_keep": Logits.NUM_STEPS}
     inputs |= {"ref_logps": totals(draw.ref_log_probs), "rewards": rewards, "v_star": values}
     expected = theirs("a2po.a2po_trainer", "A2POTrainer").compute_loss(trainer, None, inputs)
     ours = page["a_star"](draw.inputs("row_mean", advantages=advantages), beta2=beta2).loss
@@ -116,20 +78,19 @@ def test_a_star_po(page: dict[str, Any], seed: int) -> None:
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
 def test_the_generalized_jsd(page: dict[str, Any], beta: float) -> None:
-    draw = Draw(0)
+    draw = Logits(0)
     loss = theirs("gkd.gkd_trainer", "GKDTrainer").generalized_jsd_loss
-    expected = loss(draw.student, draw.teacher, labels=torch.where(draw.mask, 0, -100), beta=beta)
+    expected = loss(draw.student, draw.teacher, labels=draw.labels, beta=beta)
     per_step = page["generalized_jsd"](draw.student.log_softmax(-1), draw.teacher.log_softmax(-1), beta=beta)
     ours = (step_weights(draw.mask, "step_mean") * per_step).sum()
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-8)  # TRL rounds log(beta) to float32
-    slopes = [torch.autograd.grad(each, draw.student, retain_graph=True)[0] for each in (ours, expected)]
-    torch.testing.assert_close(*slopes, rtol=1e-5, atol=1e-8)
+    draw.assert_same_slopes(ours, expected, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_distillation_with_a_bounded_weight(page: dict[str, Any], seed: int) -> None:
-    draw = Draw(seed)
-    kl = exact_kl(draw.student.log_softmax(-1), draw.teacher.log_softmax(-1))
+    draw = Logits(seed)
+    kl = draw.exact_kl()
     clipping = theirs("sdpo.loss_utils", "apply_importance_sampling_clipping")
     weighted = clipping(kl, draw.log_probs, draw.old_log_probs, 1.5)
     expected = (weighted * draw.mask).sum() / draw.mask.sum()

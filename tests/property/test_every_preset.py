@@ -1,18 +1,14 @@
 """Every preset, and every choice of the loss that no preset makes: however rows are split, it is the same update."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
-from grpo import ActionScores, ObjectiveConfig, ObjectiveInputs, grpo_objective, step_weights
-from grpo._objective.selection import kept_by_entropy, selected_by
+from grpo import ActionScores, ObjectiveConfig, ObjectiveInputs, grpo_objective
 from grpo.surrogates import traits_of
 from tests.support.configs import (
     EVERY,
@@ -33,13 +29,14 @@ pytestmark = [
     pytest.mark.usefixtures("without_type_checks"),
     pytest.mark.filterwarnings("ignore:objective.kl_estimator='k1'"),
 ]
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-TERMS = ["total_loss", "policy_loss", "kl_penalty", "entropy_bonus", "value_loss", "kl_mean", "entropy"]
+TOLERANCE = 1e-10
+OF_FORWARDS = ("time/", "rows/")
+"""Metrics that count what a split changes."""
 
 
-def as_a_whole(name: str, dtype: torch.dtype = torch.float64) -> Done:
+def as_a_whole(name: str) -> Done:
     """All rows in one forward, in the order in which they were sampled: what every split is held against."""
-    return update(EVERY[name], Rows.example(dtype))
+    return update(EVERY[name], Rows.example())
 
 
 def partition(num_rows: int, seed: int = 0) -> list[list[int]]:
@@ -62,23 +59,23 @@ class Both(TellingGroups, TellingPlanned):
     """By group, in parts of its own, which cut groups."""
 
 
-def by_group_in_any_parts_and_order(name: str, dtype: torch.dtype = torch.float64) -> Done:
-    return update(EVERY[name], shuffled(Rows.example(dtype)), kind=Both, plan=partition, extra=1)
+def by_group_in_any_parts_and_order(name: str) -> Done:
+    return update(EVERY[name], shuffled(Rows.example()), kind=Both, plan=partition, extra=1)
 
 
 def in_micro_batches_padded(name: str, size: int) -> Done:
     return update(replace(EVERY[name], micro_batch_size=size), Rows.example(), extra=3)
 
 
-def assert_same(one: Done, other: Done, tolerance: float) -> None:
-    """The gradient of every update, by the norm of the difference, and the terms of the loss."""
+def assert_same(one: Done, other: Done) -> None:
+    """The gradient of every update, by the norm of the difference, and the metrics."""
     assert len(one.gradients) == len(other.gradients) > 0
     for ours, theirs in zip(one.gradients, other.gradients, strict=True):
         assert ours.norm() > 1e-5  # nothing to compare would be no comparison
-        assert (ours - theirs).norm() <= tolerance * ours.norm()
-    for term in TERMS:
-        loss, same = one.metrics[f"train/{term}"], other.metrics[f"train/{term}"]
-        assert same == pytest.approx(loss, rel=tolerance, abs=tolerance), term
+        assert (ours - theirs).norm() <= TOLERANCE * ours.norm()
+    expected = {name: value for name, value in one.metrics.items() if not name.startswith(OF_FORWARDS)}
+    found = {name: other.metrics[name] for name in expected}
+    assert found == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE, nan_ok=True)
 
 
 def test_all_presets_are_collected_and_no_further_config_shares_a_name():
@@ -89,7 +86,7 @@ def test_all_presets_are_collected_and_no_further_config_shares_a_name():
 @pytest.mark.parametrize("name", EVERY)
 def test_any_split_into_forwards_gives_the_same_update(name):
     whole = as_a_whole(name)
-    assert_same(whole, by_group_in_any_parts_and_order(name), TOLERANCE[torch.float64])
+    assert_same(whole, by_group_in_any_parts_and_order(name))
     # The policy has moved between the two updates. Otherwise the second update would repeat the first, and ratios and
     # bounds would not be compared.
     first, second = whole.gradients
@@ -104,15 +101,7 @@ def test_micro_batches_and_padding_give_the_same_update(subtests):
     cases = [*((name, 7) for name in [*EVERY][::5]), *product([*selections, *sums_apart], [1, 2])]
     for name, size in cases:
         with subtests.test(name=name, size=size):
-            assert_same(as_a_whole(name), in_micro_batches_padded(name, size), TOLERANCE[torch.float64])
-
-
-@pytest.mark.slow
-def test_any_split_into_forwards_gives_the_same_update_in_float32(subtests):
-    for name in [*PRESETS, "vespo_corrected", "kl_cov", "value_loss"]:
-        with subtests.test(name=name):
-            whole = as_a_whole(name, torch.float32)
-            assert_same(whole, by_group_in_any_parts_and_order(name, torch.float32), TOLERANCE[torch.float32])
+            assert_same(as_a_whole(name), in_micro_batches_padded(name, size))
 
 
 def test_several_updates_per_pass_do_not_depend_on_row_order_or_splitting(subtests):
@@ -127,7 +116,7 @@ def test_several_updates_per_pass_do_not_depend_on_row_order_or_splitting(subtes
             config = replace(EVERY[name], batch_size=8)
             whole = update(config, twice)
             assert len(whole.gradients) == 4
-            assert_same(whole, update(config, shuffled(twice), kind=TellingPlanned, plan=partition), 1e-10)
+            assert_same(whole, update(config, shuffled(twice), kind=TellingPlanned, plan=partition))
 
 
 class SamplingOnly(ExactSampling):
@@ -156,94 +145,7 @@ def test_optional_capabilities_of_the_policy_change_no_update(subtests):
     kinds = cycle([(GroupScoring, 5), (ExactSampling, None), (SamplingOnly, None)])
     for name, (kind, size) in zip(PRESETS, kinds, strict=False):
         with subtests.test(name=name, kind=kind.__name__):
-            assert_same(step_of(name, RowScoring), step_of(name, kind, micro_batch_size=size), 1e-10)
-
-
-# The loss alone
-
-SEEDS = st.integers(0, 2**32 - 1)
-LEAVES = ["log_probs", "entropy", "kl", "values"]
-
-
-def objective_inputs(config: ObjectiveConfig, seed: int, dtype: torch.dtype) -> ObjectiveInputs:
-    """Ragged rows, with holes and empty ones, whose ratios are on both sides of every bound."""
-    generator = torch.Generator().manual_seed(seed)
-    num_rows, width = torch.randint(2, 8, (2,), generator=generator).tolist()
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    shape = (num_rows, width)
-    log_probs = -1.5 - normal(*shape).abs()  # those of a sampler near by stay below 0
-    mask = torch.rand(shape, generator=generator) < 0.7
-    behaviour = log_probs + 0.3 * normal(*shape)
-    behaviour[0, 0] = math.nan
-    group_ids = torch.randint(0, 3, (num_rows,), generator=generator)
-    length = {"fixed_length": config.fixed_length, "group_ids": group_ids}
-    inputs = ObjectiveInputs(
-        log_probs=log_probs,
-        old_log_probs=None if seed % 4 == 0 else log_probs + 0.3 * normal(*shape),
-        advantages=normal(num_rows) if seed % 2 else normal(*shape),
-        mask=mask,
-        weights=step_weights(mask, config.aggregation, **length),
-        entropy=normal(*shape).abs(),
-        entropy_weights=config.entropy_aggregation and step_weights(mask, config.entropy_aggregation, **length),
-        ref_log_probs=log_probs + 0.5 * normal(*shape),
-        behaviour_log_probs=behaviour,
-        kl=normal(*shape).abs(),
-        values=normal(*shape),
-        old_values=normal(*shape),
-        returns=normal(*shape) if seed % 3 else None,
-    )
-    keep = kept_by_entropy(mask, inputs.entropy, config.top_entropy_fraction)
-    selected = selected_by(traits_of(config.surrogate).select, mask, log_probs, inputs.advantages)
-    return replace(inputs, keep=keep, selected=selected)
-
-
-def rows_of(inputs: ObjectiveInputs, index: Tensor, extra: int = 0) -> ObjectiveInputs:
-    """Some rows of everything, with further columns of NaN that no mask holds."""
-
-    def of(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 1:
-            return value[index] if isinstance(value, Tensor) else value
-        fill = False if value.dtype == torch.bool else math.nan
-        return torch.nn.functional.pad(value[index], (0, extra), value=fill)
-
-    parts = replace(inputs, **{field.name: of(getattr(inputs, field.name)) for field in fields(inputs)})
-    weights = {name: getattr(parts, name) for name in ("weights", "entropy_weights")}
-    return replace(parts, **{name: None if w is None else w.nan_to_num(0.0) for name, w in weights.items()})
-
-
-def evaluate(inputs: ObjectiveInputs, config: ObjectiveConfig) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The loss, its gradient with respect to all that can have one, [4, N, T], and the metrics."""
-    leaves = {name: getattr(inputs, name).clone().requires_grad_() for name in LEAVES}
-    output = grpo_objective(replace(inputs, **leaves), config)
-    output.loss.backward()
-    found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves.values()]
-    return output.loss.detach(), torch.stack(found), dict(output.metrics)
-
-
-@settings(max_examples=150)
-@given(data=st.data(), name=st.sampled_from([*EVERY]), seed=SEEDS, dtype=st.sampled_from([*TOLERANCE]))
-def test_the_losses_of_any_parts_add_up_to_the_loss_of_the_whole(data, name, seed, dtype):
-    config = EVERY[name].objective
-    inputs = objective_inputs(config, seed, dtype)
-    loss, gradient, metrics = evaluate(inputs, config)
-    num_rows, width = inputs.mask.shape
-    order = torch.tensor(data.draw(st.permutations(range(num_rows))))
-    cuts = sorted(data.draw(st.sets(st.integers(1, num_rows - 1), max_size=2)))
-    total, together, summed = torch.zeros((), dtype=torch.float64), torch.zeros_like(gradient), {}
-    for rows in order.tensor_split(cuts):
-        part, part_gradient, moments = evaluate(rows_of(inputs, rows, data.draw(st.integers(0, 2))), config)
-        total += part
-        together[:, rows] = part_gradient[:, :, :width]
-        assert (part_gradient[:, :, width:] == 0).all()
-        summed = {key: value + summed.get(key, 0.0) for key, value in moments.items()}
-    assert (total - loss).abs() <= TOLERANCE[dtype] * max(1.0, loss.abs().item())
-    assert (together - gradient).norm() <= TOLERANCE[dtype] * gradient.norm()
-    assert summed.keys() == metrics.keys()
-    for key, value in metrics.items():
-        assert summed[key].tolist() == pytest.approx(value.tolist(), rel=TOLERANCE[dtype], abs=TOLERANCE[dtype]), key
+            assert_same(step_of(name, RowScoring), step_of(name, kind, micro_batch_size=size))
 
 
 def test_an_unused_entropy_with_an_infinite_slope_leaves_the_gradient_finite():

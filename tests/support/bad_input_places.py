@@ -627,49 +627,39 @@ def of_data() -> Iterator[Place]:
 
 def of_functions() -> Iterator[Place]:
     per_step = torch.full((NUM_ROWS, WIDTH), -0.7)
-    relative = partial(group_relative_advantages, scale="group")
-    functions: list[tuple[Any, dict[str, Any]]] = [
-        (group_relative_advantages, {"rewards": REWARDS, "group_ids": GROUP_IDS, "lengths": MASK.sum(1)}),
-        (group_relative_returns, {"rewards": STEP_REWARDS, "mask": MASK, "group_ids": GROUP_IDS}),
-        (decoupled_advantages, {"components": {"a": REWARDS}, "weights": {"a": 1.0}, "group_ids": GROUP_IDS}),
-        (discounted_returns, {"rewards": STEP_REWARDS, "mask": MASK, "gamma": 0.9}),
-        (
-            generalized_advantages,
-            {
-                "rewards": STEP_REWARDS,
-                "values": per_step,
-                "mask": MASK,
-                "final_values": per_step[:, 0],
-                "gamma": 0.9,
-                "gae_lambda": 0.9,
-            },
-        ),
-        (
-            process_supervised_advantages,
-            {"rewards": STEP_REWARDS, "mask": MASK, "group_ids": GROUP_IDS, "relative": relative, "gamma": 0.9},
-        ),
-        (
-            state_group_advantages,
-            {
-                "rewards": REWARDS,
-                "mask": MASK,
-                "group_ids": GROUP_IDS,
-                "relative": relative,
-                "gamma": 0.9,
-                "state_keys": torch.zeros(NUM_ROWS, WIDTH, dtype=torch.int64),
-                "weight": 1.0,
-            },
-        ),
-        (step_weights, {"mask": MASK, "aggregation": "group_mean", "group_ids": GROUP_IDS}),
-        (step_weights, {"mask": MASK, "aggregation": "fixed_length", "fixed_length": 3}),
+    arguments: dict[str, Any] = {
+        "rewards": STEP_REWARDS,
+        "mask": MASK,
+        "group_ids": GROUP_IDS,
+        "lengths": MASK.sum(1),
+        "components": {"a": REWARDS},
+        "weights": {"a": 1.0},
+        "values": per_step,
+        "final_values": per_step[:, 0],
+        "state_keys": torch.zeros(NUM_ROWS, WIDTH, dtype=torch.int64),
+        "relative": partial(group_relative_advantages, scale="group"),
+        "gamma": 0.9,
+        "gae_lambda": 0.9,
+        "weight": 1.0,
+    }
+    functions: list[tuple[Any, dict[str, Any], str]] = [
+        (group_relative_advantages, {"rewards": REWARDS}, "rewards group_ids lengths"),
+        (group_relative_returns, {}, "rewards mask group_ids"),
+        (decoupled_advantages, {}, "components weights group_ids"),
+        (discounted_returns, {}, "rewards mask gamma"),
+        (generalized_advantages, {}, "rewards values mask final_values gamma gae_lambda"),
+        (process_supervised_advantages, {}, "rewards mask group_ids relative gamma"),
+        (state_group_advantages, {"rewards": REWARDS}, "rewards mask group_ids relative gamma state_keys weight"),
+        (step_weights, {"aggregation": "group_mean"}, "mask aggregation group_ids"),
+        (step_weights, {"aggregation": "fixed_length", "fixed_length": 3}, "mask aggregation fixed_length"),
     ]
-    for function, good in functions:
+    for function, own, names in functions:
+        good = {name: (arguments | own)[name] for name in names.split()}
+        settings = [{}, {"baseline": "length_weighted"}, {"scale": "group"}, {"scale": "beta"}]
         for name, like in good.items():
-            for others in ({}, {"baseline": "length_weighted"}, {"scale": "group"}, {"scale": "beta"}):
-                if others and function is not group_relative_advantages:
-                    continue
+            for others in settings if function is group_relative_advantages else [{}]:
                 yield Place(
-                    f"{function.__name__}",
+                    function.__name__,
                     " ".join([name, *map(str, others.values())]),
                     lambda value, f=function, g=good, n=name, o=others: f(**{**g, **o, n: value}),
                     giving(like),

@@ -1,16 +1,15 @@
 """Processes of which one rank fails in a chosen phase of training, and what all ranks raised.
 
-    python -m tests.support.failing_ranks FOLDER < cases.json > outcomes.json
+    python -m tests.support.failing_ranks FOLDER
 
-The process imports everything once and forks the ranks of each case. Rank 0 holds the store, as without a launcher. Nothing is
-judged here: a test compares the outcomes.
+The process imports everything once, forks the ranks of each case of `FOLDER/cases.json`, and prints what they raised. Rank 0
+holds the store, as without a launcher. Nothing is judged here: a test compares the outcomes.
 """
 
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -30,6 +29,7 @@ from grpo import ContractError, GRPOConfig, GRPOTrainer, GRPOWarning, RewardConf
 from grpo.distributed import Replicated, Sharded
 from grpo.engine import Engine, OneProcess
 from grpo.errors import TrainingInterrupted
+from tests.support.launches import printed_by
 
 PHASES = ["engine", "constructor", "sampling", "reward", "scoring", "advantages", "update", "apply", "report"]
 PHASES += ["evaluate", "save", "load"]
@@ -44,8 +44,6 @@ FAULTS = ["killed", "stopped", "asleep"]
 In the phase "outage", the rank's reward fails for a second, and its rank then waits for longer than the timeout. With the fault
 "waits", nothing else happens. Otherwise the rank disappears while it waits.
 """
-
-ROOT = Path(__file__).parents[2]
 
 SLACK = 30.0
 """Seconds for a machine that does other work, too. A rank that never gives up is killed after a minute."""
@@ -292,7 +290,7 @@ def play(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    cases = [Case(**case) for case in json.load(sys.stdin)]
+    cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
     if any(case.engine == "Sharded" for case in cases):
         import torch.distributed.fsdp  # noqa: F401  # slow, and each rank would do it
     (folder / "alone").mkdir()
@@ -306,12 +304,8 @@ def main(folder: Path) -> None:
 
 def launch(cases: list[Case], folder: Path) -> list[dict[str, Any]]:
     """Run the cases in processes of their own, and return what all ranks did."""
-    command = [sys.executable, "-m", "tests.support.failing_ranks", str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    text = json.dumps([asdict(case) for case in cases])
-    done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    outcomes: list[dict[str, Any]] = json.loads(done.stdout)
+    (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
+    outcomes: list[dict[str, Any]] = json.loads(printed_by("-m", "tests.support.failing_ranks", folder))
     return outcomes
 
 

@@ -1,12 +1,15 @@
 """Tools that do what a hostile call might have them do, for the tests of the executor."""
 
 import _thread
+import array
 import ctypes
 import mmap
 import os
+import random
 import resource
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -17,9 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from . import hostile_frames
-from .hostile_frames import SOCKET
-
+SOCKET = 3  # where a worker has the executor
 LINKS = {
     "in_file": "harmless", "in_chain": "in_file", "inside/up": "..", "out_file": "/etc/passwd", "out_folder": "..",
     "out_chain": "out_folder/../etc/passwd", "out_dangling": "/no/such/file", "loop": "loop", "proc": "/proc/self",
@@ -45,65 +46,7 @@ def lay_files_here() -> str:
 
 def misbehave(how: str) -> Any:
     """Do what a hostile call might make a tool do."""
-    return IN_ONE_STEP[how]() if how in IN_ONE_STEP else (globals() | vars(hostile_frames))[f"_{how}"]()
-
-
-def _raise(error: BaseException) -> None:
-    raise error
-
-
-IN_ONE_STEP: dict[str, Callable[[], Any]] = {
-    # outputs
-    "long_text": lambda: "x" * 10_000_000,
-    "many_items": lambda: list(range(200_000)),
-    "wide_text": lambda: "\u20ac" * 50_000,  # 6 bytes each as JSON
-    "liar": lambda: _Liar("x" * 1_000_000),
-    "infinity": lambda: {"x": -float("inf")},
-    "bytes": lambda: b"x",
-    "tuple_keys": lambda: {(1, 2): 3},
-    "generator": lambda: (i for i in range(3)),
-    "huge_integer": lambda: 10**10_000,
-    "read_input": lambda: sys.stdin.read(),
-    # ends
-    "sys_exit": lambda: sys.exit(0),
-    "os_exit": lambda: os._exit(0),
-    "os_exit_7": lambda: os._exit(7),
-    "segfault": lambda: ctypes.string_at(0),
-    "kill_self": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "kill_group": lambda: os.killpg(0, signal.SIGKILL),
-    "replace_program": lambda: os.execv("/bin/true", ["true"]),
-    "raise_odd_message": lambda: _raise(OddlySaidError()),
-    "raise_long": lambda: _raise(ValueError("x" * 10_000_000)),
-    "raise_base": lambda: _raise(BaseException("base")),
-    "raise_interrupt": lambda: _raise(KeyboardInterrupt()),
-    "raise_stop": lambda: _raise(StopIteration()),
-    # hangs
-    "sleep": lambda: time.sleep(60),
-    "busy_in_c": lambda: sum(range(10**12)),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    # bombs
-    "memory_bomb": lambda: len(bytearray(2**33)),
-    "private_map_bomb": lambda: len(mmap.mmap(-1, 2**33, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)),
-    # other processes, and what belongs to the program
-    "background_child": lambda: subprocess.Popen(["sleep", "60"], start_new_session=True).pid,
-    "kill_parent": lambda: os.kill(os.getppid(), signal.SIGKILL),
-    "stop_parent": lambda: os.kill(os.getppid(), signal.SIGSTOP),
-    "become_root": lambda: os.setuid(0),
-    "raise_priority": lambda: os.nice(-5),
-    "change_root": lambda: os.chroot("."),
-    "remove_own_folder": lambda: Path.cwd().rmdir(),
-    "read_shadow": lambda: Path("/etc/shadow").read_text(),
-    "read_parent_memory": lambda: Path(f"/proc/{os.getppid()}/mem").read_text(),
-    "read_parent_environment": lambda: Path(f"/proc/{os.getppid()}/environ").read_text(),
-    "write_etc": lambda: Path("/etc/owned").write_text("x"),
-    # what is left behind
-    "lower_priority": lambda: os.nice(1),
-    "lower_limit": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)),
-    "leave_processor": lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
-    "limits": lambda: [
-        os.getpriority(os.PRIO_PROCESS, 0), sorted(os.sched_getaffinity(0)), resource.getrlimit(resource.RLIMIT_NOFILE),
-    ],
-}  # fmt: skip
+    return (HOW.get(how) or globals()[f"_{how}"])()
 
 
 def _remove_folder() -> str:
@@ -189,6 +132,26 @@ class _Unsliceable(str):
 class OddlySaidError(Exception):
     def __str__(self) -> str:
         return _Unsliceable("odd")
+
+
+def _raise_odd_message() -> None:
+    raise OddlySaidError
+
+
+def _raise_long() -> None:
+    raise ValueError("x" * 10_000_000)
+
+
+def _raise_base() -> None:
+    raise BaseException("base")
+
+
+def _raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _raise_stop() -> None:
+    raise StopIteration
 
 
 # --- hangs
@@ -323,11 +286,6 @@ def _thread_left() -> str:
     return "left"
 
 
-def _raw_thread_left() -> str:
-    _thread.start_new_thread(time.sleep, (60,))  # `threading` does not know this thread
-    return "left"
-
-
 def _joined_threads() -> int:
     with ThreadPoolExecutor(4) as threads:
         return sum(threads.map(len, ["a", "b"]))
@@ -340,6 +298,19 @@ def _change_everything() -> str:
     os.environ["NEW"] = "1"
     sys.setrecursionlimit(50_000)
     signal.setitimer(signal.ITIMER_REAL, 0.05)
+    return "changed"
+
+
+def _limits() -> list[object]:
+    return [
+        os.getpriority(os.PRIO_PROCESS, 0),
+        sorted(os.sched_getaffinity(0)),
+        resource.getrlimit(resource.RLIMIT_NOFILE),
+    ]
+
+
+def _leave_processor() -> str:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     return "changed"
 
 
@@ -418,11 +389,6 @@ def _descriptor_bomb() -> int:
     return len(held)
 
 
-def _raise_limits() -> str:
-    resource.setrlimit(resource.RLIMIT_NPROC, (10**6, 10**6))
-    return "raised"
-
-
 # --- other processes, and what belongs to the program
 
 
@@ -435,3 +401,145 @@ def _trace_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.ptrace(16, os.getppid(), None, None):
         raise PermissionError(ctypes.get_errno(), "ptrace")
+
+
+# --- what is written to the executor
+
+
+def _forge() -> None:
+    content = b"\0" * 8 + b"\x01" + b'"forged"'
+    os.write(SOCKET, struct.pack(">I", len(content)) + content)
+
+
+def _huge_frame() -> str:
+    os.write(SOCKET, struct.pack(">I", 2**32 - 1))
+    time.sleep(60)
+    return "written"
+
+
+def _flood() -> str:
+    os.write(SOCKET, struct.pack(">I", 50_000))
+    while True:
+        os.write(SOCKET, b"x" * 65536)
+
+
+def _drip() -> str:
+    os.write(SOCKET, struct.pack(">I", 50_000))
+    while True:
+        os.write(SOCKET, b"x")
+        time.sleep(0.01)
+
+
+def _shut_socket() -> str:
+    socket.socket(fileno=os.dup(SOCKET)).shutdown(socket.SHUT_WR)
+    return "closed"
+
+
+def _pass_descriptors() -> str:
+    with socket.socket(fileno=os.dup(SOCKET)) as connection:
+        rights = array.array("i", [0, 1, 2])
+        connection.sendmsg([b"\0\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    return "passed"
+
+
+# --- what is written to the executor after the call
+
+
+def _late_writer() -> str:
+    def write() -> None:
+        time.sleep(0.05)
+        os.write(SOCKET, b"garbage")
+
+    threading.Thread(target=write, daemon=True).start()
+    return "left"
+
+
+def _late_raw_thread() -> str:
+    _thread.start_new_thread(lambda: (time.sleep(0.2), _forge()), ())
+    return "left"
+
+
+def _late_process() -> str:
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(0.02)
+            _forge()
+        os._exit(0)
+    return "left"
+
+
+def _in_the_next_call(write: Any) -> str:
+    """Every call begins with `os.chdir`. An audit hook cannot be removed."""
+    sys.addaudithook(lambda event, _: write() if event == "os.chdir" else None)
+    return "left"
+
+
+def _late_error() -> str:
+    content = bytes(8) + b"\0" + b'["WorkerLostError", "forged"]'
+    return _in_the_next_call(lambda: os.write(SOCKET, struct.pack(">I", len(content)) + content))
+
+
+def _then(said: str, act: Callable[..., Any], *arguments: Any) -> Callable[[], str]:
+    return lambda: (act(*arguments), said)[1]
+
+
+HOW: dict[str, Callable[[], Any]] = {
+    # outputs
+    "long_text": lambda: "x" * 10_000_000,
+    "many_items": lambda: list(range(200_000)),
+    "wide_text": lambda: "\u20ac" * 50_000,  # 6 bytes each as JSON
+    "infinity": lambda: {"x": -float("inf")},
+    "bytes": lambda: b"x",
+    "tuple_keys": lambda: {(1, 2): 3},
+    "generator": lambda: (i for i in range(3)),
+    "huge_integer": lambda: 10**10_000,
+    "liar": lambda: _Liar("x" * 1_000_000),
+    # ends
+    "sys_exit": lambda: sys.exit(0),
+    "os_exit": lambda: os._exit(0),
+    "os_exit_7": lambda: os._exit(7),
+    "segfault": lambda: ctypes.string_at(0),
+    "kill_self": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "kill_group": lambda: os.killpg(0, signal.SIGKILL),
+    "replace_program": lambda: os.execv("/bin/true", ["true"]),
+    # hangs
+    "sleep": lambda: time.sleep(60),
+    "busy_in_c": lambda: sum(range(10**12)),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "read_input": lambda: sys.stdin.read(),
+    # what is left behind
+    "background_child": lambda: subprocess.Popen(["sleep", "60"], start_new_session=True).pid,
+    # bombs
+    "memory_bomb": lambda: len(bytearray(2**33)),
+    "private_map_bomb": lambda: len(mmap.mmap(-1, 2**33, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)),
+    # other processes, and what belongs to the program
+    "kill_parent": lambda: os.kill(os.getppid(), signal.SIGKILL),
+    "stop_parent": lambda: os.kill(os.getppid(), signal.SIGSTOP),
+    "become_root": lambda: os.setuid(0),
+    "read_shadow": lambda: Path("/etc/shadow").read_text(),
+    "read_parent_memory": lambda: Path(f"/proc/{os.getppid()}/mem").read_text(),
+    "read_parent_environment": lambda: Path(f"/proc/{os.getppid()}/environ").read_text(),
+    "write_etc": lambda: Path("/etc/owned").write_text("x"),
+    "remove_own_folder": lambda: Path.cwd().rmdir(),
+    "change_root": lambda: os.chroot("."),
+    "raise_priority": lambda: os.nice(-5),
+    # what is written to the executor after the call
+    "late_hook": lambda: _in_the_next_call(_forge),
+    "late_garbage": lambda: _in_the_next_call(lambda: os.write(SOCKET, b"\xff" * 100)),
+    "late_part_of_a_frame": lambda: _in_the_next_call(lambda: os.write(SOCKET, struct.pack(">I", 50_000))),
+    # and goes on
+    "lower_priority": _then("changed", os.nice, 1),
+    "lower_limit": _then("changed", resource.setrlimit, resource.RLIMIT_NOFILE, (40, 40)),
+    "raise_limits": _then("raised", resource.setrlimit, resource.RLIMIT_NPROC, (10**6, 10**6)),
+    "raw_thread_left": _then(
+        "left", _thread.start_new_thread, time.sleep, (60,)
+    ),  # `threading` does not know this thread
+    "garbage": _then(
+        "written", os.write, SOCKET, random.Random(1).randbytes(1000)
+    ),  # others could begin like an endless frame
+    "zeros": _then("written", os.write, SOCKET, bytes(10_000)),
+    "close_socket": _then("closed", os.close, SOCKET),
+    "fake_frame": _then("written", _forge),
+}
+"""What needs a single expression."""

@@ -1,20 +1,21 @@
-"""Random batches for the parity tests, and a comparison that shows both values where they differ."""
+"""Random batches for the parity tests, and a comparison of losses and gradients."""
 
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from grpo import ObjectiveInputs, step_weights
+from grpo.distillation import exact_kl
 
 TOLERANCE = 1e-9
 """Largest relative error in float64, of losses and of gradients."""
 
 SMALLEST = 1e-6
 """Losses that cancel to less than this are compared absolutely."""
-
-SHOWN = 8
-"""Entries that a failure shows, those of largest difference first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,40 +68,17 @@ def random_case(seed: int, choose: random.Random, generator: torch.Generator, *,
 
 
 def assert_equal(
-    formula: str, ours: Tensor, theirs: Tensor, case: object, *, allowed: Tensor | float | None = None
+    formula: str, ours: Tensor, theirs: Tensor, case: object, *, rtol: float = 0.0, atol: float | None = None
 ) -> None:
-    """Two sides of one formula are equal; where they differ, the failure shows both values side by side.
+    """Two sides of one formula are equal and finite. A failure says the formula, and the case: the seed and the settings.
 
-    Args:
-        formula: What was computed, in words.
-        ours: Our value.
-        theirs: The other library's value.
-        case: The seed and the settings, for the failure.
-        allowed: Largest absolute difference, for all entries or for each. None: `TOLERANCE` times their largest entry.
+    `atol` is `TOLERANCE` times the largest entry unless it is given.
     """
-    ours, theirs = ours.detach(), theirs.detach()
-    assert ours.shape == theirs.shape, (
-        f"{formula}: ours is {list(ours.shape)}, theirs {list(theirs.shape)}; case: {case}"
-    )
-    if not ours.numel():
-        return
-    ours, theirs = ours.double().cpu(), theirs.double().cpu()
-    if allowed is None:
-        allowed = TOLERANCE * float(theirs.abs().max().clamp(min=SMALLEST))
-    error = (ours - theirs).abs()
-    wrong = ~(error <= allowed) | ~error.isfinite()
-    if not wrong.any():
-        return
-    worst = error.nan_to_num(torch.inf).masked_fill(~wrong, -1.0).flatten().argsort(descending=True)[: int(wrong.sum())]
-    lines = [f"{'entry':<12}{'ours':<24}theirs"]
-    for place in worst[:SHOWN].tolist():
-        entry = [int(index) for index in torch.unravel_index(torch.tensor(place), ours.shape)]
-        lines.append(f"{entry!s:<12}{ours.flatten()[place].item():<24.15g}{theirs.flatten()[place].item():.15g}")
-    raise AssertionError(
-        f"{formula}: {len(worst)} of {ours.numel()} entries differ, by up to {float(error[wrong].max()):.3g}.\n  "
-        + "\n  ".join(lines)
-        + f"\n  case: {case}"
-    )
+    ours, theirs = (values.detach().double().cpu() for values in (ours, theirs))
+    assert theirs.isfinite().all(), f"{formula}: theirs is {theirs}; case: {case}"
+    if atol is None:
+        atol = TOLERANCE * max([SMALLEST, *theirs.abs().flatten().tolist()])
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, msg=lambda text: f"{formula}: {text}\ncase: {case}")
 
 
 def assert_equal_losses(formula: str, ours: Tensor, theirs: Tensor, leaves: Mapping[str, Tensor], case: object) -> None:
@@ -112,3 +90,45 @@ def assert_equal_losses(formula: str, ours: Tensor, theirs: Tensor, leaves: Mapp
     )
     for name, mine, other in zip(leaves, *gradients, strict=True):
         assert_equal(f"{formula}, gradient in {name}", mine, other, case)
+
+
+class Logits:
+    """Rows of different lengths: logits with gradient, those of a teacher, tokens, and log-probs at sampling."""
+
+    NUM_ROWS, NUM_STEPS, NUM_CHOICES = 5, 7, 12
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.NUM_ROWS, self.NUM_STEPS, self.NUM_CHOICES)
+        self.student, self.teacher = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2))
+        self.student.requires_grad_()
+        self.tokens = torch.randint(self.NUM_CHOICES, shape[:2], generator=generator)
+        lengths = torch.randint(1, self.NUM_STEPS + 1, (self.NUM_ROWS, 1), generator=generator)
+        self.mask = torch.arange(self.NUM_STEPS) < lengths
+        self.labels = torch.where(self.mask, self.tokens, -100)
+        self.log_probs, self.ref_log_probs = map(self.of_tokens, (self.student, self.teacher))
+        self.old_log_probs = self.log_probs.detach() + torch.randn(shape[:2], dtype=torch.float64, generator=generator)
+
+    def of_tokens(self, logits: Tensor) -> Tensor:
+        return logits.log_softmax(-1).gather(-1, self.tokens.unsqueeze(-1)).squeeze(-1)
+
+    def exact_kl(self) -> Tensor:
+        return exact_kl(self.student.log_softmax(-1), self.teacher.log_softmax(-1))
+
+    def inputs(self, aggregation: Any, **others: Any) -> ObjectiveInputs:
+        given = {
+            "advantages": torch.zeros(self.NUM_ROWS, dtype=torch.float64),
+            "old_log_probs": self.old_log_probs,
+            **others,
+        }
+        nan = {name: torch.where(self.mask, getattr(self, name), torch.nan) for name in ("log_probs", "ref_log_probs")}
+        return ObjectiveInputs(mask=self.mask, weights=step_weights(self.mask, aggregation), **nan | given)
+
+    def assert_same(self, ours: Tensor, theirs: Tensor) -> None:
+        torch.testing.assert_close(ours, theirs)
+        self.assert_same_slopes(ours, theirs)
+
+    def assert_same_slopes(self, ours: Tensor, theirs: Tensor, **tolerance: float) -> None:
+        slopes = [torch.autograd.grad(loss, self.student, retain_graph=True)[0] for loss in (ours, theirs)]
+        torch.testing.assert_close(*slopes, **tolerance)
+        assert bool(slopes[0].any())

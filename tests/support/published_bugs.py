@@ -21,6 +21,11 @@ def draw(logits):
     return int(torch.multinomial(logits.softmax(-1), 1))
 
 
+def but(right: type, **attributes: Any) -> Any:
+    """A subclass that differs in these attributes."""
+    return type(f"Wrong{right.__name__}", (right,), attributes)
+
+
 class Slates(nn.Module):
     """Slates of 4 different items of 40. Almost no slate repeats."""
 
@@ -54,12 +59,8 @@ class Slates(nn.Module):
         return dict(self.named_parameters())
 
 
-class HotSlates(Slates):
-    sampling_temperature = 1.3
-
-
-class UnmaskedSlates(Slates):
-    masked_when_scored = False
+HotSlates = but(Slates, sampling_temperature=1.3)
+UnmaskedSlates = but(Slates, masked_when_scored=False)
 
 
 class NucleusSlates(Slates):
@@ -75,13 +76,8 @@ class WholeSlates(Slates):
         return super().get_log_probabilities(states, actions).sum(1)
 
 
-class HotWholeSlates(WholeSlates):
-    sampling_temperature = 1.6
-
-
-class UnmaskedWholeSlates(WholeSlates):
-    masked_when_scored = False
-
+HotWholeSlates = but(WholeSlates, sampling_temperature=1.6)
+UnmaskedWholeSlates = but(WholeSlates, masked_when_scored=False)
 
 EOS, SEPARATOR, LONGEST = 0, 5, 4
 
@@ -175,23 +171,15 @@ class CountedPadding(Tokens):
         return super().score_actions(states, [(*action, *[EOS] * (LONGEST - len(action))) for action in actions])
 
 
-class UnscoredEnd(Tokens):
-    """The padding is the token that ends a completion, so the mask of the padding hides the end, too."""
-
-    def decided(self, completion):
-        return [token != EOS for token in completion]
-
-
-class PlacesOfPaddedPrompts(Tokens):
-    """Prompts are padded on the left, and the padding is counted in the places."""
-
-    def place(self, text, longest_prompt, prompt):
-        return len(text) + longest_prompt - len(prompt)
+UnscoredEnd = but(Tokens, decided=lambda self, completion: [token != EOS for token in completion])
+"""The padding is the token that ends a completion, so the mask of the padding hides the end, too."""
+PlacesOfPaddedPrompts = but(Tokens, place=lambda self, text, longest, prompt: len(text) + longest - len(prompt))
+"""Prompts are padded on the left, and the padding is counted in the places."""
 
 
-class DropoutWhenSampling(Tokens):
-    def sampling_logits(self, logits):
-        return nn.functional.dropout(logits, 0.4, training=True)
+DropoutWhenSampling = but(
+    Tokens, sampling_logits=lambda self, logits: nn.functional.dropout(logits, 0.4, training=True)
+)
 
 
 class PaddedVocabulary(Tokens):
@@ -237,9 +225,7 @@ class SeparateSampler(Tokens):
                 value.data.copy_(own[name])
 
 
-class StaleSampler(SeparateSampler):
-    def sync_sampler(self):
-        pass
+StaleSampler = but(SeparateSampler, sync_sampler=lambda self: None)
 
 
 class Squashed(nn.Module):
@@ -314,10 +300,8 @@ class Flow(nn.Module):
         return dict(self.named_parameters())
 
 
-class QuietFlow(Flow):
-    """Scores steps with another noise than it samples with."""
-
-    noise_when_scored = 0.8
+QuietFlow = but(Flow, noise_when_scored=0.8)
+"""Scores steps with another noise than it samples with."""
 
 
 class ShortFlow(Flow):

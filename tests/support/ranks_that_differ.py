@@ -1,28 +1,25 @@
 """Two processes that differ in one thing, and what both raise when they train.
 
-    python -m tests.support.ranks_that_differ FOLDER listed|drawn
+    python -m tests.support.ranks_that_differ FOLDER listed
 
 The process imports everything once and forks the two ranks, which play all cases one after another. Nothing is judged here: a
 rank that stopped at an assertion would leave the other one waiting.
 """
 
 import copy
-import random
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import ConstantLR, LambdaLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from grpo import GRPOConfig, GRPOError, GRPOTrainer, ObjectiveConfig
 from grpo.distributed import Replicated, Sharded
@@ -61,14 +58,6 @@ def scaled(states: Any, actions: Any, scale: float) -> list[float]:
     return [scale * value for value in reward(states, actions)]
 
 
-@dataclass(frozen=True)
-class Judge:
-    scale: float
-
-    def __call__(self, states: Any, actions: Any) -> list[float]:
-        return scaled(states, actions, self.scale)
-
-
 class Service:
     """A reward with a state that no other rank sees, which says what must be equal."""
 
@@ -90,34 +79,12 @@ def returning_sgd(**settings: Any) -> Callable[..., Any]:
     return lambda tensors: SGD(tensors, **settings)
 
 
-@dataclass(frozen=True)
-class Factory:
-    rate: float
-
-    def build(self, tensors: Any) -> SGD:
-        return SGD(tensors, lr=self.rate)
-
-
-def with_default(rate: float) -> Callable[..., Any]:
-    def build(tensors: Any, rate: float = rate) -> SGD:
-        return SGD(tensors, lr=rate)
-
-    return build
-
-
 def in_two_groups(tensors: Any) -> SGD:
     return SGD([{"params": [tensor]} for tensor in tensors] + [{"params": [torch.nn.Parameter(torch.ones(1))]}], lr=0.1)
 
 
 def decaying(rate: float) -> Callable[..., Any]:
     return lambda optimizer: LambdaLR(optimizer, lambda epoch: rate**epoch)
-
-
-def in_a_sequence(milestone: int) -> Callable[..., Any]:
-    def build(optimizer: Any) -> SequentialLR:
-        return SequentialLR(optimizer, [ConstantLR(optimizer), ConstantLR(optimizer)], [milestone])
-
-    return build
 
 
 class At:
@@ -131,18 +98,13 @@ class At:
             self.change(trainer)
 
 
-def add(tensor: torch.Tensor, value: float, place: int = 0) -> None:
+def add(tensor: torch.Tensor, value: float) -> None:
     with torch.no_grad():
-        tensor.flatten()[place % tensor.numel()] += value
+        tensor.flatten()[0] += value
 
 
 def group_of(trainer: Any) -> dict[str, Any]:
     return trainer.optimizer.param_groups[0]  # type: ignore[no-any-return]
-
-
-def swapped(policy: Policy) -> None:
-    with torch.no_grad():
-        policy.logits.copy_(policy.logits.flip(0))
 
 
 def changed(policy: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -169,40 +131,20 @@ class Case:
     """False: no checkpoint is saved, because its exchange would refuse the difference, too."""
 
 
-def optimizer_object(**settings: Any) -> Callable[[Any], Any]:
-    return lambda policy: SGD(policy.get_parameters().values(), **settings)
-
-
 CASES = {
-    # optimizer functions
+    # each argument of a learner; `tests/unit/_ranks/test_description.py` has the kinds of functions
     "partial": Case(word="lr=0.1", learner=lambda r: {"optimizer": partial(SGD, lr=0.1 + r)}),
-    "partial momentum": Case(word="momentum", learner=lambda r: {"optimizer": partial(SGD, lr=0.1, momentum=0.5 * r)}),
-    "nested partial": Case(
-        word="nesterov", learner=lambda r: {"optimizer": partial(partial(SGD, lr=0.1, momentum=0.1), nesterov=bool(r))}
-    ),
     "closure": Case(word="'lr': 0.1", learner=lambda r: {"optimizer": returning_sgd(lr=0.1 + r)}),
-    "closure dampening": Case(
-        word="dampening", learner=lambda r: {"optimizer": returning_sgd(lr=0.1, momentum=0.1, dampening=0.1 * r)}
-    ),
     "other class": Case(word="Adam", learner=lambda r: {"optimizer": partial([SGD, Adam][r], lr=0.1)}),
-    "default": Case(word="rate=0.1", learner=lambda r: {"optimizer": with_default(0.1 + r)}),
-    "method": Case(word="rate=0.1", learner=lambda r: {"optimizer": Factory(0.1 + r).build}),
-    "constant": Case(
-        word="<lambda>", learner=lambda r: {"optimizer": [lambda t: SGD(t, lr=0.1), lambda t: SGD(t, lr=0.2)][r]}
-    ),
     "other groups": Case(word="optimizer", learner=lambda r: {"optimizer": [returning_sgd(lr=0.1), in_two_groups][r]}),
     # schedulers
     "step size": Case(word="step_size=1", learner=lambda r: {"lr_scheduler": partial(StepLR, step_size=1 + r)}),
-    "decay": Case(word="rate=0.9", learner=lambda r: {"lr_scheduler": decaying(0.9 - 0.1 * r)}),
-    "milestone": Case(word="milestone=1", learner=lambda r: {"lr_scheduler": in_a_sequence(1 + r)}),
     "a scheduler on one rank": Case(
         word="lr_scheduler is None", learner=lambda r: {"lr_scheduler": partial(StepLR, step_size=1) if r else None}
     ),
     # rewards and other functions
     "reward closure": Case(word="scale=1.0", learner=lambda r: {"reward_model": returning_scaled(1.0 + r)}),
-    "reward partial": Case(word="scale=1.0", learner=lambda r: {"reward_model": partial(scaled, scale=1.0 + r)}),
     "other reward": Case(word="other_reward", learner=lambda r: {"reward_model": [reward, other_reward][r]}),
-    "reward dataclass": Case(word="Judge(scale=1.0)", learner=lambda r: {"reward_model": Judge(1.0 + r)}),
     "reward settings": Case(
         word="settings().model is 'a' on rank 0, 'b' on rank 1", learner=lambda r: {"reward_model": Service("ab"[r])}
     ),
@@ -220,14 +162,11 @@ CASES = {
     ),
     # weights, buffers and references at the build
     "weight": Case(word="logits", policy=lambda p, r: add(p.logits, 1e-6 * r)),
-    "weights in another order": Case(word="logits", policy=lambda p, r: swapped(p) if r else None),
     "dtype": Case(
         word="rank 1 differs from rank 0 in logits (float64[4, 3] ",
-        policy=lambda p, r: setattr(p, "logits", torch.nn.Parameter(p.logits.detach().float())) if r else None,
+        policy=lambda p, r: changed(p, lambda logits: logits.float()) if r else None,
     ),
-    "shape": Case(
-        word="logits", policy=lambda p, r: setattr(p, "logits", torch.nn.Parameter(torch.zeros(9))) if r else None
-    ),
+    "shape": Case(word="logits", policy=lambda p, r: changed(p, lambda logits: torch.zeros(9)) if r else None),
     "frozen weight": Case(word="frozen.weight", policy=lambda p, r: add(p.frozen.weight, r)),
     "buffer": Case(word="scale", policy=lambda p, r: add(p.scale, r)),
     "reference": Case(word="reference: logits", reference=lambda p, r: add(p.logits, r)),
@@ -259,21 +198,6 @@ CASES = {
     "weight before a checkpoint": Case(word="parameters.logits", at_end=lambda t, r: add(t.policy.logits, r)),
     "rate before a checkpoint": Case(word="lr is 0.1", at_end=lambda t, r: group_of(t).update(lr=0.1 + r)),
     # divided weights
-    "divided: partial": Case(
-        word="lr=0.1", learner=lambda r: {"optimizer": partial(SGD, lr=0.1 + r)}, engine="Sharded"
-    ),
-    "divided: weight": Case(word="logits", policy=lambda p, r: add(p.logits, r), engine="Sharded"),
-    "divided: shape": Case(
-        word="logits",
-        policy=lambda p, r: setattr(p, "logits", torch.nn.Parameter(torch.zeros(9))) if r else None,
-        engine="Sharded",
-    ),
-    "divided: rate in a callback": Case(
-        word="lr is 0.1", later=lambda t, r: group_of(t).update(lr=0.1 + r), engine="Sharded"
-    ),
-    "divided: rate before a checkpoint": Case(
-        word="lr is 0.1", at_end=lambda t, r: group_of(t).update(lr=0.1 + r), engine="Sharded"
-    ),
     "divided: name before a checkpoint": Case(
         word="parameters.other is absent on rank 0, float64[1] ",
         at_end=lambda t, r: setattr(t.policy, "other", torch.nn.Parameter(torch.ones(1).double())) if r else None,
@@ -290,87 +214,10 @@ CASES = {
         engine="Sharded",
     ),
 }
-
-
-# Further differences, whose values, times and engines are drawn.
-
-OPTIONS: dict[str, list[Any]] = {
-    "lr": [0.1, 0.1 + 1e-12, 1, 0.0],
-    "momentum": [0.0, 0.5, 0.9],
-    "weight_decay": [0.0, 1e-12, 0.1],
-    "dampening": [0.0, 0.1],
-    "maximize": [False, True],
-}
-HELD = [
-    0, 0.5, None, "a", "b", (1, 2), [1, 2], {"a": 1}, {"a": 2}, {1, 2}, b"a", np.ones(2), torch.ones(2), str, reward,
-]  # fmt: skip
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "reward_model": reward,
-    "group_by": str,
-    "advantages": lambda batch: batch.rewards,
-    "optimizer": partial(SGD, lr=0.1),
-    "lr_scheduler": ConstantLR,
-}
-TIMES: list[Callable[..., dict[str, Any]]] = [
-    lambda change: {"built": change},
-    lambda change: {"later": change},
-    lambda change: {"built": change, "at_end": lambda trainer, rank: None},
-    lambda change: {"at_end": change},
-]
-
-
-def option(draw: random.Random, engine: str) -> Case:
-    name, at = draw.choice([*OPTIONS]), draw.choice([None, *TIMES])
-    values = draw.sample(OPTIONS[name], 2)
-    makers: list[Callable[..., Any]] = [partial(partial, SGD), returning_sgd]
-    made = draw.choice(makers)
-    if at is None:
-        return Case(word=name, learner=lambda r: {"optimizer": made(**{"lr": 0.1, name: values[r]})}, engine=engine)
-    return Case(word=name, engine=engine, **at(lambda trainer, r: group_of(trainer).update({name: values[r]})))
-
-
-def closure(draw: random.Random, engine: str) -> Case:
-    name, values = draw.choice([*FUNCTIONS]), draw.sample(HELD, 2)
-
-    def holding(value: Any) -> Callable[..., Any]:
-        return lambda *arguments: (value, FUNCTIONS[name](*arguments))[1]
-
-    return Case(word=name, learner=lambda r: {name: holding(values[r])}, engine=engine)
-
-
-def tensor(draw: random.Random, engine: str) -> Case:
-    """After the build, the values of divided weights, and frozen tensors, are not compared."""
-    name, place = draw.choice(["logits", "frozen.weight", "frozen.bias", "scale"]), draw.randrange(12)
-    owner, amount = draw.choice(["policy", "reference"]), draw.choice([1e-6, 1.0, -1.0])
-    at = draw.choice(TIMES) if engine == "Replicated" and name == "logits" else None
-
-    def change(model: Any, rank: int) -> None:
-        add(attrgetter(name)(model), rank * amount, place)
-
-    if at is None:
-        at_the_build: dict[str, Any] = {owner: change}
-        return Case(word=name, engine=engine, **at_the_build)
-    with_reference: dict[str, Any] = {"reference": lambda model, rank: None} if owner == "reference" else {}
-    model_of = attrgetter("policy" if owner == "policy" else "reference_policy")
-    return Case(word=name, engine=engine, **with_reference, **at(lambda trainer, r: change(model_of(trainer), r)))
-
-
-def setting(draw: random.Random, engine: str) -> Case:
-    values = draw.sample(HELD, 2)
-    word = "policy.settings().temperature"
-    return Case(word=word, policy=lambda p, r: setattr(p, "temperature", values[r]), engine=engine)
-
-
-def drawn(num_cases: int, seed: int) -> dict[str, Case]:
-    draw, cases = random.Random(seed), dict[str, Case]()
-    for number in range(num_cases):
-        kind = (option, tensor, option, tensor, closure, setting)[number % 6]
-        case = kind(draw, draw.choice(["Replicated", "Sharded"]))
-        cases[f"{number}: {kind.__name__}, {case.word}, {case.engine}"] = case
-    return cases
-
-
-LISTS = {"listed": CASES, "drawn": drawn(30, seed=0)}
+BOTH = ("partial", "weight", "shape", "rate in a callback", "rate before a checkpoint")
+"""Cases of divided weights, too."""
+CASES |= {f"divided: {name}": replace(CASES[name], engine="Sharded") for name in BOTH}
+LISTS = {"listed": CASES}
 
 
 def equal_on_both(rank: int) -> dict[str, Any]:

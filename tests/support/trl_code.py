@@ -4,6 +4,7 @@ Nothing of TRL is transcribed here. The stand-in has what the methods read from 
 process, and, where the trainer would run a model, the log-probs and entropies of the test.
 """
 
+import importlib
 import math
 import warnings
 from collections import defaultdict
@@ -26,13 +27,16 @@ PAD = 0
 
 
 @cache
-def their_class() -> Any:
-    """TRL's `GRPOTrainer`, imported when a test first needs it: collecting the tests does not wait for it."""
+def imported(module: str, name: str) -> Any:
+    """Something of TRL, imported when a test first needs it: collecting the tests does not wait for it."""
     pytest.importorskip("trl", minversion="1.16", reason='needs TRL: pip install -e ".[bench]"')
     with warnings.catch_warnings():  # what its dependencies deprecate is not ours to fix
         warnings.simplefilter("ignore")
-        from trl.trainer.grpo_trainer import GRPOTrainer
-    return GRPOTrainer
+        return getattr(importlib.import_module(f"trl.{module}"), name)
+
+
+def their_class() -> Any:
+    return imported("trainer.grpo_trainer", "GRPOTrainer")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,6 +126,27 @@ def _llava(name: str, **options: Any) -> Any:
     return lambda: config(text_config=_text(model_type="llama"), vision_config=CLIP, image_token_index=IMAGE, **options)
 
 
+def _llava_processor(tokenizer: Any, template: Any) -> Any:
+    return transformers.LlavaProcessor(
+        _pil("CLIP", size={"shortest_edge": 32}, crop_size=SQUARE["size"]), tokenizer, patch_size=8,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1, chat_template=template,
+    )  # fmt: skip
+
+
+def _idefics3(name: str) -> tuple[str, Any, Any]:
+    """SmolVLM's own processor needs num2words, for videos."""
+    vision = SIGLIP | {"model_type": "idefics3_vision"}
+    config = getattr(transformers, f"{name}Config")
+    return (
+        f"{name}ForConditionalGeneration",
+        lambda: config(text_config=_text(model_type="llama"), vision_config=vision, image_token_id=IMAGE, scale_factor=2),
+        lambda tokenizer, template: transformers.Idefics3Processor(
+            _pil(name, size={"longest_edge": 64}, max_image_size={"longest_edge": 32}), tokenizer, image_seq_len=4,
+            chat_template=template,
+        ),
+    )  # fmt: skip
+
+
 GRID = [[32, 64], [64, 32]]
 FAMILIES: dict[str, tuple[str, Callable[[], Any], Callable[[Any, Any], Any]]] = {
     "qwen2_vl": (
@@ -167,18 +188,12 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any], Callable[[Any, Any], Any]]] = 
     "llava": (
         "LlavaForConditionalGeneration",
         _llava("Llava"),
-        lambda tokenizer, template: transformers.LlavaProcessor(
-            _pil("CLIP", size={"shortest_edge": 32}, crop_size=SQUARE["size"]), tokenizer, patch_size=8,
-            vision_feature_select_strategy="default", num_additional_image_tokens=1, chat_template=template,
-        ),
+        _llava_processor,
     ),
     "vipllava": (
         "VipLlavaForConditionalGeneration",
         _llava("VipLlava", vision_feature_layers=[-2, -1]),
-        lambda tokenizer, template: transformers.LlavaProcessor(
-            _pil("CLIP", size={"shortest_edge": 32}, crop_size=SQUARE["size"]), tokenizer, patch_size=8,
-            vision_feature_select_strategy="default", num_additional_image_tokens=1, chat_template=template,
-        ),
+        _llava_processor,
     ),
     "llava_next": (
         "LlavaNextForConditionalGeneration",
@@ -225,28 +240,8 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any], Callable[[Any, Any], Any]]] = 
             image_seq_len=4, chat_template=template,
         ),
     ),
-    "idefics3": (
-        "Idefics3ForConditionalGeneration",
-        lambda: transformers.Idefics3Config(
-            text_config=_text(model_type="llama"), vision_config=SIGLIP | {"model_type": "idefics3_vision"},
-            image_token_id=IMAGE, scale_factor=2,
-        ),
-        lambda tokenizer, template: transformers.Idefics3Processor(
-            _pil("Idefics3", size={"longest_edge": 64}, max_image_size={"longest_edge": 32}), tokenizer, image_seq_len=4,
-            chat_template=template,
-        ),
-    ),
-    "smolvlm": (
-        "SmolVLMForConditionalGeneration",
-        lambda: transformers.SmolVLMConfig(
-            text_config=_text(model_type="llama"), vision_config=SIGLIP | {"model_type": "smolvlm_vision"},
-            image_token_id=IMAGE, scale_factor=2,
-        ),
-        lambda tokenizer, template: transformers.Idefics3Processor(  # its own needs num2words, for videos
-            _pil("SmolVLM", size={"longest_edge": 64}, max_image_size={"longest_edge": 32}), tokenizer, image_seq_len=4,
-            chat_template=template,
-        ),
-    ),
+    "idefics3": _idefics3("Idefics3"),
+    "smolvlm": _idefics3("SmolVLM"),
     "mistral3": (
         "Mistral3ForConditionalGeneration",
         lambda: transformers.Mistral3Config(
