@@ -302,17 +302,18 @@ def outcome_of_tests(tree: Path, tests: Sequence[str]) -> Outcome:
         return "time limit"
     if status in (0, 5):  # passed, none run
         return "survived"
-    if status in (1, 2, 4):  # failed, a file or conftest.py could not be imported
+    # Failed, or a file or conftest.py could not be imported. What a mutant leaves open may then end pytest with another status.
+    if status in (1, 2, 4) or failed_test(tree):
         return "killed"
     log = tree.with_suffix(".log").read_text(errors="replace")
     raise RuntimeError(f"pytest ended with status {status}:\n{log[-3000:]}")
 
 
 def failed_test(tree: Path) -> str:
-    """Return the node id of the test that failed in the last run of `tree`, or an empty string."""
+    """Return the id of the first test that failed in the last run of `tree`, or an empty string."""
     log = tree.with_suffix(".log").read_text(errors="replace")
-    ids = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log, re.MULTILINE)
-    return ids[-1] if ids else ""
+    ids = re.findall(r"^(?:SUB)?(?:FAILED|ERROR)\b.*? (\S+\.py(?:::.+?)?)(?: - .*)?$", log, re.MULTILINE)
+    return ids[0] if ids else ""
 
 
 def outcome_of(mutant: Mutant, tests: Sequence[str], tree: Path) -> Outcome:

@@ -9,7 +9,7 @@ import coverage
 import pytest
 
 from tests.support.launches import printed_by
-from tools.mutation import copy_checkout, executed_by, executors_of, listed_as_equivalent, mutants_of
+from tools.mutation import copy_checkout, executed_by, executors_of, failed_test, listed_as_equivalent, mutants_of
 
 CHANGES = {
     "a + b": ["a - b"], "a @ b": ["a * b"], "a and b or c": ["a and b and c", "a or b or c"],
@@ -116,6 +116,20 @@ def test_a_mutant_is_killed_by_a_failing_or_broken_file_and_by_no_fault_of_the_r
     ask = "from pathlib import Path; from tools.mutation import outcome_of_tests; import sys; tree = Path(sys.argv[1])"
     each = "print(*[outcome_of_tests(tree, [f'test_{name}.py']) for name in sys.argv[2:]])"
     assert printed_by("-c", f"{ask}; {each}", tmp_path, *texts).split() == ["survived", "survived", "killed", "killed"]
-    (tmp_path / "conftest.py").write_text("def pytest_sessionstart(): raise ValueError('of the runner')")
+    (tmp_path / "conftest.py").write_text("def pytest_unconfigure(): raise ValueError('at the end')")
     expected = "try: outcome_of_tests(tree, ['test_right.py'])\nexcept RuntimeError as error: print(error)"
-    assert "ValueError: of the runner" in printed_by("-c", f"{ask}\n{expected}", tmp_path)
+    assert "ValueError: at the end" in printed_by("-c", f"{ask}\n{expected}", tmp_path)
+    assert printed_by("-c", f"{ask}; {each}", tmp_path, "wrong").split() == ["killed"], (
+        "also if it leaves something open"
+    )
+
+
+def test_the_first_test_that_failed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tree.log").write_text(
+        "E   FAILED text.py\nSUBFAILED[text='a b'] tests/test_a.py::test_b[c d] - assert 0\nFAILED tests/test_a.py::test_e\n"
+    )
+    assert failed_test(tmp_path / "tree") == "tests/test_a.py::test_b[c d]"
+    (tmp_path / "tree.log").write_text("ERROR tests/test_a.py\n")
+    assert failed_test(tmp_path / "tree") == "tests/test_a.py"
+    (tmp_path / "tree.log").write_text("2 passed\n")
+    assert failed_test(tmp_path / "tree") == ""
