@@ -1,17 +1,24 @@
-"""What a conversation records: contexts, masks, messages, rewards and tool calls."""
+"""What a conversation records, and what an agent program may ask of a `Chat`."""
 
+import asyncio
+import json
 import warnings
+from functools import partial
+from html.parser import HTMLParser
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 
-from adapters.agents import AgentPolicy, Chat, Conversation, Message
+from adapters.agents import AgentPolicy, Chat, Conversation, Message, Turn, save_transcripts, transcript_page
 from adapters.agents.messages import as_messages
+from adapters.llm import RowLimit, SamplingConfig
 from grpo.errors import ContractError
-from tests.support.agent_parts import calls_tools, changed, tool_call, user
+from tests.support.agent_parts import calls_tools, changed, conversation, rows_of, tool_call, user
 from tests.support.agents import (
     CHATML,
     FORGETFUL,
@@ -21,10 +28,12 @@ from tests.support.agents import (
     Tools,
     chat_tokenizer,
     converse,
+    language_model,
     lookup,
     marked_tokenizer,
     says_call,
 )
+from tests.support.llm_models import forward_shapes
 from tests.support.plain_states import assert_same, through_checkpoint
 
 
@@ -188,12 +197,9 @@ def test_a_malformed_call_stays_in_the_text_and_is_counted_unless_it_is_truncate
         assert sampled.actions[0][0].messages[1] == {"role": "assistant", "content": said[:limit]}
 
 
-def test_calls_are_read_in_the_common_formats_and_only_if_there_are_tools() -> None:
-    for text in ('{"name": "lookup", "parameters": {"topic": "sun"}}', "I think</think>\n\n" + says_call()):
-        (found,) = converse(Scripted([text, "done"], max_new_tokens=100).policy, Tools)
-        assert found.messages[1]["tool_calls"][0]["function"]["name"] == "lookup"
-        (without,) = converse(Scripted([text], max_new_tokens=100).policy, lambda state: Echo(state, turns=1))
-        assert without.messages[1] == {"role": "assistant", "content": text}
+def test_calls_are_read_only_if_there_are_tools() -> None:
+    (found,) = converse(Scripted([says_call()], max_new_tokens=100).policy, lambda state: Echo(state, turns=1))
+    assert found.messages[1] == {"role": "assistant", "content": says_call()}
 
 
 def test_the_tokenizers_own_parser_reads_calls() -> None:
@@ -227,22 +233,6 @@ def test_forged_observations_are_cut(subtests: pytest.Subtests) -> None:
             assert "Sure?<|im_end|>\n<|im_start|>user\nI heard" in second
 
 
-def test_an_agent_program_owns_the_loop() -> None:
-    async def play(chat: Chat, state: Any) -> float:
-        first = await chat([{"role": "system", "content": "short"}, user(state)])
-        second = await chat([*chat.messages, user("again")])
-        # what the program made of the history itself is a context of its own
-        third = await chat([user(f"sum up {first['content']} {second['content']}")])
-        assert third["role"] == "assistant"
-        chat.info["kept"] = np.float32(1.5)
-        return 0.5
-
-    agent = Scripted(["a", "b", "c"], max_new_tokens=20)
-    (found,) = converse(agent.policy, play)
-    assert [sampled for _, sampled in text_and_sampled(found)] == ["a<|im_end|>|b<|im_end|>", "c<|im_end|>"]
-    assert (found.rewards, found.info, found.ended_by) == ((0.0, 0.0, 0.5), {"kept": 1.5}, "environment")
-
-
 def test_other_tools_open_a_context() -> None:
     """The template writes the tools at the top, so the context with other tools is another one."""
 
@@ -250,11 +240,13 @@ def test_other_tools_open_a_context() -> None:
         await chat([user(state)])
         await chat([*chat.messages, user("now with a tool")], tools=[lookup])
         await chat([*chat.messages, user("again")], tools=[lookup])
-        return 1.0
+        chat.info["kept"] = np.float32(1.5)
+        return 0.5
 
     (found,) = converse(Scripted(["a", "b", "c"], max_new_tokens=20).policy, play)
     assert [sampled for _, sampled in text_and_sampled(found)] == ["a<|im_end|>", "b<|im_end|>|c<|im_end|>"]
     assert text_and_sampled(found)[1][0].startswith("<|im_start|>system\nTools:")
+    assert (found.rewards, found.info, found.ended_by) == ((0.0, 0.0, 0.5), {"kept": 1.5}, "environment")
 
 
 @pytest.mark.parametrize("wrong", [7, None, b"text", [7], {"content": "x"}, {"role": "user", "content": 3}])
@@ -289,6 +281,316 @@ def test_results_that_are_no_text_are_written_as_json_or_refused() -> None:
     assert converse_with([1, 2]).messages[2]["content"] == "[1, 2]"
 
 
-def test_conversations_come_back_from_a_checkpoint(tmp_path: Path) -> None:
+def test_conversations_come_back_from_a_checkpoint_and_from_one_before_there_were_forks(tmp_path: Path) -> None:
     (found,) = converse(Scripted([says_call(), "done"], max_new_tokens=100).policy, Tools)
     assert_same(through_checkpoint(found, tmp_path), found)
+    old = found.to_state()
+    del old["seat_replies"], old["segments"][0]["forks"]
+    assert Conversation.from_state(old) == found
+
+
+# What an agent program may ask of a chat
+
+
+ASKED: list[Message] = [user("you")]
+
+
+def says(*turns: str, **options: Any) -> Any:
+    return Scripted(turns, **{"max_new_tokens": 20} | options).policy
+
+
+def asks(said: Message, text: str, before: list[Message] = ASKED) -> list[Message]:
+    return [*before, said, user(text)]
+
+
+def asking(**settings: Any) -> Any:
+    """A program with one request."""
+
+    async def play(chat: Chat, state: Any) -> float:
+        await chat(ASKED, **settings)
+        return 1.0
+
+    return play
+
+
+def test_a_shorter_message_does_not_end_the_conversation() -> None:
+    replies = []
+
+    async def play(chat: Chat, state: Any) -> float:
+        first = await chat.reply(ASKED, max_new_tokens=3)
+        second = await chat.reply(asks(first.message, "more"), max_new_tokens=21)  # the policy's 20 are fewer
+        replies.extend([first, second])
+        return 1.0
+
+    policy = says("abcdef", "fine")
+    (found,) = converse(policy, play, max_tokens=200)
+    ((text, sampled),) = text_and_sampled(found)
+    assert text.endswith("you<|im_end|>\n<|im_start|>assistant\nabc<|im_end|>\n<|im_start|>user\nmore"
+                         "<|im_end|>\n<|im_start|>assistant\nfine<|im_end|>")  # fmt: skip
+    assert sampled == "abc|fine<|im_end|>"
+    assert [reply.is_truncated for reply in replies] == [True, False]
+    assert [reply.num_tokens for reply in replies] == [3, 5]
+    (segment,) = found.segments
+    assert [reply.num_context_tokens for reply in replies] == [segment.num_context_tokens, len(segment.token_ids) - 5]
+    assert (found.ended_by, found.rewards) == ("environment", (0.0, 1.0))
+
+
+def test_a_shorter_message_needs_less_room() -> None:
+    room = len(chat_tokenizer().encode("<|im_start|>user\nyou<|im_end|>\n<|im_start|>assistant\n")) + 5
+    for max_tokens, ended_by in ((room, "environment"), (room - 1, "length")):
+        assert converse(says("ok"), asking(max_new_tokens=5), max_tokens=max_tokens)[0].ended_by == ended_by
+
+
+def test_a_stop_string_is_cut_off_and_its_tokens_are_scored(subtests: pytest.Subtests) -> None:
+    """The next turn has a context of its own, because its history does not have the stop string."""
+
+    async def play(chat: Chat, state: Any) -> float:
+        first = await chat(ASKED, stop=["Result:", "?"])
+        assert first["content"] == "Look"
+        await chat(asks(first, "more"))
+        return 1.0
+
+    reads_all = {"content": {"close_pattern": r"<\|im_end\|>", "content": "text"}}
+    parser = {"defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n", "fields": reads_all}
+    for template in (None, parser):
+        with subtests.test(parser=template is not None):
+            policy = says("LookResult:", "LookResult:fine")
+            if template is not None:
+                policy.tokenizer.response_template = template
+            (found,) = converse(policy, play)
+            (first, sampled), (second, also) = text_and_sampled(found)
+            assert (sampled, also) == ("LookResult:", "LookResult:fine<|im_end|>")
+            assert first.endswith("assistant\nLookResult:")
+            assert second.endswith("assistant\nLook<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n"
+                                   "<|im_start|>assistant\nLookResult:fine<|im_end|>")  # fmt: skip
+            assert found.messages[-1]["content"] == "LookResult:fine"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1; got 0"),
+        ({"stop": "x"}, "stop must be a list of texts"),
+        ({"stop": ["x", ""]}, "stop must be a list of texts"),
+        ({"stop": ["\ud83d"]}, "stop must be a list of texts"),
+    ],
+)
+def test_wrong_settings_of_a_message_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        converse(says(), asking(**settings))
+
+
+def test_settings_of_a_message_reach_only_its_sampling_and_tokens_do_not_depend_on_concurrency() -> None:
+    async def play(chat: Chat, state: Any) -> float:
+        first = await chat(ASKED, max_new_tokens=3 + 2 * (state % 2), stop=["a", "b"] if state > 1 else [])
+        await chat(asks(first, "more"), max_new_tokens=9)
+        return 1.0
+
+    policy = language_model(sampling=SamplingConfig(max_new_tokens=20, min_new_tokens=4, stop=("c",)))
+    policy.sample_tokens = Mock(wraps=policy.sample_tokens)
+    found = []
+    for concurrency in (64, 1):
+        torch.manual_seed(0)
+        agent = AgentPolicy(policy, play, concurrency=concurrency)
+        rows = rows_of(agent.generate_actions([0, 1, 2, 3], 1))
+        found.append([[segment.token_ids for segment in row.segments] for row in rows])
+    assert found[0] == found[1]
+    assert {limit for call in policy.sample_tokens.call_args_list for limit in call.kwargs["limits"]} == {
+        RowLimit(max_new_tokens=limit, stop=("c", *agent.template.stop, *stop))
+        for limit, stop in ((3, ()), (5, ()), (3, ("a", "b")), (5, ("a", "b")), (9, ()))
+    }
+
+
+def test_several_histories_go_on_each_with_its_own_tokens() -> None:
+    """Two histories in turn, then a second answer to an earlier turn of each. No turn is tokenized again: odd spaces stay."""
+
+    async def play(chat: Chat, state: Any) -> dict[str, float]:
+        both = (ASKED, [user("they")])
+        said = [*await asyncio.gather(*(chat.reply(asked, [lookup]) for asked in both))]
+        mine, theirs = (
+            [*asked, message, {"role": "tool", "content": text, "tool_call_id": message["tool_calls"][0]["id"]}]
+            for asked, text, message in zip(both, ("is 1", "is 2"), [reply.message for reply in said], strict=True)
+        )
+        said.append(await chat.reply(mine, [lookup]))
+        said.append(await chat.reply(theirs, [lookup]))
+        said.append(await chat.reply([*chat.messages, user("go on")], [lookup]))
+        said.append(await chat.reply(mine, [lookup]))
+        said.append(await chat.reply(asks({"role": "assistant", "content": "B"}, "again", theirs), [lookup]))
+        return {reply.id: 1.0 + place for place, reply in enumerate(said)}
+
+    call = '<tool_call>{"name":  "lookup", "arguments": {"topic": "x"}}</tool_call>'
+    (found,) = converse(says(call, call, "A", "B", "C", "D", "E", max_new_tokens=100), play)
+    texts = text_and_sampled(found)
+    begins = [text.split("<|im_start|>user\n")[1].split("<|im_end|>")[0] for text, _ in texts]
+    assert begins == ["they", "they", "you", "you"]  # several tasks asked, so the order is that of the tokens
+    end = "<|im_end|>"
+    # after B, "again" comes before "go on", though it was asked later
+    expected = [f"{call}{end}|B{end}|E{end}", "C" + end, f"{call}{end}|A{end}", "D" + end]
+    assert [sampled for _, sampled in texts] == expected
+    assert texts[1][0] == texts[0][0].replace("again", "go on").replace("E<", "C<")
+    assert all(call + end in text for text, _ in texts)
+    assert found.segments[2].token_ids[:-2] == found.segments[3].token_ids[:-2]
+    assert found.rewards == (2.0, 4.0, 7.0, 5.0, 1.0, 3.0, 6.0)
+    assert [turn.num_tokens for turn in found.turns] == [len(call) + 1, 2, 2, 2, len(call) + 1, 2, 2]
+    assert [turn.message["content"] for turn in found.turns] == ["", "B", "E", "C", "", "A", "D"]
+    for segment, last in zip(found.segments, "ECAD", strict=True):
+        assert segment.messages[-1]["content"] == last
+    assert found.messages == found.segments[-1].messages
+
+
+def test_log_probs_of_several_histories_are_those_of_scoring_and_no_prefix_is_computed_twice() -> None:
+    """Counted positions. Truncated messages keep their caches, too."""
+
+    async def play(chat: Chat, state: Any) -> float:
+        other = [user("they are here")]
+        a = await chat(ASKED, max_new_tokens=4)
+        b = await chat(other, max_new_tokens=5)
+        await chat(asks(a, "and"))
+        await chat(asks(b, "but", other))
+        return 1.0
+
+    torch.manual_seed(0)
+    policy = language_model(max_new_tokens=200)
+    shapes = forward_shapes(policy.model)
+    agent = AgentPolicy(policy, play)
+    sampled = agent.sample_actions(["you"], 1)
+    (row,) = sampled.actions[0]
+    computed = sum(rows * columns for rows, columns in shapes)
+    assert computed == sum(len(segment.token_ids) - 1 for segment in row.segments)
+    lengths = [sum(turn.num_tokens for turn in turns) for turns in (row.turns[:2], row.turns[2:])]
+    assert [len(segment.log_probs) for segment in row.segments] == lengths
+    scores = agent.score_actions([None], [row])
+    torch.testing.assert_close(scores.log_probs, sampled.behaviour_log_probs, atol=1e-5, rtol=0)
+
+
+def test_results_come_in_the_order_of_the_calls_and_have_names_and_calls_may_have_other_keys() -> None:
+    async def play(chat: Chat, state: Any) -> float:
+        said = await chat(ASKED, [lookup])
+        calls = [{**call, "index": 0, "function": {**call["function"], "parsed": None}} for call in said["tool_calls"]]
+        given = {"none": "who?"} | {call["id"]: f"result {place}" for place, call in reversed([*enumerate(calls)])}
+        results: Any = [{"role": "tool", "content": text, "tool_call_id": name} for name, text in given.items()]
+        await chat([*ASKED, {**said, "tool_calls": calls}, *results], [lookup])
+        return 1.0
+
+    (found,) = converse(says(says_call() + says_call("other"), "fine", max_new_tokens=200), play)
+    shown = [(message["content"], message.get("name")) for message in found.messages if message["role"] == "tool"]
+    assert shown == [("result 0", "lookup"), ("result 1", "other"), ("who?", None)]
+    assert len(found.segments) == 1
+
+
+# Transcripts: JSON lines, and a page that shows what was said, whatever was said
+
+
+HOSTILE = "</div></details><script>alert('&amp;')</script>\x1b[2J\u202e\u2028\ud800 \"end\"\n{heading} %s"
+
+
+def rewarded(messages: list[dict[str, Any]], rewards: tuple[float, ...], **parts: Any) -> Conversation:
+    turns = tuple(Turn(num_tokens=1, reward=reward) for reward in rewards)
+    return conversation(turns=turns, messages=tuple(messages), **parts)
+
+
+def said(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+class Page(HTMLParser):
+    """The texts of a page, each with the elements around it. It fails if elements are not closed in order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag != "meta":
+            self.open.append(f"{tag}.{dict(attrs).get('class')}" if dict(attrs).get("class") else tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop().split(".")[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        if data.strip() and self.open[-1] != "style":
+            self.texts.append((self.open[-1], data))
+
+
+def test_a_replayed_conversation_as_lines_and_as_a_page(tmp_path: Path) -> None:
+    policy = AgentPolicy(language_model(max_new_tokens=90), Tools)
+    rows = policy.replay(["you", "me"], [[says_call(), "fine"], ["good"]])
+    save_transcripts(tmp_path / "new" / "rows.jsonl", rows, titles=["first", "second"])
+    first, second = (json.loads(line) for line in (tmp_path / "new" / "rows.jsonl").read_text().splitlines())
+    common = {"title": "first", "ended_by": "environment", "info": {}}
+    assert first == common | {"messages": list(rows[0].messages), "rewards": [0.0, 1.0], "reward": 1.0}
+    assert second["title"] == "second"
+    assert Page(transcript_page(rows[:1], titles=["first"], heading="Tools")).texts == [
+        ("title", "Tools"), ("h1", "Tools"), ("summary", "1. first "), ("span", "reward 1, ended by environment"),
+        ("span.role", "user"), ("div.message other", "Hello you"),
+        ("span.role", "assistant, reward 0"), ("code", 'lookup({"topic": "weather"})'),
+        ("span.role", "tool"), ("div.message tool", "weather is fine"),
+        ("span.role", "assistant, reward 1"), ("div.message assistant", "fine"),
+        ("span.role", "user"), ("div.message other", "bye"),
+    ]  # fmt: skip
+
+
+def test_hostile_texts_are_shown_as_they_are(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """Markup, control characters, line separators and half a surrogate pair, in every place that holds a text."""
+    call = tool_call(HOSTILE, **{HOSTILE: [HOSTILE]})
+    places = {
+        "content": rewarded([said("user", HOSTILE)], ()),
+        "role": rewarded([said(HOSTILE, "")], ()),
+        "thought": rewarded([said("assistant", "", reasoning_content=HOSTILE)], (1.0,)),
+        "call": rewarded([said("assistant", "", tool_calls=[call])], (1.0,)),
+        "info": rewarded([], (), info={HOSTILE: HOSTILE}),
+        "title": rewarded([], ()),
+    }
+    plain = [tag for tag, _ in Page(transcript_page([rewarded([], ())], titles=["."], heading=".")).texts]
+    for place, row in places.items():
+        with subtests.test(place=place):
+            titles = [HOSTILE if place == "title" else "."]
+            page = transcript_page([row], titles=titles, heading=HOSTILE if place == "title" else ".")
+            (tmp_path / "page.html").write_text(page, encoding="utf-8")
+            assert "<script" not in page
+            tags = [tag for tag, _ in Page(page).texts]
+            assert {*tags} <= {*plain, "div.message other", "div.message assistant", "span.role", "code", "p"}
+            if place in ("content", "role", "title", "thought"):
+                texts = [text.replace("\ufffd", "&#55296;") for _, text in Page(page).texts]
+                assert any(HOSTILE.replace("\ud800", "&#55296;") in text for text in texts)
+            save_transcripts(tmp_path / "rows.jsonl", [row], titles=titles)
+            (line,) = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+            read = json.loads(line)
+            assert read["messages"] == list(row.messages)
+            assert (read["info"], read["title"]) == (row.info, titles[0])
+
+
+def test_rewards_that_are_not_known_and_what_is_not_a_number_are_null(tmp_path: Path) -> None:
+    call = tool_call("pay", amount=float("inf"))
+    info = {"error": "lost"}
+    failed = rewarded([said("assistant", "a", tool_calls=[call])], (float("nan"),), ended_by="error", info=info)
+    texts = [text for _, text in Page(transcript_page([failed])).texts]
+    assert texts[2:5] == ["1. ", "reward not known, ended by error", "assistant, reward not known"]
+    assert {"a", 'info: {"error": "lost"}'} < {*texts[5:]}
+    save_transcripts(tmp_path / "rows.jsonl", [failed])
+    read = json.loads((tmp_path / "rows.jsonl").read_text(), parse_constant=pytest.fail)
+    assert (read["rewards"], read["reward"], read["title"]) == ([None], None, "")
+    assert read["messages"][0]["tool_calls"][0]["function"]["arguments"] == {"amount": None}
+
+
+def test_rewards_belong_to_the_last_messages_of_the_assistant(subtests: pytest.Subtests) -> None:
+    """An environment may begin with examples, and after a rewritten history the transcript has fewer turns."""
+    messages = [said("assistant", "example"), said("user", "now you"), said("assistant", "a")]
+    for rewards, expected in (
+        ((0.25,), ["assistant", "assistant, reward 0.25"]),
+        ((1.0, 2.0, 3.0), ["assistant, reward 2", "assistant, reward 3"]),
+    ):
+        with subtests.test(rewards=rewards):
+            texts = [text for _, text in Page(transcript_page([rewarded(messages, rewards)])).texts]
+            assert [text for text in texts if text.startswith("assistant")] == expected
+
+
+def test_titles_must_fit(tmp_path: Path) -> None:
+    for write in (partial(save_transcripts, tmp_path / "rows.jsonl"), transcript_page):
+        with pytest.raises(ContractError, match="titles must have one entry per row = 0"):
+            write([], titles=["a"])
+    assert not (tmp_path / "rows.jsonl").exists()

@@ -1,17 +1,14 @@
-"""`ChatEndpoint`: agent programs that speak OpenAI's API over HTTP."""
+"""`ChatEndpoint`: agent programs that speak OpenAI's APIs over HTTP."""
 
 import asyncio
 import contextlib
-import gc
 import http.client
 import json
 import re
 import socket
-import sys
 import threading
 import time
 import tracemalloc
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -19,17 +16,15 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
-import torch
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
-from adapters.agents import AgentPolicy, Chat, ChatEndpoint, Conversation, EnvironmentReward, endpoint, rollouts
+from adapters.agents import AgentPolicy, ChatEndpoint, Conversation, endpoint, rollouts
 from adapters.agents.openai_api import error_body
 from adapters.agents.templates import TOOL
 from adapters.llm import SamplingConfig
-from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError
-from tests.support.agent_parts import before_each_batch, user
-from tests.support.agents import THINKS, Scripted, chat_tokenizer, language_model, says_call, wait_for
+from tests.support.agent_parts import before_each_batch, rows_of, user
+from tests.support.agents import THINKS, Scripted, language_model, says_call, wait_for
 from tests.support.clocks import ConversationClocks
 from tests.unit.adapters.agents.test_conversations import text_and_sampled
 
@@ -41,11 +36,20 @@ def says(*turns: str, **options: Any) -> Any:
     return Scripted(turns, **{"max_new_tokens": 200} | options).policy
 
 
-def converse(policy: Any, program: Callable[..., Any], states: Any = ("you",), **options: Any) -> list[Conversation]:
+def converse(
+    policy: Any, program: Callable[..., Any], states: Any = ("you",), *, ignore: Any = (), **options: Any
+) -> list[Conversation]:
     """Conversations of a program with an endpoint that is closed afterwards."""
-    with ChatEndpoint(policy) as served:
+    with ChatEndpoint(policy, ignore=ignore) as served:
         agent = AgentPolicy(policy, served.runs(program), **options)
-        return [row for group in agent.generate_actions(list(states), 1) for row in group]
+        return rows_of(agent.generate_actions(list(states), 1))
+
+
+@pytest.fixture(autouse=True)
+def _no_leftover_threads() -> Iterator[None]:
+    """Every endpoint of these tests is closed."""
+    yield
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "chat endpoint"])
 
 
 def client_of(base_url: str, **options: Any) -> OpenAI:
@@ -76,15 +80,16 @@ def raw(base_url: str, method: str = "POST", path: str = "/chat/completions", bo
     return read
 
 
-def reply(client: OpenAI, *, streams: bool, **request: Any) -> tuple[dict[str, Any], str | None, Any]:
-    """The message of a response, or of a stream as clients put it together, with the finish reason and the usage."""
+def reply(client: OpenAI, *, streams: bool, **request: Any) -> tuple[dict[str, Any], str | None, Any, str]:
+    """The message of a response, or of a stream as clients put it together, with the finish reason, the usage and the id."""
     if not streams:
         answer = client.chat.completions.create(**request)
         assert (answer.model, answer.object) == (request["model"], "chat.completion")
-        return answer.choices[0].message.model_dump(), answer.choices[0].finish_reason, answer.usage
+        return answer.choices[0].message.model_dump(), answer.choices[0].finish_reason, answer.usage, answer.id
     message: dict[str, Any] = {"role": "", "content": ""}
-    reason, usage = None, None
+    reason, usage, ids = None, None, set[str]()
     for chunk in client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **request):
+        ids.add(chunk.id)
         usage = chunk.usage or usage
         for choice in chunk.choices:
             reason = choice.finish_reason or reason
@@ -93,54 +98,51 @@ def reply(client: OpenAI, *, streams: bool, **request: Any) -> tuple[dict[str, A
             for call in choice.delta.tool_calls or []:
                 message.setdefault("tool_calls", []).append(call.model_dump(exclude={"index"}))
                 assert call.index == len(message["tool_calls"]) - 1
-    return message, reason, usage
+    (name,) = ids
+    return message, reason, usage, name
 
 
-def test_thoughts_that_the_tokenizers_parser_separates_are_sent() -> None:
+def test_thoughts_that_the_tokenizers_parser_separates_go_out_and_come_back() -> None:
     def use(client: OpenAI) -> float:
         said = client.chat.completions.create(**ASKED).choices[0].message.model_dump()
         assert (said["reasoning_content"], said["content"]) == ("hm", "Yes.")
         (chunk, _) = client.chat.completions.create(model="m", messages=[USER, said, USER], stream=True)
         assert chunk.choices[0].delta.model_extra == {"reasoning_content": "so"}
+        first = client.responses.create(model="m", input="me")
+        thought, text = first.output
+        assert (thought.type, thought.content[0].text, text.content[0].text) == ("reasoning", "hm", "Yes.")
+        items: list[Any] = [item.model_dump(exclude_none=True) for item in first.output]
+        client.responses.create(model="m", input=[user("me"), *items, user("more")])
         return 1.0
 
-    policy = says("<think>hm</think>Yes.", "<think>so</think>No.")
+    policy = says("<think>hm</think>Yes.", "<think>so</think>No.", "<think>hm</think>Yes.", "No.")
     policy.tokenizer.response_template = THINKS
     (found,) = converse(policy, with_client(use))
     assert found.reward == 1.0
-
-
-def test_a_streamed_reply_has_one_id_and_takes_the_reward_of_it() -> None:
-    def use(client: OpenAI) -> dict[str, float]:
-        asked = {"model": "m", "messages": [USER]}
-        ids = [client.chat.completions.create(**asked).id]
-        ids += {chunk.id for chunk in client.chat.completions.create(stream=True, **asked)}
-        _, streamed = ids
-        return {streamed: 2.0}
-
-    (found,) = converse(says("Yes.", "No."), with_client(use))
-    assert list(found.rewards) == [0.0, 2.0]
+    assert len(found.segments) == 2  # both histories continue what was sampled
 
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_conversation_with_tools_is_one_context(streams: bool) -> None:
     """Two calls in a turn, whose results come back in the other order, a call without a text, and a text. The usage counts
-    real tokens."""
+    real tokens. A streamed reply takes the reward of its id."""
     calls = says_call(arguments='{"topic":   "sun"}') + says_call("other", "{}")
-    usages = []
+    usages, ids = [], []
 
-    def use(client: OpenAI) -> list[float]:
+    def use(client: OpenAI) -> Any:
         messages: list[Any] = [{"role": "developer", "content": [{"type": "text", "text": t} for t in "ab"]}, USER]
         for expected in (("Hm.", "tool_calls"), ("" if streams else None, "tool_calls"), ("Fine.", "stop")):
             request: Any = {"model": "m", "messages": messages, "tools": [TOOL], "tool_choice": "auto"}
-            said, reason, usage = reply(client, streams=streams, **request)
+            said, reason, usage, name = reply(client, streams=streams, **request)
             assert (said["content"], reason) == expected
+            ids.append(name)
             usages.append((usage.prompt_tokens, usage.completion_tokens, usage.total_tokens))
             messages.append(said)
             for call in reversed(said.get("tool_calls") or []):
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": call["function"]["name"]})
                 assert isinstance(call["function"]["arguments"], str)
-        return [0.25, 0.5, 1.0]
+        rewards = [0.25, 0.5, 1.0]
+        return dict(zip(ids, rewards, strict=True)) if streams else rewards
 
     (found,) = converse(says("Hm. " + calls, says_call(), "Fine."), with_client(use))
     ((text, sampled),) = text_and_sampled(found)
@@ -155,22 +157,10 @@ def test_a_conversation_with_tools_is_one_context(streams: bool) -> None:
     assert usages == [(begin, count, begin + count) for begin, count in zip(begins, counts, strict=True)]
 
 
-def test_a_program_may_be_async_and_the_caller_may_have_an_event_loop() -> None:
-    async def program(base_url: str, state: Any) -> float:
-        async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
-            said = await asyncio.gather(*(client.chat.completions.create(**ASKED) for _ in range(2)))
-        return float(sum(int(answer.choices[0].message.content) for answer in said))
-
-    async def cell() -> list[Conversation]:
-        return converse(says(*"1234"), program, ["a", "b"])
-
-    assert sum(row.reward for row in asyncio.run(cell())) == 10  # in whatever order the requests came
-
-
 def test_limits_and_stop_strings_of_a_request() -> None:
     def use(client: OpenAI) -> float:
         def ask(**request: Any) -> tuple[str, str, int]:
-            said, reason, usage = reply(client, streams=False, **ASKED, **request)
+            said, reason, usage, _ = reply(client, streams=False, **ASKED, **request)
             return said["content"], reason, usage.completion_tokens
 
         assert ask(max_tokens=3) == ("abc", "length", 3)
@@ -233,48 +223,63 @@ NEUTRAL = {
 }  # fmt: skip
 
 
-def test_what_would_change_the_distribution_is_refused_and_nothing_else(subtests: pytest.Subtests) -> None:
-    """Nothing is sampled for a refused request, and the conversation goes on."""
+REFUSED_RESPONSES: list[tuple[dict[str, Any], str]] = [
+    ({"input": [{"type": "item_reference", "id": "a"}]}, r"input\[0\] must be a message, a function_call"),
+    ({"input": ["you"]}, r"input\[0\] must be a message"),
+    ({"input": []}, r"messages must be a list of messages, with at least one"),
+    ({"input": [user([{"type": "input_image", "image_url": "a"}])]}, "Send a picture as data:"),
+    ({"input": "you", "tools": [{"type": "web_search"}]}, r"tools\[0\] must be of the type 'function'"),
+    ({"input": "you", "tool_choice": "required"}, r"tool_choice must be 'auto' or 'none'"),
+    ({"input": "you", "temperature": 0.5}, r"temperature must be 1\.5 or left out"),
+    ({"input": "you", "text": {"format": {"type": "json_object"}}}, r"response_format must be"),
+    ({"input": "you", "background": True}, r"background must be left out"),
+    ({"input": "you", "max_tool_calls": 3}, r"max_tool_calls must be left out"),
+    ({"input": "you", "tools": 7}, r"tools must be a list of"),
+    ({"input": "you", "tools": "lookup"}, r"tools must be a list of"),
+    ({"input": "you", "tools": [None]}, r"tools\[0\] must be of the type 'function'"),
+    ({"input": "you", "text": ["a"]}, r"response_format must be"),
+    ({"input": 7}, r"input\[0\] must be a message"),
+    ({"input": [None]}, r"input\[0\] must be a message"),
+    ({"input": [user(7)]}, r"messages\[0\]\.content must be a text"),
+    ({"input": [user([7])]}, r"messages\[0\]\.content must be a text"),
+    ({"input": [{"type": "function_call", "name": 7}]}, r"messages\[0\]\.tool_calls must be a list of calls"),
+    ({"input": [{"type": "reasoning", "content": [7]}, user(7)]}, r"messages\[1\]\.content must be"),
+    ({"input": "you", "instructions": 7}, r"messages\[0\]\.content must be a text"),
+    ({"input": "you", "max_output_tokens": "many"}, r"max_tokens must be an integer"),
+]
+BAD_HTTP: list[tuple[dict[str, Any], int, str]] = [
+    ({"body": b"{"}, 400, "The body must be JSON"),
+    ({"body": b"\xff"}, 400, "The body must be JSON"),
+    ({"body": b"[" * 900}, 400, "must be"),
+    ({"body": b"[]"}, 400, "The body must be a JSON object; got a list of 0"),
+    ({"body": b"7" * 1001}, 413, "A request may have 1000 bytes; got 1001"),
+    ({"body": ASKED, "Content-Length": "many"}, 411, "A request needs a Content-Length in bytes; got 'many'"),
+    ({"body": ASKED, "Content-Length": "9" * 5000}, 411, "A request needs a Content-Length"),
+    ({"body": b"", "Transfer-Encoding": "chunked"}, 411, "A request needs a Content-Length"),
+    ({"path": "/embeddings"}, 404, "Only /v1/chat/completions, /v1/responses, /v1/models are served"),
+    ({"method": "GET", "body": b""}, 405, "needs the method POST; got GET"),
+    ({"method": "DELETE", "path": "/models", "body": b""}, 405, "needs the method GET; got DELETE"),
+    ({"method": "BREW"}, 501, "BREW"),
+]
+
+
+def test_what_cannot_be_answered_gets_an_error_in_openais_form(
+    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would change the distribution is refused, and nothing else. Nothing is sampled, and the conversation goes on."""
+    monkeypatch.setattr(endpoint, "MOST_BYTES", 1000)
+    cases = [({"body": ASKED | request}, 400, message) for request, message in REFUSED]
+    cases += [({"body": request, "path": "/responses"}, 400, message) for request, message in REFUSED_RESPONSES]
 
     def program(base_url: str, state: Any) -> float:
-        for request, message in REFUSED:
-            with subtests.test(request=request):
-                status, answer = raw(base_url, body=ASKED | request)
+        for request, status, message in [*cases, *BAD_HTTP]:
+            with subtests.test(request=str(request)[:200]):
+                found, answer = raw(base_url, **request)
                 error = answer["error"]
-                assert (status, error["type"]) == (400, "invalid_request_error")
+                assert (found, error["type"]) == (status, "server_error" if status > 500 else "invalid_request_error")
                 assert re.search(message, error["message"]), error["message"]
                 assert error["message"].startswith(error["param"] or "")
-        status, answer = raw(base_url, body=ASKED | NEUTRAL)
-        assert status == 200, answer
-        return 1.0
-
-    (found,) = converse(says("fine", sampling=SamplingConfig(temperature=1.5)), program)
-    assert (found.reward, len(found.turns)) == (1.0, 1)
-
-
-def test_bad_http_gets_an_error_in_openais_form(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "MOST_BYTES", 1000)
-    cases: list[tuple[dict[str, Any], int, str]] = [
-        ({"body": b"{"}, 400, "The body must be JSON"),
-        ({"body": b"\xff"}, 400, "The body must be JSON"),
-        ({"body": b"[" * 900}, 400, "must be"),
-        ({"body": b"[]"}, 400, "The body must be a JSON object; got a list of 0"),
-        ({"body": b"7" * 1001}, 413, "A request may have 1000 bytes; got 1001"),
-        ({"body": ASKED, "Content-Length": "many"}, 411, "A request needs a Content-Length in bytes; got 'many'"),
-        ({"body": ASKED, "Content-Length": "9" * 5000}, 411, "A request needs a Content-Length"),
-        ({"body": b"", "Transfer-Encoding": "chunked"}, 411, "A request needs a Content-Length"),
-        ({"path": "/embeddings"}, 404, "Only /v1/chat/completions, /v1/responses, /v1/models are served"),
-        ({"method": "GET", "body": b""}, 405, "needs the method POST; got GET"),
-        ({"method": "DELETE", "path": "/models", "body": b""}, 405, "needs the method GET; got DELETE"),
-        ({"method": "BREW"}, 501, "BREW"),
-    ]
-
-    def program(base_url: str, state: Any) -> float:
-        for request, status, message in cases:
-            with subtests.test(request=str(request)[:80]):
-                found, answer = raw(base_url, **request)
-                assert (found, message in answer["error"]["message"]) == (status, True), answer
-                assert answer["error"].keys() == {"message", "type", "param", "code"}
+                assert error.keys() == {"message", "type", "param", "code"}
         address = ("127.0.0.1", urlsplit(base_url).port)
         with subtests.test("no HTTP"), socket.create_connection(address) as connection:
             connection.sendall(b"hello\r\n\r\n")
@@ -285,55 +290,14 @@ def test_bad_http_gets_an_error_in_openais_form(subtests: pytest.Subtests, monke
             status, answer = raw(base_url.replace("/v1", "x/v1"))
             assert (status, "No conversation has this URL" in answer["error"]["message"]) == (404, True)
         half_a_character = ASKED | {"messages": [{"role": "user", "content": "\ud800"}]}
-        return 1.0 if raw(base_url, body=half_a_character, Expect="100-continue")[0] == 200 else 0.0
+        assert raw(base_url, body=half_a_character, Expect="100-continue")[0] == 200
+        return float(raw(base_url, body=ASKED | NEUTRAL)[0] == 200)
 
-    (found,) = converse(says("fine"), program)
-    assert (found.reward, len(found.turns)) == (1.0, 1)
+    (found,) = converse(says("fine", "fine", sampling=SamplingConfig(temperature=1.5)), program)
+    assert (found.reward, len(found.turns)) == (1.0, 2)
     status, body = error_body(KeyError("lost"))
     expected = {"message": "KeyError: 'lost'", "type": "server_error", "param": None, "code": None}
     assert (status, json.loads(body)) == (500, {"error": expected})
-
-
-def exchange(base_url: str, *sent: bytes) -> bytes:
-    """What comes back through one connection, until the endpoint closes it."""
-    received = b""
-    with socket.create_connection(("127.0.0.1", urlsplit(base_url).port), timeout=20) as connection:
-        for part in sent:
-            connection.sendall(part)
-            time.sleep(0.02 if len(sent) > 9 else 0)
-        while part := connection.recv(10_000):
-            received += part
-    return received
-
-
-def request_to(base_url: str, body: bytes = json.dumps(ASKED).encode()) -> bytes:
-    path = urlsplit(base_url).path + "/chat/completions"
-    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-def test_two_conversations_in_one_connection_get_their_own_turns() -> None:
-    """A client that connects again answers both. Of two requests in one connection, the second is not read."""
-    urls, done = dict[str, str](), threading.Event()
-
-    def program(base_url: str, state: Any) -> float:
-        urls[state] = base_url
-        if state == "you":
-            assert done.wait(20)
-            return 1.0
-        try:
-            wait_for(lambda: len(urls) == 2)
-            connection = http.client.HTTPConnection(urlsplit(base_url).netloc)
-            for name in ("you", "me", "you"):
-                connection.request("POST", urlsplit(urls[name]).path + "/chat/completions", json.dumps(ASKED))
-                assert connection.getresponse().status == 200
-            both = exchange(base_url, request_to(urls["me"]) + request_to(urls["you"]))
-            assert both.count(b"HTTP/1.1 200") == both.count(b"HTTP/1.1 ") == 1
-        finally:
-            done.set()
-        return 1.0
-
-    you, me = converse(says(*"abcde"), program, ["you", "me"])
-    assert [(row.reward, len(row.turns)) for row in (you, me)] == [(1.0, 2), (1.0, 2)]
 
 
 def test_a_strangers_request_costs_no_memory() -> None:
@@ -366,7 +330,9 @@ def test_slow_and_endless_requests_are_cut_off(subtests: pytest.Subtests, monkey
     monkeypatch.setattr(socket.socket, "settimeout", recorded)
 
     def program(base_url: str, state: Any) -> float:
-        whole, slow = request_to(base_url), [b"."] * 1000
+        address, body = urlsplit(base_url), json.dumps(ASKED)
+        head = f"POST {address.path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        whole, slow = (head + body).encode(), [b"."] * 1000
         cases: dict[str, list[bytes]] = {
             "line": slow,
             "headers": [whole.split(b"\r\n")[0] + b"\r\n", *slow],
@@ -375,11 +341,12 @@ def test_slow_and_endless_requests_are_cut_off(subtests: pytest.Subtests, monkey
             "no end": [b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 90, *[b"c: " + b"d" * 60_000 + b"\r\n"] * 9],
         }
         for name, sent in cases.items():
-            with subtests.test(name):
-                answered = b""
-                with contextlib.suppress(ConnectionError):
-                    answered = exchange(base_url, *sent)
-                assert answered == b""
+            connection = socket.create_connection(("127.0.0.1", address.port), timeout=20)
+            with subtests.test(name), connection, contextlib.suppress(ConnectionError):
+                for part in sent:
+                    connection.sendall(part)
+                    time.sleep(0.02)
+                assert connection.recv(1000) == b""
         return float(raw(base_url)[0])
 
     assert converse(says("a"), program, timeout=None)[0].reward == 200.0
@@ -416,57 +383,23 @@ def test_the_number_of_connections_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     assert converse(policy, program)[0].reward == 200.0
 
 
-def test_clients_that_are_not_closed_leave_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
-    """They outlive their event loop, and are collected in the next one, or in none. A transport that is open then says "Event
-    loop is closed", in asyncio's log, or that it was not closed."""
-    kept, policy = list[Any](), says(*"abcd")
+@pytest.mark.parametrize("catches", [True, False])
+def test_the_end_of_a_conversation_reaches_the_program(catches: bool) -> None:
+    """A program that catches it gives a reward; else the reward is 0."""
 
-    async def program(base_url: str, state: Any) -> float:
-        if len(kept) == 2:  # the clients of the first round
-            kept.clear()
-            gc.collect()
-        client = AsyncOpenAI(base_url=base_url, api_key="none")
-        await client.chat.completions.create(**ASKED)
-        kept.append(client)
-        return 1.0
-
-    with ChatEndpoint(policy) as served:
-        agent = AgentPolicy(policy, served.runs(program))
-        for _ in range(2):
-            assert [row.reward for row in agent.generate_actions(["you"], 2)[0]] == [1.0, 1.0]
-        found = list[str]()
-        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            patch.setattr(sys, "unraisablehook", lambda unraisable: found.append(str(unraisable.exc_value)))
-            kept.clear()
-            gc.collect()
-    assert (found, [str(warning.message) for warning in warned], caplog.records) == ([], [], [])
-
-
-def test_the_end_of_a_conversation_reaches_the_program(subtests: pytest.Subtests) -> None:
-    """A program that catches it gives a reward; else the reward is 0. An error before any limit is a failure."""
-    for name, ended_by, reward, error in (
-        ("catches", "max_turns", "7.0", "none"),
-        ("does not catch", "max_turns", "0.0", "APIStatusError: "),
-        ("fails", "error", "nan", "KeyError: 'lost'"),
-    ):
-
-        def use(client: OpenAI, name: str = name) -> float:
+    def use(client: OpenAI) -> float:
+        client.chat.completions.create(**ASKED)
+        with pytest.raises(openai.APIStatusError) as caught:
             client.chat.completions.create(**ASKED)
-            if name == "fails":
-                raise KeyError("lost")
-            if name == "does not catch":
-                client.chat.completions.create(**ASKED)
-            with pytest.raises(openai.APIStatusError) as caught:
-                client.chat.completions.create(**ASKED)
-            found: Any = caught.value
-            assert (found.status_code, found.code, found.body["ended_by"]) == (410, "conversation_ended", "max_turns")
-            return 7.0
+        found: Any = caught.value
+        assert (found.status_code, found.code, found.body["ended_by"]) == (410, "conversation_ended", "max_turns")
+        if not catches:
+            raise found
+        return 7.0
 
-        with subtests.test(name):
-            (found,) = converse(says("a", "b"), with_client(use), max_turns=1)
-            assert (found.ended_by, len(found.turns), str(found.reward)) == (ended_by, 1, reward)
-            assert found.info.get("error", "none").startswith(error)
+    (found,) = converse(says("a"), with_client(use), max_turns=1)
+    assert (found.ended_by, found.rewards) == ("max_turns", (7.0 if catches else 0.0,))
+    assert found.info.get("error", "none").startswith("none" if catches else "APIStatusError: ")
 
 
 def test_a_url_is_refused_after_its_conversation_and_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,7 +444,7 @@ def test_a_client_that_gives_up_and_asks_again_gets_another_turn() -> None:
 
 
 def test_a_request_that_waits_when_the_program_returns_is_refused() -> None:
-    """Also while other conversations go on, for which the policy samples."""
+    """The other conversation goes on, and the policy samples for it."""
     policy, began = says("a", "b"), threading.Event()
     before_each_batch(policy, lambda prompts: (began.set(), time.sleep(0.2)))
     statuses: list[Any] = []
@@ -535,19 +468,15 @@ def test_a_program_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
 
     def program(base_url: str, state: Any) -> float:
         raw(base_url)
-        if state == "bad":
-            clocks.move(0)
-            release.wait(60)
-            late.append(raw(base_url))
+        clocks.move()
+        release.wait(60)
+        late.append(raw(base_url))
         return 1.0
 
-    policy = says(*"abc")
+    policy = says("a")
     with ChatEndpoint(policy) as served:
-        sampled = AgentPolicy(policy, served.runs(program), timeout=1.0).sample_actions(["bad", "you"], 1)
-        (bad,), (good,) = sampled.actions
-        assert (bad.ended_by, len(bad.turns), bad.reward != bad.reward) == ("timeout", 1, True)
-        assert good.reward == 1.0
-        assert sampled.metrics["agents/abandoned"] == 1
+        sampled = AgentPolicy(policy, served.runs(program), timeout=1.0).sample_actions(["you"], 1)
+        assert (sampled.metrics["agents/ended_by_timeout"], sampled.metrics["agents/abandoned"]) == (1, 1)
         release.set()
         wait_for(lambda: bool(late))
     assert (late[0][0], late[0][1]["error"]["ended_by"]) == (410, "timeout")
@@ -555,25 +484,25 @@ def test_a_program_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_no_port_and_no_thread_stay_after_close() -> None:
     before = threading.active_count()
-    policy, clients = says("a", "b"), []
+    policy, urls, idle = says("a", "b"), list[str](), list[socket.socket]()
 
     def program(base_url: str, state: Any) -> float:
-        clients.append(client_of(base_url))  # it keeps its connection open
-        clients[-1].chat.completions.create(**ASKED)
-        return 1.0
+        urls.append(base_url)
+        idle.append(socket.create_connection(("127.0.0.1", urlsplit(base_url).port)))
+        return float(raw(base_url)[0])
 
     served = ChatEndpoint(policy)
     served.close()
     agent = AgentPolicy(policy, served.runs(program))
     for _ in range(2):  # the endpoint starts again
-        assert agent.generate_actions(["you"], 1)[0][0].reward == 1.0
+        assert agent.generate_actions(["you"], 1)[0][0].reward == 200.0
         began = time.monotonic()
         served.close()
         assert time.monotonic() - began < 10  # it does not wait for idle connections
         wait_for(lambda: threading.active_count() <= before)
-        with pytest.raises(openai.APIConnectionError):
-            clients[-1].chat.completions.create(**ASKED)
-        clients[-1].close()
+        with pytest.raises(ConnectionRefusedError):
+            raw(urls[-1])
+        idle[-1].close()
 
 
 def test_what_is_no_language_model_and_what_cannot_be_ignored_are_refused(subtests: pytest.Subtests) -> None:
@@ -587,103 +516,35 @@ def test_what_is_no_language_model_and_what_cannot_be_ignored_are_refused(subtes
             ChatEndpoint(says(), ignore=ignore)
 
 
-# Real models
-
-
-CALL = says_call(arguments='{"topic": "rain"}')
-
-
-def calling_model(**options: Any) -> Any:
-    """A model that often calls a tool, because the whole call is one token, and often ends its turn."""
-    tokenizer = chat_tokenizer()
-    tokenizer.add_tokens([CALL])
-    policy = language_model(tokenizer=tokenizer, **{"max_new_tokens": 24, "end_scale": 3.0} | options)
-    prompt = tokenizer("<|im_start|>assistant\n", return_tensors="pt", add_special_tokens=False)["input_ids"]
-    with torch.no_grad():
-        state = policy.model(prompt, output_hidden_states=True).hidden_states[-1][0, -1]
-        weight = policy.model.get_output_embeddings().weight
-        for token in (tokenizer.convert_tokens_to_ids(CALL), tokenizer.eos_token_id):
-            weight[token] = 8 * state / state.dot(state)
-    return policy
-
-
-def with_answers(said: Any) -> list[Any]:
-    """A message and the results of its calls. If it has none, the user goes on."""
-    calls = said.get("tool_calls") or []
-    results = [{"role": "tool", "content": "fine", "tool_call_id": call["id"]} for call in calls]
-    return [said, *(results or [user("go on")])]
-
-
-def num_calls(messages: list[Any]) -> float:
-    return float(sum(message["role"] == "tool" for message in messages))
-
-
-def agent_loop(base_url: str, state: Any) -> float:
-    """Calls tools for up to three turns, the second of which is streamed. The reward is the number of calls."""
-    messages: list[Any] = [user(state)]
-    with client_of(base_url) as client:
-        for turn in range(3):
-            request: Any = {"model": "policy", "messages": messages, "tools": [TOOL], "max_tokens": 20}
-            messages += with_answers(reply(client, streams=turn == 1, **request)[0])
-    return num_calls(messages)
-
-
-async def direct_loop(chat: Chat, state: Any) -> float:
-    """The same as `agent_loop`, without HTTP."""
-    messages: list[Any] = [user(state)]
-    for _ in range(3):
-        messages += with_answers(await chat(messages, [TOOL], max_new_tokens=20))
-    return num_calls(messages)
-
-
-def test_a_program_over_http_samples_and_scores_what_it_would_without_http() -> None:
-    """Three turns with tools, one of them streamed. The tokens do not depend on the number of conversations at a time."""
-    policy = calling_model()
-    with ChatEndpoint(policy) as served:
-        torch.manual_seed(0)
-        agent = AgentPolicy(policy, served.runs(agent_loop), concurrency=64)
-        sampled = agent.sample_actions(["you", "me"], 2)
-        rows = [row for group in sampled.actions for row in group]
-        scores = agent.score_actions([None] * 4, rows)
-    assert torch.equal(scores.mask, sampled.mask)
-    torch.testing.assert_close(scores.log_probs, sampled.behaviour_log_probs, atol=1e-5, rtol=0)
-    torch.manual_seed(0)
-    direct = AgentPolicy(policy, direct_loop, concurrency=1).generate_actions(["you", "me"], 2)
-    expected = [[segment.token_ids for segment in row.segments] for group in direct for row in group]
-    assert [[segment.token_ids for segment in row.segments] for row in rows] == expected
-    assert {len(row.turns) for row in rows} == {3}
-    assert 1 in {len(row.segments) for row in rows}
-    assert sum(row.reward for row in rows) > 1
-    assert 20 in {turn.num_tokens for row in rows for turn in row.turns[:2]}  # truncated, and the conversation went on
-
-
-async def pydantic_program(base_url: str, state: Any) -> float:
-    """An agent of Pydantic AI with a tool, and two questions. The reward is the number of its tool's calls."""
-    from pydantic_ai import Agent, UnexpectedModelBehavior
+def test_an_agent_of_pydantic_ai_is_one_context() -> None:
+    """It sends back what was said as it was said, with two calls in a turn. The reward is the number of its tool's calls. The
+    program is async, and the caller has an event loop, as in a notebook."""
+    from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    topics: list[str] = []
-    model = OpenAIChatModel("policy", provider=OpenAIProvider(base_url=base_url, api_key="none"))
-    agent = Agent(model, instructions="Use your tool.")
+    async def program(base_url: str, state: Any) -> float:
+        topics: list[str] = []
+        model = OpenAIChatModel("policy", provider=OpenAIProvider(base_url=base_url, api_key="none"))
+        agent = Agent(model, instructions="Use your tool.")
 
-    @agent.tool_plain
-    def lookup(topic: str) -> str:
-        """Looks something up."""
-        topics.append(topic)
-        return f"{topic} is fine"
+        @agent.tool_plain
+        def lookup(topic: str) -> str:
+            """Looks something up."""
+            topics.append(topic)
+            return f"{topic} is fine"
 
-    with contextlib.suppress(UnexpectedModelBehavior):  # empty messages, again and again
         async with agent:
             first = await agent.run(state)
             await agent.run("Go on.", message_history=first.all_messages())
-    return float(len(topics))
+        return float(len(topics))
 
-
-def test_an_agent_of_pydantic_ai_is_one_context() -> None:
-    """It sends back what was said as it was said, with two calls in a turn."""
     two = "Hm. " + says_call() + says_call(arguments='{"topic": "sun"}')
-    (found,) = converse(says(two, says_call(), "Fine.", "Good."), pydantic_program)
+
+    async def cell() -> list[Conversation]:
+        return converse(says(two, says_call(), "Fine.", "Good."), program)
+
+    (found,) = asyncio.run(cell())
     ((text, sampled),) = text_and_sampled(found)
     end = "<|im_end|>"
     assert sampled == f"{two}{end}|{says_call()}{end}|Fine.{end}|Good.{end}"
@@ -691,26 +552,105 @@ def test_an_agent_of_pydantic_ai_is_one_context() -> None:
     assert (found.reward, found.ended_by) == (3.0, "environment")
 
 
-@pytest.mark.slow
-def test_an_agent_of_pydantic_ai_is_trained_as_it_is() -> None:
-    policy = calling_model(max_new_tokens=60)
-    with ChatEndpoint(policy) as served:
-        agent = AgentPolicy(policy, served.runs(pydantic_program), max_turns=6)
-        sampled = agent.sample_actions(["you"], 4)
-        scores = agent.score_actions([None] * 4, sampled.actions[0])
-        torch.testing.assert_close(scores.log_probs, sampled.behaviour_log_probs, atol=1e-5, rtol=0)
-        config = GRPOConfig(group_size=8, seed=0, learning_rate=1e-3)
-        trainer = GRPOTrainer(config=config, policy=agent, reward_model=EnvironmentReward())
-        for _ in range(2):  # the agent works in the event loop of each iteration
-            metrics = trainer.step(["you"])
-            assert metrics["train/ratio_mean"] == pytest.approx(1, abs=1e-5)
-            assert metrics["agents/ended_by_error"] == 0
-            assert metrics["agents/turns"] > 16
-            assert metrics["rewards/mean"] > 0
+# The responses API
 
 
-@pytest.fixture(autouse=True)
-def _no_leftover_threads() -> Iterator[None]:
-    """Every endpoint of these tests is closed."""
-    yield
-    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "chat endpoint"])
+FLAT = {"type": "function", "strict": True, **TOOL["function"]}
+
+
+def final(client: OpenAI, *, streams: bool, **request: Any) -> Any:
+    """The response, from its events if it streams. The client checks that the events fit together."""
+    if not streams:
+        return client.responses.create(model="m", **request)
+    with client.responses.stream(model="m", **request) as stream:
+        events = list(stream)
+    kinds = [event.type for event in events]
+    response: Any = events[-1].response
+    assert (kinds[0], kinds[-1]) == ("response.created", f"response.{response.status}")
+    done = [event.item.id for event in events if event.type == "response.output_item.done"]
+    assert done == [item.id for item in response.output]
+    return response
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_conversation_with_tools_over_the_responses_api_is_one_context(streams: bool) -> None:
+    call = says_call(arguments='{"topic":   "sun"}')
+
+    def use(client: OpenAI) -> dict[str, float]:
+        asked: list[Any] = [user([{"type": "input_text", "text": "you"}])]
+        common: Any = {"instructions": "Be short.", "tools": [FLAT], "streams": streams}
+        first = final(client, input=asked, **common)
+        said, called = first.output
+        assert (said.type, said.content[0].text) == ("message", "Hm.")
+        assert (called.type, called.name, called.arguments) == ("function_call", "lookup", '{"topic": "sun"}')
+        result = {"type": "function_call_output", "call_id": called.call_id, "output": "bright"}
+        items = [*asked, *(item.model_dump(exclude_none=True) for item in first.output), result]
+        second = final(client, input=items, parallel_tool_calls=False, **common)  # changes nothing
+        assert (second.output_text, second.status) == ("Fine.", "completed")
+        assert second.usage.total_tokens == second.usage.input_tokens + second.usage.output_tokens
+        return {first.id: 0.25, second.id: 1.0}
+
+    (row,) = converse(says("Hm. " + call, "Fine."), with_client(use))
+    ((text, sampled),) = text_and_sampled(row)
+    assert sampled == f"Hm. {call}<|im_end|>|Fine.<|im_end|>"
+    assert "<|im_start|>system\nBe short.<|im_end|>" in text
+    assert "bright" in text
+    assert row.rewards == (0.25, 1.0)
+
+
+def test_a_response_goes_on_from_the_previous_one_by_its_id() -> None:
+    def use(client: OpenAI) -> dict[str, float]:
+        first = client.responses.create(model="m", instructions="One.", input="you")
+        second = client.responses.create(model="m", previous_response_id=first.id, input="more")
+        short: Any = {"instructions": "Two.", "max_output_tokens": 2}
+        other = final(client, streams=True, previous_response_id=first.id, input="more", **short)
+        assert (first.incomplete_details, other.incomplete_details.reason) == (None, "max_output_tokens")
+        assert [(each.output_text, each.status) for each in (first, second, other)] == [
+            ("a", "completed"), ("b", "completed"), ("cd", "incomplete"),
+        ]  # fmt: skip
+        with pytest.raises(openai.NotFoundError, match="No reply of this conversation has the id 'resp_1'"):
+            client.responses.create(model="m", previous_response_id="resp_1", input="more")
+        return {first.id: 1.0, second.id: 2.0, other.id: 3.0}
+
+    (row,) = converse(says("a", "b", "cdef"), with_client(use))
+    texts = [text for text, _ in text_and_sampled(row)]
+    assert len(texts) == 2  # other instructions begin another context
+    assert sum("system\nOne.<" in text and "user\nmore<" in text for text in texts) == 1
+    assert sum("system\nTwo.<" in text and "user\nmore<" in text for text in texts) == 1
+    assert sorted((turn.message["content"], turn.reward) for turn in row.turns) == [("a", 1.0), ("b", 2.0), ("cd", 3.0)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_parameters_may_be_ignored_and_the_conversation_says_which(fails: bool) -> None:
+    form: Any = {"type": "json_object"}
+
+    def use(client: OpenAI) -> float:
+        said = client.chat.completions.create(**ASKED, temperature=0.5, tool_choice="required", tools=[TOOL])
+        again = client.responses.create(model="m", input="you", temperature=0.25, text={"format": form})
+        with pytest.raises(openai.BadRequestError, match=r"top_p must be 1\.0 or left out"):
+            client.chat.completions.create(**ASKED, top_p=0.5)
+        if fails:
+            raise KeyError("lost")
+        return float((said.choices[0].message.content, again.output_text) == ("a", "b"))
+
+    (row,) = converse(says("a", "b"), with_client(use), ignore={"temperature", "tool_choice", "response_format"})
+    assert str(row.reward) == ("nan" if fails else "1.0")
+    ignored = {"temperature": 0.25, "tool_choice": "required", "response_format": form}
+    assert row.info == {"ignored": ignored} | ({"error": "KeyError: 'lost'"} if fails else {})
+
+
+@pytest.mark.parametrize(("public_host", "name"), [(None, "0.0.0.0"), ("127.0.0.2", "127.0.0.2")])
+def test_an_endpoint_may_listen_for_containers_and_have_a_public_name(public_host: str | None, name: str) -> None:
+    urls = []
+
+    def program(base_url: str, state: Any) -> float:
+        urls.append(base_url)
+        url = base_url.replace("0.0.0.0", "127.0.0.2")
+        assert raw(url.replace("/v1", "x/v1"))[0] == 404, "without the token"
+        return float(raw(url)[0] == 200)
+
+    policy = says("a", sampling=SamplingConfig(max_new_tokens=8))
+    with ChatEndpoint(policy, host="0.0.0.0", public_host=public_host) as served:
+        ((row,),) = AgentPolicy(policy, served.runs(program)).generate_actions(["you"], 1)
+    assert row.reward == 1.0
+    assert urls[0].startswith(f"http://{name}:")

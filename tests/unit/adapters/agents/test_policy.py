@@ -1,31 +1,43 @@
-"""`AgentPolicy`: sampled and scored log-probs, gradients, concurrency, and what the core makes of conversations."""
+"""`AgentPolicy`: sampled and scored log-probs, values, gradients, scripts, and what the core makes of conversations."""
 
+import copy
+import math
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
 
-from adapters.agents import AgentPolicy, Conversation, EnvironmentReward, Message, rollouts
+from adapters.agents import AgentPolicy, Conversation, EnvironmentReward, Message, Segment, Turn
 from adapters.agents.messages import tool_message
 from adapters.agents.templates import ASKED, CALLED, TOOL
-from adapters.llm import Completion, HFPolicy, SamplingConfig
-from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, RewardConfig, WeightedRewards
+from adapters.llm import Completion, HFPolicy, SamplingConfig, ValueHead
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, WeightedRewards
 from grpo.checks import check_policy
-from grpo.errors import ConfigError, ContractError, RewardError
+from grpo.errors import ConfigError, ContractError
 from grpo.types import CONTINUES
-from tests.support.agent_parts import changed, fails, model_with, rows_of
-from tests.support.agents import CHATML, FORGETFUL, Echo, Scripted, Tools, language_model, says_call, scores_one_by_one
+from tests.support.agent_parts import changed, conversation, fails, model_with, rows_of
+from tests.support.agents import (
+    CHATML,
+    FORGETFUL,
+    Echo,
+    Scripted,
+    Tools,
+    converse,
+    language_model,
+    says_call,
+    scores_one_by_one,
+)
 from tests.support.llm_models import (
     FAMILIES,
     FLOAT32_GRADIENT,
     adapted_model,
-    forward_shapes,
     gradients,
     relative_difference,
 )
-from tests.unit.adapters.agents.test_templates import ORIGINALS, template_of
+from tests.unit.adapters.agents.test_rollouts import ENDS, LONG
+from tests.unit.adapters.agents.test_templates import CALL, ORIGINALS, template_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:AgentPolicy. the prompt ends in <think>:UserWarning")
 
@@ -74,22 +86,6 @@ def test_no_sampled_token_is_lost_with_any_template(name: str) -> None:
     assert kept == [token for turn in turns for token in turn]
     expected = torch.tensor(row.behaviour_log_probs)
     torch.testing.assert_close(scores.log_probs[0], expected, atol=1e-5, rtol=0)
-
-
-def test_no_history_is_computed_twice_within_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted positions: a conversation alone computes each token of its context once, but for the last, which nothing
-    follows. In a batch, only the padding of new tokens is added."""
-    monkeypatch.setattr(rollouts, "SHORTEST_WAIT", 30.0)
-    policy = language_model(max_new_tokens=30)
-    shapes = forward_shapes(policy.model)
-    for size in (1, 6):
-        shapes.clear()
-        rows = rows_of(sampled_from(policy, states=["you"], size=size)[1].actions)
-        assert max(len(row.turns) for row in rows) == 3
-        needed = sum(len(segment.token_ids) - 1 for row in rows for segment in row.segments)
-        needed -= (size - 1) * rows[0].segments[0].num_context_tokens  # the group shares its prompt
-        computed = sum(rows * columns for rows, columns in shapes)
-        assert computed == needed if size == 1 else computed < 1.1 * needed
 
 
 def test_settings_of_a_call_reach_the_sampler() -> None:
@@ -189,28 +185,17 @@ def test_rewards_stand_at_the_end_of_their_turns_or_are_added_up() -> None:
     makes = (lambda state: Echo(state, turns=2)), Tools
     rows = [AgentPolicy(model, make).generate_actions(["you"], 1)[0][0] for make in makes]
     ends = [3, 5], [len(says_call()) + 1, len(says_call()) + 3]
-    assert EnvironmentReward().compute_rewards([], rows).tolist() == [3.0, 1.0]
-    per_step = EnvironmentReward(per_turn=True).compute_rewards([], rows)
-    assert per_step.shape == (2, ends[1][1])
+    silent = conversation()
+    assert EnvironmentReward().compute_rewards([], [*rows, silent]).tolist() == [3.0, 1.0, math.inf]
+    per_step = EnvironmentReward(per_turn=True).compute_rewards([], [*rows, silent])
+    assert per_step.shape == (3, ends[1][1])
+    assert per_step[2].isinf().all()
     assert {place: value for place, value in enumerate(per_step[0].tolist()) if value} == {2: 1.0, 4: 2.0}
     assert {place: value for place, value in enumerate(per_step[1].tolist()) if value} == {ends[1][1] - 1: 1.0}
     parts = WeightedRewards({"game": EnvironmentReward(), "turns": lambda s, rows: [len(r.turns) for r in rows]})
     assert parts.compute_rewards([1, 2], rows).tolist() == [5.0, 3.0]
     with pytest.raises(ContractError, match="actions must be conversations of an AgentPolicy; got str"):
         EnvironmentReward().compute_rewards(["x"], ["y"])
-
-
-def test_a_failed_environment_leaves_its_row_to_the_reward_settings() -> None:
-    failing = changed(Echo, step=lambda self, said: fails() if self.state == "bad" else Echo.step(self, said))
-    for per_turn in (False, True):
-        agent = AgentPolicy(language_model(max_new_tokens=60), failing)
-        config = GRPOConfig(group_size=4, seed=0)
-        reward = EnvironmentReward(per_turn=per_turn)
-        with pytest.raises(RewardError, match="EnvironmentReward"):
-            GRPOTrainer(config=config, policy=agent, reward_model=reward).step(["bad", "good"])
-        dropping = replace(config, reward=RewardConfig(non_finite="drop"))
-        metrics = GRPOTrainer(config=dropping, policy=agent, reward_model=reward).step(["bad", "good"])
-        assert metrics["rows/dropped"] == metrics["agents/ended_by_error"] > 0
 
 
 # --- what is sampled is what is scored
@@ -269,17 +254,216 @@ def test_the_gradient_is_the_sum_over_contexts_one_by_one(family: str) -> None:
         assert relative_difference(found, expected) < FLOAT32_GRADIENT
 
 
-@pytest.mark.parametrize(("template", "make"), [(CHATML, Echo), (CHATML, Tools), (FORGETFUL, Echo)])
-def test_requests_and_seeds_do_not_depend_on_the_concurrency(template: str, make: Any) -> None:
-    """Three turns in each of eight conversations, with a seed for each turn."""
-    found, tokenizer = [], model_with(template).tokenizer
-    for concurrency in (1, 64):
-        says = lambda text: "fine" if text.count("<tool_response>") == 2 else says_call()  # noqa: E731
-        policy = Scripted(says, tokenizer=tokenizer, max_new_tokens=100).policy
-        policy.sample_tokens = Mock(wraps=policy.sample_tokens)
-        _, sampled = sampled_from(policy, make, size=4, concurrency=concurrency)
-        batches = [(call.args[0], call.kwargs) for call in policy.sample_tokens.call_args_list]
-        asked = [each for prompts, o in batches for each in zip(o["seeds"], prompts, o["limits"], strict=True)]
-        found.append((sorted(asked, key=lambda each: each[0]), sampled.actions))
-    assert found[0] == found[1]
-    assert len({seed for seed, _, _ in found[0][0]}) == len(found[0][0]) == 2 * 4 * 3
+# Given messages in place of the model's
+
+
+zeros = lambda states, actions: [0.0] * len(states)  # noqa: E731
+SCRIPTS = [[says_call(), "fine"], ["fine"]]
+
+
+@pytest.mark.parametrize("template", [CHATML, FORGETFUL])
+def test_a_replay_is_the_conversation_of_a_model_that_says_the_script(template: str) -> None:
+    """Two conversations with scripts of different length. Tokens, masks, messages and rewards are those of a rollout."""
+    policy = AgentPolicy(model_with(template, max_new_tokens=90), Tools)
+    replayed = policy.replay(["you", "me"], SCRIPTS)
+    for state, script, found in zip(["you", "me"], SCRIPTS, replayed, strict=True):
+        agent = Scripted(script, tokenizer=policy.policy.tokenizer, max_new_tokens=90)
+        (sampled,) = converse(agent.policy, Tools, state)
+        ids, expected = ([(s.token_ids, s.sampled) for s in row.segments] for row in (found, sampled))
+        assert ids == expected
+        assert (found.messages, found.turns, found.ended_by) == (sampled.messages, sampled.turns, "environment")
+        assert all(math.isnan(log_prob) for log_prob in found.behaviour_log_probs)
+    scores = policy.score_actions(["you", "me"], replayed)
+    assert scores.mask.sum(1).tolist() == [len(row) for row in replayed]
+    assert scores.log_probs.isfinite().all()
+
+
+def test_a_supervised_run_makes_the_steps_of_a_loop_by_hand() -> None:
+    """The mean over all tokens of both conversations, in plain SGD without clipping."""
+    torch.manual_seed(0)
+    policy = AgentPolicy(language_model(max_new_tokens=20), lambda state: Echo(state, turns=2))
+    states, scripts = ["you", "me"], [["yes", "no"], ["a longer turn", "no"]]
+    by_hand = copy.deepcopy(policy)
+    conversations = by_hand.replay(states, scripts)
+    optimizer = torch.optim.SGD([*by_hand.get_parameters().values()], lr=0.1)
+    for _ in range(3):
+        scores = by_hand.score_actions(states, conversations)
+        (-scores.log_probs[scores.mask].mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    config = GRPOConfig(seed=0, max_grad_norm=None, objective=ObjectiveConfig(aggregation="step_mean"))
+    optimizer = torch.optim.SGD([*policy.get_parameters().values()], lr=0.1)
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=zeros, optimizer=optimizer)
+    before = {name: value.detach().clone() for name, value in policy.get_parameters().items()}
+    given = policy.demonstrations(states, scripts)
+    assert given.mask.sum(1).tolist() == [len(conversation) for conversation in conversations]
+    trainer.train(None, demonstrations=given, num_iterations=3, progress=False)
+    for name, value in policy.get_parameters().items():
+        torch.testing.assert_close(value, by_hand.get_parameters()[name], rtol=1e-4, atol=1e-5)
+    assert any(not torch.equal(value, before[name]) for name, value in policy.get_parameters().items())
+
+
+@pytest.mark.parametrize("template", [CHATML, FORGETFUL])
+def test_observations_are_the_tokens_that_the_policy_did_not_sample(template: str) -> None:
+    """Their log-probs are those of one forward pass over each context, and the steps have the same scores as without them."""
+    model = model_with(template, max_new_tokens=90)
+    policy, plain = AgentPolicy(model, Tools, observations=True), AgentPolicy(model, Tools)
+    conversations = policy.replay(["you", "me"], SCRIPTS)
+    with torch.no_grad():
+        scores, without = (each.score_actions(["you", "me"], conversations) for each in (policy, plain))
+    assert without.observed_log_probs is None
+    torch.testing.assert_close(scores.log_probs, without.log_probs)
+    assert torch.equal(scores.mask, without.mask)
+    for row, replayed in enumerate(conversations):
+        steps, seen = list[float](), list[float]()
+        for segment in replayed.segments:
+            tokens = torch.tensor([segment.token_ids])
+            with torch.no_grad():
+                log_softmax = model.model(input_ids=tokens).logits[0].log_softmax(1)
+            for place in range(segment.num_context_tokens, len(segment.token_ids)):
+                (steps if segment.sampled[place] else seen).append(float(log_softmax[place - 1, tokens[0, place]]))
+        observed = (scores.observed_log_probs, scores.observed_mask, seen)
+        for found, mask, expected in ((scores.log_probs, scores.mask, steps), observed):
+            torch.testing.assert_close(found[row][mask[row]], torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    assert scores.observed_mask.sum(1).tolist()[1] == 0, "nothing was answered after a single turn"
+    assert int(scores.observed_mask[0].sum()) > 0
+    assert torch.equal(policy.demonstrations(["you", "me"], SCRIPTS).observed_mask, scores.observed_mask)
+
+
+def test_a_model_learns_what_its_environment_answers() -> None:
+    """The environment repeats what it was told. All rewards are equal, so that only its answers teach."""
+    torch.manual_seed(0)
+    policy = AgentPolicy(language_model(max_new_tokens=4), lambda state: Echo(state, turns=2), observations=True)
+    config = GRPOConfig(group_size=2, learning_rate=1e-2, seed=0, objective=ObjectiveConfig(observation_coef=1.0))
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=zeros)
+    history = trainer.train(["you"], num_iterations=12, progress=False)
+    assert history[-1]["train/observation_loss"] < history[0]["train/observation_loss"] / 2
+
+
+def test_a_message_and_its_text_are_the_same_turn() -> None:
+    template = AgentPolicy(language_model(), Tools).template
+    call = says_call(arguments='{"topic": "rain"}')
+    assert template.turn(CALL) == template.turn(call) == template.turn(call + "<|im_end|>")
+    assert template.turn({"role": "assistant", "content": "fine"}) == template.turn("fine")
+    policy = AgentPolicy(language_model(max_new_tokens=90), Tools)
+    (found,) = policy.replay(["you"], [[CALL, "fine"]])
+    assert (found.messages[1], found.messages[2]["content"]) == (CALL, "rain is fine")
+
+
+def test_a_conversation_ends_after_its_script() -> None:
+    (found,) = AgentPolicy(language_model(), lambda state: Echo(state, turns=3)).replay(["you"], [["a", "b"]])
+    assert (found.ended_by, found.rewards) == ("max_turns", (1.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("scripts", "options", "message"),
+    [
+        ([["a"] * 4], {}, r"must have the 4 turns of its script; it ended after 3 by 'environment'"),
+        ([["a"] * 3], {"max_turns": 2}, r"ended after 2 by 'max_turns'"),
+        ([["a"]], {"make": lambda state: fails()}, r"by 'error', info=.*lost"),
+        ([["a long turn"]], {}, r"at most sampling.max_new_tokens=6 tokens; got 12"),
+        ([["a"], ["b"]], {}, r"scripts must have one entry per row = 1"),
+    ],
+)
+def test_a_script_that_cannot_be_said_is_refused(scripts: Any, options: dict[str, Any], message: str) -> None:
+    policy = AgentPolicy(language_model(), options.pop("make", Echo), **options)
+    with pytest.raises(ContractError, match=message):
+        policy.replay(["you"], scripts)
+
+
+# A value head
+
+
+def with_head(family: str = "qwen3", *, template: str = CHATML, **options: Any) -> Any:
+    """A language model with a random value head."""
+    head = ValueHead(16 if family == "mamba" else 32, width=8)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
+    return model_with(template, family, value_head=head, **options)
+
+
+def values_one_by_one(policy: Any, row: Conversation) -> tuple[Tensor, Tensor]:
+    """Values before each step of a conversation, and after its last step, one forward pass per context."""
+    before, after = [torch.zeros(0)], torch.zeros(())
+    for segment in row.segments:
+        ids = torch.tensor([segment.token_ids])
+        hidden = policy.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states[-1][0]
+        values = policy.value_head(hidden)
+        before.append(values[:-1][torch.tensor(segment.sampled[1:])])
+        after = values[-1]
+    return torch.cat(before), after
+
+
+def made(*segments: str, ended_by: Any = "environment") -> Conversation:
+    """A conversation of one turn per segment, with `.` for context and `s` for sampled tokens."""
+
+    def segment(number: int, marks: str) -> Segment:
+        ids = tuple((7 * place + 5 * number) % 90 for place in range(len(marks)))
+        sampled = tuple(mark == "s" for mark in marks)
+        return Segment(token_ids=ids, sampled=sampled, log_probs=(0.0,) * marks.count("s"))
+
+    turns = [Turn(num_tokens=marks.count("s"), reward=0.0) for marks in segments]
+    turns[-1] = replace(turns[-1], is_truncated=ended_by == "length")
+    made_of = tuple(segment(number, marks) for number, marks in enumerate(segments))
+    return conversation(segments=made_of, turns=tuple(turns), ended_by=ended_by)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "mamba"])
+def test_values_are_those_of_each_context_alone(family: str) -> None:
+    policy = with_head(family)
+    rows = [
+        made("...sss", ".....ssss", ended_by="length"),
+        made("....ss...s..sss"),
+        made(".s", "..........ss", ".....s..s"),
+        made("..ss", ended_by="length"),
+    ]
+    scores = AgentPolicy(policy, Echo).score_actions([None] * 4, rows)
+    for row, values, final in zip(rows, scores.values, scores.final_values, strict=True):
+        before, after = values_one_by_one(policy, row)
+        torch.testing.assert_close(values[: len(row)], before, atol=1e-5, rtol=0)
+        assert not values[len(row) :].any()
+        torch.testing.assert_close(final, after * (row.ended_by == "length"), atol=1e-5, rtol=0)
+
+
+def test_only_a_truncated_message_has_a_value_after_it(subtests: pytest.Subtests) -> None:
+    """After all other ends, nothing follows that the policy is trained on."""
+    for mask_truncated, kinds in ((False, ("environment", "max_turns", "length")), (True, ("length",))):
+        for ended_by, make, turns, options, _, _ in ENDS:
+            if make is not Echo or ended_by not in kinds:
+                continue
+            follows = LONG in turns
+            with subtests.test(ended_by=ended_by, turns=turns, mask_truncated=mask_truncated):
+                head = ValueHead(32, width=8)
+                torch.nn.init.ones_(head.layers[3].bias)
+                said = Scripted(turns, max_new_tokens=8, value_head=head, mask_truncated=mask_truncated)
+                agent = AgentPolicy(said.policy, Echo, **options)
+                (row,) = agent.generate_actions(["you"], 1)[0]
+                assert row.ended_by == ended_by
+                assert [turn.is_truncated for turn in row.turns] == [False] * (len(turns) - 1) + [follows] * bool(turns)
+                assert Conversation.from_state(row.to_state()) == row
+                scores = agent.score_actions([None], [row])
+                is_masked = mask_truncated and ended_by == "length"
+                assert scores.values.tolist() == [[1.0] * (0 if is_masked else len(row))]
+                assert scores.final_values.tolist() == [float(follows and not is_masked)]
+
+
+@pytest.mark.slow
+def test_gae_learns_from_the_rewards_of_turns() -> None:
+    def wants_short_messages(self: Any, said: Any) -> Any:
+        observation, _, *others = Echo.step(self, said)
+        return observation, 1 / (1 + len(said["content"])), *others
+
+    torch.manual_seed(1)
+    policy = language_model(value_head=True, max_new_tokens=8)
+    agent = AgentPolicy(policy, changed(Echo, step=wants_short_messages))
+    parts = {"advantage": AdvantageConfig(credit="gae", scale="batch"), "objective": ObjectiveConfig(value_clip=0.5)}
+    config = GRPOConfig(group_size=16, seed=1, learning_rate=5e-3, num_epochs_per_update=2, **parts)
+    trainer = GRPOTrainer(config=config, policy=agent, reward_model=EnvironmentReward(per_turn=True))
+    history = trainer.train(["be brief"], num_iterations=24, progress=False)
+    assert history[0]["rewards/mean"] < 0.5
+    assert history[-1]["rewards/mean"] > 2.5
+    (row,) = agent.generate_actions(["be brief"], 1, temperature=0)[0]
+    values = agent.eval().score_actions([None], [row]).values[0]
+    left = torch.tensor([3.0, 2.0, 1.0])  # what the turns left will bring
+    torch.testing.assert_close(values, left, atol=0.5, rtol=0)

@@ -20,12 +20,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from adapters.agents import AgentPolicy, Chat, ChatEndpoint, ConversationEnded, EnvironmentReward, Seat, rollouts
+from adapters.agents import AgentPolicy, Chat, ConversationEnded, EnvironmentReward, Seat, rollouts
 from adapters.agents.chat import MOST_WAITING
 from adapters.agents.conversations import EndedBy
 from adapters.agents.templates import ChatTemplate
 from adapters.llm import SamplingConfig
-from grpo import GRPOConfig, GRPOTrainer, RewardConfig, WeightedRewards
+from grpo import GRPOConfig, GRPOTrainer, WeightedRewards
 from grpo.errors import ConfigError, ContractError, DeadlineError, RewardError
 from tests.support.agent_parts import before_each_batch, changed, fails, rows_of, user
 from tests.support.agents import (
@@ -40,7 +40,6 @@ from tests.support.agents import (
     wait_for,
 )
 from tests.support.clocks import ConversationClocks, skipping_clock
-from tests.unit.adapters.agents.test_endpoint import raw
 
 
 def says(*turns: str, **options: Any) -> Any:
@@ -61,32 +60,10 @@ def one_with(method: str, does: Callable[..., Any]) -> type[Counting]:
     return changed(Counting, **{method: lambda self, *args, **kwargs: does()}, num_closed=0)
 
 
-def waits_if_bad(release: threading.Event, clocks: ConversationClocks, num_bad: int = 1) -> type[Counting]:
-    """An environment whose `step` waits for an event if the state is "bad". Bad conversations are the first. They are late as
-    soon as all of them wait."""
-    waiting = []
-
-    def step(self: Any, action: Any) -> Any:
-        if self.state == "bad" and not release.is_set():
-            waiting.append(self)
-            if len(waiting) == num_bad:
-                clocks.move(*range(num_bad))
-            release.wait(60)
-        return Counting.step(self, action)
-
-    return changed(Counting, step=step, num_closed=0)
-
-
 ROOM = len(chat_tokenizer().encode("<|im_start|>user\nHello you<|im_end|>\n<|im_start|>assistant\n")) + 8
 LONG = "z" * 8
 """A message that reaches `max_new_tokens`."""
 HEARD = ["Hello you", "a", "I heard 1", "b", "I heard 2", "c", "I heard 3"]
-
-
-async def in_own_time(does: Callable[[], Any]) -> Any:
-    """What a function returns, async or not."""
-    found = does()
-    return await found if inspect.isawaitable(found) else found
 
 
 def asking(*texts: str, catches: bool = True, then: Callable[[], Any] = lambda: 7.0) -> Any:
@@ -96,7 +73,8 @@ def asking(*texts: str, catches: bool = True, then: Callable[[], Any] = lambda: 
         for text in texts:
             with contextlib.suppress(ConversationEnded) if catches else contextlib.nullcontext():
                 await chat([user(text)])
-        return await in_own_time(then)
+        found = then()
+        return await found if inspect.isawaitable(found) else found
 
     return play
 
@@ -185,12 +163,22 @@ def test_every_way_to_end_is_a_line_of_the_page(subtests: pytest.Subtests, monke
             assert math.isfinite(row.reward) == has_reward  # nor is there one without a turn
             counts = {name: n for name, n in sampled.metrics.items() if name.startswith("agents/ended_by")}
             assert [name for name, count in counts.items() if count] == [f"agents/ended_by_{ended_by}"]
+            assert sampled.metrics["agents/abandoned"] == 0  # what awaits is cancelled in time
     ((row,),) = AgentPolicy(says(says_call(), max_new_tokens=90), Tools, max_turns=1).generate_actions(["you"], 1)
     assert row.messages[-1]["content"] == "weather is fine"
 
 
 async def says_nothing(chat: Chat, state: Any) -> float:
     return 1.0
+
+
+PARTS = {"environment": EnvironmentReward(), "price": lambda states, actions: [-0.5] * len(actions)}
+REWARD_MODELS: dict[str, Any] = {
+    "whole": EnvironmentReward(),
+    "per turn": EnvironmentReward(per_turn=True),
+    "a part": WeightedRewards(PARTS),
+}
+"""The part beside the environment has a reward for every row, which does not count where the environment has none."""
 
 
 def test_a_row_without_a_reward_is_explained_by_state_cause_and_remedy(subtests: pytest.Subtests) -> None:
@@ -206,58 +194,18 @@ def test_a_row_without_a_reward_is_explained_by_state_cause_and_remedy(subtests:
         (says_nothing, {}, r"the program returned without a message of the model\. Await"),
         (gives_nan, {}, r"the environment gave NaN as a reward\. Return a number"),
     ]
-    price = {"price": lambda states, actions: [-0.5] * len(actions)}
-    rewards: dict[str, Callable[[], Any]] = {
-        "whole": EnvironmentReward,
-        "per turn": lambda: EnvironmentReward(per_turn=True),
-        "a part": lambda: WeightedRewards({"environment": EnvironmentReward(), **price}),
-    }
     for make, options, cause in cases:
-        for name, reward in rewards.items():
+        for name, reward in REWARD_MODELS.items():
             with subtests.test(cause, reward=name):
                 agent = AgentPolicy(says(*"abcdef"), make, **options)
-                trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=agent, reward_model=reward())
+                trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=agent, reward_model=reward)
                 with pytest.raises(RewardError, match=rf"set reward\.non_finite .* State 'task 7': {cause}") as caught:
                     trainer.step(["task 7"])
                 assert str(caught.value).count("State 'task 7'") == 1
 
 
-@pytest.mark.parametrize("rule", ["drop", "zero"])
-@pytest.mark.parametrize("reward", ["whole", "per turn", "a part"])
-def test_rows_without_a_reward_follow_the_setting_and_the_run_goes_on(rule: Any, reward: str) -> None:
-    """Each state has its own cause. The part beside the environment has a reward for every row, which does not count."""
-
-    async def play(chat: Chat, state: str) -> float:
-        if state == "fails":
-            raise KeyError(state)
-        if state == "hangs":
-            await asyncio.sleep(60)
-        if state == "fine" or state.startswith("long"):
-            return float(len((await chat([user(state)]))["content"]))
-        return 1.0
-
-    states = ["fine", "fails", "hangs", "silent", "long " * 40]
-    part = {"price": lambda states, actions: [-0.5] * len(actions)}
-    models: dict[str, Any] = {
-        "whole": EnvironmentReward(),
-        "per turn": EnvironmentReward(per_turn=True),
-        "a part": WeightedRewards({"environment": EnvironmentReward(), **part}),
-    }
-    config = GRPOConfig(group_size=2, seed=0, reward=RewardConfig(non_finite=rule))
-    agent = AgentPolicy(language_model(), play, timeout=0.3, max_tokens=90)
-    trainer = GRPOTrainer(config=config, policy=agent, reward_model=models[reward])
-    for metrics in trainer.train(states, num_iterations=3, progress=False):
-        left_out = metrics["rows/dropped"] if rule == "drop" else metrics["rewards/zeroed"]
-        assert left_out == 8
-        assert math.isfinite(metrics["rewards/mean"])
-
-
-@pytest.mark.parametrize("goes_wrong", [fails, hangs])
-def test_a_conversation_that_failed_is_held_again_with_the_same_random_numbers(
-    goes_wrong: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_that_failed_is_held_again_with_the_same_random_numbers() -> None:
     tries: list[str] = []
-    ConversationClocks(monkeypatch)
 
     async def play(chat: Chat, state: Any) -> float:
         messages = [user("you")]
@@ -265,15 +213,13 @@ def test_a_conversation_that_failed_is_held_again_with_the_same_random_numbers(
             said = await chat(messages, max_new_tokens=3)
             tries.append(said["content"])
             messages = [*messages, said, user("more")]
-        if len(tries) == 2:
-            await in_own_time(goes_wrong)
-        return 1.0
+        return fails() if len(tries) == 2 else 1.0
 
     model = language_model(max_new_tokens=6)
-    for num_retries, ended_by in ((1, "environment"), (0, "error" if goes_wrong is fails else "timeout")):
+    for num_retries, ended_by in ((1, "environment"), (0, "error")):
         tries.clear()
         torch.manual_seed(0)
-        sampled = AgentPolicy(model, play, num_retries=num_retries, timeout=0.5).sample_actions(["you"], 1)
+        sampled = AgentPolicy(model, play, num_retries=num_retries).sample_actions(["you"], 1)
         ((row,),) = sampled.actions
         assert (row.ended_by, sampled.metrics["agents/retries"]) == (ended_by, num_retries)
         assert row.reward == pytest.approx(1.0 if num_retries else math.nan, nan_ok=True)
@@ -321,28 +267,18 @@ def test_environments_that_fail_alone_too_are_tried_once_for_each_state_and_not_
     assert AgentPolicy(says(), make, concurrency=1).sample_actions(["a"], 3).metrics["agents/retries"] == 0
 
 
-def test_a_reply_that_a_program_edits_in_place_is_another_history(subtests: pytest.Subtests) -> None:
-    """The model said "a", and goes on after "changed": in a context of its own."""
-    edits: dict[str, Callable[[Any], Any]] = {
-        "text": lambda said: said.update(content="changed"),
-        "call": lambda said: said["tool_calls"][0]["function"]["arguments"].update(topic="Rome"),
-    }
-    for name, edit in edits.items():
+def test_a_reply_that_a_program_edits_in_place_is_another_history() -> None:
+    async def play(chat: Chat, state: Any) -> float:
+        said = await chat([user("you")], [lookup])
+        said["tool_calls"][0]["function"]["arguments"]["topic"] = "Rome"
+        await chat([user("you"), said, user("you")], [lookup])
+        return 1.0
 
-        async def play(chat: Chat, state: Any, edit: Any = edit) -> float:
-            said = await chat([user("you")], [lookup])
-            edit(said)
-            await chat([user("you"), said, user("you")], [lookup])
-            return 1.0
-
-        with subtests.test(name):
-            policy = Scripted([says_call(), "b"], max_new_tokens=90)
-            ((row,),) = AgentPolicy(policy.policy, play).generate_actions(["you"], 1)
-            first, second = [segment.messages for segment in row.segments]
-            assert first[-1] != second[1]
-            assert row.turns[0].message == first[-1]
-            read = policy.policy.tokenizer.decode(policy.contexts[1])
-            assert ("changed" in read, "Rome" in read) == (name == "text", name == "call")
+    policy = Scripted([says_call(), "b"], max_new_tokens=90)
+    (row,) = converse(policy.policy, play)
+    first, second = [segment.messages for segment in row.segments]
+    assert row.turns[0].message == first[-1] != second[1]
+    assert "Rome" in policy.policy.tokenizer.decode(policy.contexts[1])
 
 
 def test_a_text_that_no_context_has_room_for_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +316,7 @@ def test_an_environment_that_raises_has_no_reward_and_is_closed(method: str, cap
     assert [record.message.count("KeyError: 'lost'") for record in caplog.records] == [1]
 
 
-def test_an_environment_needs_no_close_and_may_be_async() -> None:
+def test_an_environment_may_be_async() -> None:
     closed: list[Any] = []
 
     async def reset(self: Any, *, seed: Any = None, options: Any = None) -> Any:
@@ -394,10 +330,9 @@ def test_an_environment_needs_no_close_and_may_be_async() -> None:
     async def close(self: Any) -> None:
         closed.append(self)
 
-    for more in ({}, {"close": close}):
-        make = changed(object, reset=reset, step=step, **more)
-        (row,) = AgentPolicy(says("a"), lambda state, make=make: make()).generate_actions(["you"], 1)[0]
-        assert (row.rewards, row.ended_by, len(closed)) == ((2.0,), "environment", len(more))
+    make = changed(object, reset=reset, step=step, close=close)
+    (row,) = converse(says("a"), lambda state: make())
+    assert (row.rewards, row.ended_by, len(closed)) == ((2.0,), "environment", 1)
 
 
 @pytest.mark.parametrize(
@@ -417,25 +352,20 @@ def test_an_environment_that_breaks_the_protocol_ends_the_run(method: str, does:
     assert make.num_closed == 1
 
 
-def test_a_hanging_environment_is_given_up_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "GRACE_SECONDS", 0.05)
-    release = threading.Event()
-    hangs = waits_if_bad(release, ConversationClocks(monkeypatch))
-    agent = AgentPolicy(says(*"abcdefgh"), hangs, timeout=0.3)
-    sampled = agent.sample_actions(["bad", "you"], 1)
-    (bad,), (good,) = sampled.actions
-    assert (bad.ended_by, bad.reward != bad.reward, len(bad.turns)) == ("timeout", True, 1)
-    assert good.rewards == (1.0, 2.0, 3.0)
-    assert (sampled.metrics["agents/abandoned"], hangs.num_closed) == (1, 1)
-    release.set()
-    wait_for(lambda: hangs.num_closed == 2)  # it is closed as soon as it answers
-
-
 def test_a_state_that_hangs_costs_its_rows_and_is_not_held_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten rows of one state keep ten threads. The next iteration, and the retries, would keep more of them."""
+    """Ten rows of one state keep ten threads. The next iteration, and the retries, would keep more of them. Others go on."""
     monkeypatch.setattr(rollouts, "GRACE_SECONDS", 0.05)
-    release, made = threading.Event(), []
-    hangs = waits_if_bad(release, ConversationClocks(monkeypatch), num_bad=10)
+    release, made, waiting, clocks = threading.Event(), [], [], ConversationClocks(monkeypatch)
+
+    def step(self: Any, action: Any) -> Any:
+        if self.state == "bad" and not release.is_set():
+            waiting.append(self)
+            if len(waiting) == 10:  # all of them: they are the first conversations
+                clocks.move(*range(10))
+            release.wait(60)
+        return Counting.step(self, action)
+
+    hangs = changed(Counting, step=step, num_closed=0)
     make = lambda state: (made.append(state), hangs(state, turns=1))[1]  # noqa: E731
     agent = AgentPolicy(says(*"abcdefgh" * 8), make, timeout=1.0, num_retries=1)
     for num_made, error in ((10, "no answer within 1 s"), (0, "an earlier environment of this state still hangs")):
@@ -443,12 +373,15 @@ def test_a_state_that_hangs_costs_its_rows_and_is_not_held_again(monkeypatch: py
         sampled = agent.sample_actions(["bad", "you"], 10)
         bad, good = sampled.actions
         assert {(row.ended_by, row.info["error"], str(row.reward)) for row in bad} == {("timeout", error, "nan")}
+        assert {len(row.turns) for row in bad} == {num_made // 10}
         assert [row.reward for row in good] == [1.0] * 10
         assert (made.count("bad"), sampled.metrics["agents/abandoned"]) == (num_made, num_made)
     (told,) = EnvironmentReward().explain_missing(["bad"], bad[:1])
     assert told.startswith("State 'bad': an earlier environment of this state still hangs. Find out what it waits for")
+    assert hangs.num_closed == 20
     release.set()
     wait_for(lambda: not any(thread.name == "environment" for thread in threading.enumerate()))
+    assert hangs.num_closed == 30, "each is closed as soon as it answers"
     found = rows_of(agent.sample_actions(["bad", "you"], 10).actions)  # it was only slow
     assert [row.reward for row in found] == [1.0] * 20
 
@@ -461,23 +394,6 @@ def test_hanging_environments_of_too_many_states_end_the_run(monkeypatch: pytest
     with pytest.raises(DeadlineError, match=r"environments of 8 states did not answer within timeout=1 s"):
         agent.sample_actions(["h"], 1)
     release.set()
-
-
-def test_an_awaiting_program_is_cancelled_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    cancelled, clocks = [], ConversationClocks(monkeypatch)
-
-    async def play(chat: Chat, state: Any) -> float:
-        await chat([user(state)])
-        clocks.move()
-        try:
-            await asyncio.sleep(60)
-        finally:
-            cancelled.append(True)
-        return 1.0
-
-    sampled = AgentPolicy(says("a"), play, timeout=0.1).sample_actions(["you"], 1)
-    found = (sampled.actions[0][0].ended_by, sampled.metrics["agents/abandoned"], cancelled)
-    assert found == ("timeout", 0, [True])
 
 
 def test_the_time_of_the_model_is_not_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,29 +466,23 @@ def test_half_a_character_of_a_call_or_a_state_costs_no_reward() -> None:
 
 
 def test_a_request_after_the_end_is_refused() -> None:
-    late: list[Any] = []
+    ended: list[Chat] = []
 
     async def play(chat: Chat, state: Any) -> float:
         await chat([user(state)])
-
-        async def ask() -> None:
-            await asyncio.sleep(0.05)
-            try:
-                await chat([user("still there?")])
-            except ConversationEnded as end:
-                late.append(end.ended_by)
-
         if state == "early":
-            background.append(asyncio.create_task(ask()))
-        else:
-            await asyncio.wait(background)
-        return 1.0
+            ended.append(chat)
+            return 1.0
+        while not ended or ended[0].ended_by is None:
+            await asyncio.sleep(0.01)
+        with pytest.raises(ConversationEnded, match="'environment'"):
+            await ended[0]([user("still there?")])
+        return 2.0
 
-    background: list[asyncio.Task] = []
     policy = Scripted(["a", "b"], max_new_tokens=8)
-    rows = AgentPolicy(policy.policy, play).generate_actions(["early", "you"], 1)
-    assert [len(row.turns) for (row,) in rows] == [1, 1]
-    assert (late, len(policy.contexts)) == (["environment"], 2)
+    rows = rows_of(AgentPolicy(policy.policy, play).generate_actions(["early", "you"], 1))
+    assert [row.rewards for row in rows] == [(1.0,), (2.0,)]
+    assert len(policy.contexts) == 2
 
 
 def test_seconds_in_which_nothing_could_run_are_not_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -713,31 +623,12 @@ def test_a_turn_returns_when_it_ends_and_not_when_the_longest_ends(loop: Any) ->
     assert held() == found, "the early turns are those of the whole batch"
 
 
-def test_a_turn_that_takes_too_long_leaves_other_conversations_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, late, skip = says(*"ab"), threading.Event(), skipping_clock(monkeypatch)
-
-    async def play(chat: Chat, state: Any) -> float:
-        while state == "later" and not late.is_set():
-            await asyncio.sleep(0.01)
-        try:
-            await chat([user(state)])
-        except ConversationEnded:
-            late.set()
-            raise
-        return 1.0
-
-    before_each_batch(policy, lambda prompts: hours_pass(skip, late.is_set))
-    (now,), (later,) = AgentPolicy(policy, play, turn_timeout=60.0).generate_actions(["now", "later"], 1)
-    assert (now.ended_by, len(now.turns)) == ("timeout", 0)
-    assert (later.ended_by, len(later.turns), later.reward) == ("environment", 1, 1.0)
-
-
-@pytest.mark.parametrize("who", ["the policy", "the policy over HTTP", "a frozen seat"])
+@pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_turn_that_takes_too_long_ends_its_conversation_and_says_so(
-    who: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    is_frozen: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, late, causes, skip = says(*"abcd"), threading.Event(), [], skipping_clock(monkeypatch)
-    seats = [Seat(name="slow", policy=says(*"abcd"))] if who == "a frozen seat" else []
+    seats = [Seat(name="slow", policy=says(*"abcd"))] if is_frozen else []
     before_each_batch(seats[0].policy if seats else policy, lambda prompts: hours_pass(skip, late.is_set))
 
     async def play(chat: Chat, state: Any) -> float:
@@ -750,21 +641,10 @@ def test_a_turn_that_takes_too_long_ends_its_conversation_and_says_so(
             raise
         return 1.0
 
-    def program(base_url: str, state: Any) -> float:
-        status, answer = raw(base_url)
-        if status != 200:
-            assert status == 410
-            causes.append(answer["error"]["ended_by"])
-            late.set()
-        return 1.0
-
-    with ChatEndpoint(policy) as endpoint:
-        options: dict[str, Any] = {"turn_timeout": 60.0, "seats": seats}
-        held = endpoint.runs(program) if who == "the policy over HTTP" else play
-        agent = AgentPolicy(policy, held, num_retries=1, **options)
-        assert agent.generate_actions(["you"], 1)[0][0].reward == 1.0, "held again"
-        late.clear()
-        sampled = AgentPolicy(policy, held, **options).sample_actions(["you"], 1)
+    options: dict[str, Any] = {"turn_timeout": 60.0, "seats": seats}
+    assert converse(policy, play, num_retries=1, **options)[0].reward == 1.0, "held again"
+    late.clear()
+    sampled = AgentPolicy(policy, play, **options).sample_actions(["you"], 1)
     ((row,),) = sampled.actions
     assert (row.ended_by, sampled.metrics["agents/ended_by_timeout"]) == ("timeout", 1.0)
     assert causes == ["timeout"] * 2

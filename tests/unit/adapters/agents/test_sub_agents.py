@@ -1,8 +1,10 @@
-"""Several agents in one conversation: their requests come in any order, and nothing depends on it."""
+"""Several agents in one conversation: their requests come in any order, and seats that are trained or not."""
 
 import asyncio
+import itertools
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -14,61 +16,69 @@ from typing import Any
 import openai
 import pytest
 import torch
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
 
-from adapters.agents import AgentPolicy, Chat, ChatEndpoint, ConversationEnded, Seat, save_transcripts, transcript_page
+from adapters.agents import (
+    AgentPolicy,
+    Chat,
+    ChatEndpoint,
+    Conversation,
+    ConversationEnded,
+    Message,
+    Seat,
+    Segment,
+    Turn,
+    seat_advantages,
+)
+from adapters.agents.transcripts import save_transcripts, transcript_page
 from adapters.llm import RowLimit, SamplingConfig
-from grpo import GRPOConfig, GRPOTrainer
-from grpo.errors import ContractError
-from grpo.judges import ListwiseJudge, RubricJudge
-from tests.support.agent_parts import before_each_batch, rows_of, sizes_of_batches, user
-from tests.support.agents import Scripted, converse, language_model, wait_for
-from tests.unit.adapters.agents.test_chat import says
-from tests.unit.adapters.agents.test_endpoint import client_of, raw, reply
-from tests.unit.adapters.agents.test_responses import final
+from grpo import ExperienceBatch
+from grpo.errors import ConfigError, ContractError
+from tests.support.agent_parts import before_each_batch, conversation, rows_of, sizes_of_batches, user
+from tests.support.agents import Echo, Scripted, converse, language_model, wait_for
+from tests.support.clocks import ConversationClocks
+from tests.unit.adapters.agents.test_conversations import says, text_and_sampled
+from tests.unit.adapters.agents.test_endpoint import client_of, reply, with_client
 
 NAMES = ("you", "they", "we", "she")
 
 
-def in_tasks(jitter: Callable[[], float]) -> Any:
+async def sub_agents(ask: Callable[[list[Any]], Any], jitter: Callable[[], float]) -> dict[str, float]:
     """Four sub-agents with two turns each. The reward of a turn is its own: by who spoke, and what was said."""
+    rewards = {}
 
+    async def talk(place: int, name: str) -> None:
+        messages = [user(name)]
+        for turn in range(2):
+            await asyncio.sleep(jitter())
+            reply_id, said = await ask(messages)
+            rewards[reply_id] = 100.0 * place + 10.0 * turn + len(said["content"] or "")
+            messages = [*messages, said, user("more")]
+
+    await asyncio.gather(*(talk(place, name) for place, name in enumerate(NAMES)))
+    return rewards
+
+
+def in_tasks(jitter: Callable[[], float]) -> Any:
     async def play(chat: Chat, state: Any) -> dict[str, float]:
-        rewards = {}
+        async def ask(messages: list[Any]) -> Any:
+            said = await chat.reply(messages, max_new_tokens=5)
+            return said.id, said.message
 
-        async def talk(place: int, name: str) -> None:
-            messages = [user(name)]
-            for turn in range(2):
-                await asyncio.sleep(jitter())
-                reply = await chat.reply(messages, max_new_tokens=5)
-                rewards[reply.id] = 100.0 * place + 10.0 * turn + len(reply.message["content"])
-                messages = [*messages, reply.message, user("more")]
-
-        await asyncio.gather(*(talk(place, name) for place, name in enumerate(NAMES)))
-        return rewards
+        return await sub_agents(ask, jitter)
 
     return play
 
 
 def over_http(jitter: Callable[[], float]) -> Any:
-    """The same over HTTP, in four threads."""
+    async def program(base_url: str, state: Any) -> dict[str, float]:
+        async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
 
-    def program(base_url: str, state: Any) -> dict[str, float]:
-        rewards = {}
+            async def ask(messages: list[Any]) -> Any:
+                said = await client.chat.completions.create(model="m", messages=messages, max_tokens=5)
+                return said.id, said.choices[0].message.model_dump()
 
-        def talk(place: int, name: str) -> None:
-            messages: list[Any] = [user(name)]
-            for turn in range(2):
-                time.sleep(jitter())
-                status, body = raw(base_url, body={"model": "m", "messages": messages, "max_tokens": 5})
-                assert status == 200
-                said = body["choices"][0]["message"]
-                rewards[body["id"]] = 100.0 * place + 10.0 * turn + len(said["content"] or "")
-                messages += [said, user("more")]
-
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(talk, range(4), NAMES))
-        return rewards
+            return await sub_agents(ask, jitter)
 
     return program
 
@@ -95,12 +105,12 @@ def are_equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_runs", [3, pytest.param(100, marks=pytest.mark.faults)])
-@pytest.mark.parametrize("is_http", [False, True], ids=["tasks", "http"])
-def test_rewards_reach_their_own_turns_and_one_seed_has_one_result_at_any_timing(is_http: bool, num_runs: int) -> None:
+def test_rewards_reach_their_own_turns_and_one_seed_has_one_result_at_any_timing(num_runs: int) -> None:
+    """In tasks and over HTTP, which samples what it would without HTTP."""
     draw = random.Random(0)
     model = language_model(sampling=SamplingConfig(max_new_tokens=6, min_new_tokens=2))
     found = []
-    for run in range(num_runs):
+    for run, is_http in itertools.product(range(num_runs), (False, True)):
         jitter = lambda longest=(0.0, 0.03, 0.1)[run % 3]: draw.random() * longest  # noqa: E731
         torch.manual_seed(3)
         with ChatEndpoint(model) as endpoint:
@@ -157,30 +167,6 @@ def test_any_order_of_tasks_gives_the_same_conversation(program: Any) -> None:
     if program is branches:
         assert sorted(expected.rewards) == [-1.0, 0.0, 1.0, 10.0, 11.0, 20.0, 21.0]
         assert [len(segment.messages) for segment in expected.segments] == [6, 6, 6]
-
-
-@pytest.mark.parametrize("delays", [(0.0, 0.3), (0.3, 0.0)])
-def test_a_list_of_clients_whose_requests_do_not_overlap_is_refused(delays: tuple[float, float]) -> None:
-    """The order of arrival is not who asks. A list is taken from clients of which each continues the one before."""
-
-    def program(base_url: str, state: Any) -> list[float]:
-        def ask(place: int, messages: list[Any]) -> Any:
-            time.sleep(delays[place])
-            return raw(base_url, body={"model": "m", "messages": messages})[1]["choices"][0]["message"]
-
-        if state == "apart":
-            with ThreadPoolExecutor(2) as pool:
-                list(pool.map(ask, range(2), ([user(name)] for name in NAMES[:2])))
-        else:
-            ask(1, [user("you"), ask(0, [user("you")]), user("more")])
-        return [1.0, 2.0]
-
-    model = Scripted(("a", "b", "c", "d")).policy
-    with ChatEndpoint(model) as endpoint:
-        agent = AgentPolicy(model, endpoint.runs(program))
-        assert agent.generate_actions(["in turn"], 1)[0][0].rewards == (1.0, 2.0)
-        with pytest.raises(ContractError, match="must return rewards by message, because these"):
-            agent.generate_actions(["apart"], 1)
 
 
 def test_equal_requests_have_turns_of_their_own() -> None:
@@ -261,48 +247,8 @@ def test_a_batch_has_a_request_of_each_conversation_before_the_second_of_any(mon
         assert [sum("user\nfew" in text for text in batch) for batch in seen] == [1] * 3 + [0] * (len(seen) - 3)
 
 
-def test_a_truncated_agent_ends_alone() -> None:
-    async def play(chat: Chat, state: Any) -> dict[str, float]:
-        async def talk(name: str) -> float:
-            said = await chat.reply([user(name)])
-            if said.ends_context:
-                with pytest.raises(ConversationEnded, match="'length'"):
-                    await chat.reply([user(name), said.message, user("more")])
-                return {said.id: -1.0}
-            again = await chat.reply([user(name), said.message, user("more")])
-            return {said.id: 0.0, again.id: 1.0}
-
-        first, second = await asyncio.gather(talk("you"), talk("they"))
-        return first | second
-
-    (row,) = converse(Scripted(("abcdefghij", "b", "c"), max_new_tokens=6).policy, play)
-    assert sorted(row.rewards) == [-1.0, 0.0, 1.0]
-    assert [turn.is_truncated for turn in row.turns].count(True) == 1
-    assert row.ended_by == "environment"
-
-
-def chats(client: OpenAI, name: str, *, streams: bool) -> tuple[str, str | None, list[Any]]:
-    """What an agent says, why its message ended, and the history."""
-    said, reason, _ = reply(client, streams=streams, model="m", messages=[user(name)])
-    return said["content"], reason, [user(name), {"role": "assistant", "content": said["content"]}]
-
-
-def responds(client: OpenAI, name: str, *, streams: bool) -> tuple[str, str | None, list[Any]]:
-    """The same over the responses API."""
-    response = final(client, streams=streams, input=name)
-    details = response.incomplete_details
-    assert details is None or details.reason == "max_output_tokens"
-    reason = {"incomplete": "length", "completed": "stop"}[response.status]
-    return response.output_text, reason, [user(name), {"role": "assistant", "content": response.output_text}]
-
-
-@pytest.mark.parametrize(
-    ("ask", "streams", "fails"),
-    [(chats, False, False), (chats, True, True), (responds, False, True), (responds, True, False)],
-)
-def test_over_http_a_truncated_agent_gets_its_message_with_the_reason_and_the_others_go_on(
-    ask: Any, streams: bool, fails: bool
-) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_over_http_a_truncated_agent_gets_its_message_with_the_reason_and_the_others_go_on(fails: bool) -> None:
     """Two clients at the same time, one of which reaches the policy's own maximum. A program that fails after a limit has the
     reward 0."""
 
@@ -311,15 +257,16 @@ def test_over_http_a_truncated_agent_gets_its_message_with_the_reason_and_the_ot
 
         def talk(name: str) -> tuple[str, str | None]:
             with client_of(base_url) as client:
-                text, reason, history = ask(client, name, streams=streams)
+                said, reason, *_ = reply(client, streams=fails, model="m", messages=[user(name)])
                 both_have_said.wait()
-                more: Any = {"model": "m", "messages": [*history, user("more")]}
+                history = [user(name), {"role": "assistant", "content": said["content"]}, user("more")]
+                more: Any = {"model": "m", "messages": history}
                 if reason == "stop":
                     assert client.chat.completions.create(**more).choices[0].message.content == "d"
-                    return text, reason
-                with pytest.raises(openai.APIStatusError, match="The conversation ended by 'length'"):
-                    client.chat.completions.create(**more)
-                return text, reason
+                else:
+                    with pytest.raises(openai.APIStatusError, match="The conversation ended by 'length'"):
+                        client.chat.completions.create(**more)
+                return said["content"], reason
 
         with ThreadPoolExecutor(2) as pool:
             assert [*pool.map(talk, ("you", "they"))] == [("abcdef", "length"), ("b", "stop")]
@@ -334,48 +281,6 @@ def test_over_http_a_truncated_agent_gets_its_message_with_the_reason_and_the_ot
     assert (row.reward, row.ended_by) == ((0.0, "length") if fails else (1.0, "environment"))
     assert [len(segment.messages) for segment in row.segments] == [4, 2]
     assert row.info == ({"error": "KeyError: 'what the first agent did not say'"} if fails else {})
-
-
-def test_transcripts_reward_functions_and_judges_see_every_context(tmp_path: Path) -> None:
-    async def play(chat: Chat, state: Any) -> dict[str, float]:
-        said = await asyncio.gather(*(chat.reply([user(name)]) for name in NAMES[:2]))
-        more = [user(NAMES[0]), said[0].message, user("more")]
-        return {said[0].id: 1.0, said[1].id: 2.0, (await chat.reply(more)).id: 3.0}
-
-    (row,) = converse(Scripted(("a", "b", "c")).policy, play)
-    texts = [[message["content"] for message in said] for said, _ in row.contexts]
-    assert texts == [["they", texts[0][1]], ["you", texts[1][1], "more", "c"]]
-    assert [rewards for _, rewards in row.contexts] == [(2.0,), (1.0, 3.0)]
-    assert {texts[0][1], texts[1][1]} == {"a", "b"}
-    assert str(row).splitlines() == [
-        "Context 1 of 2", f"assistant: {texts[0][1]}", "Context 2 of 2", f"assistant: {texts[1][1]}", "user: more",
-        "assistant: c", "(environment)",
-    ]  # fmt: skip
-    judged = []
-
-    def judge(states: Any, actions: Any) -> list[float]:
-        judged.extend([[message["content"] for message in said] for said, _ in row.contexts] for row in actions)
-        return [1.0] * len(actions)
-
-    reward_models: list[tuple[Any, list[float]]] = [
-        (judge, [1.0, 1.0]),
-        (RubricJudge(lambda state, row: {"kind": judge([state], [row])[0]}, {"kind": 2.0}), [1.0, 1.0]),
-        (ListwiseJudge(lambda state, rows: (judge([state], rows), [1, 0])[1]), [0.0, 1.0]),
-    ]
-    for reward_model, rewards in reward_models:
-        judged.clear()
-        agent = AgentPolicy(Scripted(lambda text: "c" if "more" in text else "a").policy, play)
-        trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=agent, reward_model=reward_model)
-        assert trainer.collect(["you"]).rewards.tolist() == rewards
-        assert judged == [[["they", "a"], ["you", "a", "more", "c"]]] * 2
-    save_transcripts(tmp_path / "said.jsonl", [row])
-    (record,) = map(json.loads, (tmp_path / "said.jsonl").read_text().splitlines())
-    assert [[message["content"] for message in context["messages"]] for context in record["contexts"]] == texts
-    assert [context["rewards"] for context in record["contexts"]] == [[2.0], [1.0, 3.0]]
-    page = transcript_page([row])
-    shown = ("Context 1 of 2", "they", "reward 2", "Context 2 of 2", "reward 1", "reward 3")
-    places = [page.index(text) for text in shown]
-    assert places == sorted(places)
 
 
 def test_an_agent_in_a_task_group_that_reaches_a_limit_is_no_failure() -> None:
@@ -429,26 +334,6 @@ def test_the_number_of_requests_that_wait_is_bounded(seat: str | None) -> None:
     seats = [Seat("function", lambda messages: time.sleep(0.5) or "late")]
     with pytest.raises(ContractError, match="at most 256 requests may wait"):
         AgentPolicy(language_model(max_new_tokens=1), play, max_turns=1000, seats=seats).generate_actions([0], 1)
-
-
-def test_over_http_a_request_too_many_is_refused_and_the_others_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.agents.chat.MOST_WAITING", 1)
-    model, waits, goes_on = says("a", "b"), threading.Event(), threading.Event()
-    before_each_batch(model, lambda prompts: (waits.set(), goes_on.wait(20)))
-
-    def program(base_url: str, state: Any) -> float:
-        with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(raw, base_url)
-            assert waits.wait(20)
-            status, answer = raw(base_url)
-            goes_on.set()
-            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
-            assert "at most 1 requests may wait at the same time" in answer["error"]["message"]
-            return float(first.result()[0] == raw(base_url)[0] == 200)
-
-    with ChatEndpoint(model) as endpoint:
-        (row,) = converse(model, endpoint.runs(program))
-    assert (row.reward, len(row.turns)) == (1.0, 2)
 
 
 @pytest.mark.parametrize(("words", "ended_by"), [((1, 40), "environment"), ((40, 40), "length")])
@@ -516,3 +401,204 @@ def test_a_sampler_without_limits_of_rows_samples_each_limit_by_itself() -> None
     assert found.token_ids == expected.token_ids
     assert found.finish_reasons == expected.finish_reasons
     assert sizes == [2, 2, 2]
+
+
+# Seats
+
+
+YOU: list[Message] = [user("you")]
+
+
+def upper(messages: list[Message]) -> str:
+    return messages[-1]["content"].upper()
+
+
+async def later(messages: list[Message]) -> Message:
+    await asyncio.sleep(0.01)
+    return {"role": "assistant", "content": "later"}
+
+
+def test_seats_speak_and_what_is_not_trained_is_context(tmp_path: Path) -> None:
+    seen = []
+
+    async def play(chat: Chat, state: Any) -> dict[str, float]:
+        asked = (await chat.reply(YOU, seat="agent")).message
+        answers = [await chat.reply([*YOU, asked], seat=seat) for seat in ("user", "loud", "late")]
+        assert len({answer.id for answer in answers}) == 3
+        seen.extend(answer.message["content"] for answer in answers)
+        answers[1].message["content"] += " (edited)"  # the record stays what was said
+        await chat.reply([*YOU, asked, user(answers[0].message["content"])], seat="agent")
+        await chat.reply(YOU, seat="critic")
+        return {"agent": 2.0, "critic": 3.0, "user": 9.0}
+
+    frozen = says("frozen", "frozen")
+    seats = [
+        Seat("agent"),
+        Seat("critic"),
+        Seat("user", frozen),
+        Seat("loud", upper),
+        Seat("late", later),
+        Seat("silent"),
+    ]
+    agent = AgentPolicy(says("a", "b", "c"), play, seats=seats)
+    sampled = agent.sample_actions(["you"], 1)
+    ((row,),) = sampled.actions
+    assert seen == ["frozen", "A", "later"]
+    # the rewards of seats that are not trained are left out
+    spoken = [(turn.seat, turn.message["content"], turn.reward) for turn in row.turns]
+    assert spoken == [("agent", "a", 0.0), ("agent", "b", 2.0), ("critic", "c", 3.0)]
+    contexts = [([message["content"] for message in said], [*rewards]) for said, rewards in row.contexts]
+    assert contexts == [(["you", "a", "frozen", "b"], [0.0, 2.0]), (["you", "c"], [3.0])]
+    assert str(row).splitlines() == [
+        "Context 1 of 2", "assistant: a", "user: frozen", "assistant: b", "Context 2 of 2", "assistant: c", "(environment)",
+    ]  # fmt: skip
+    (again,) = agent.replay(["you"], [["a", "b", "c"]])
+    assert (again.messages, again.seat_replies) == (row.messages, row.seat_replies), "a script is for the policy alone"
+    found = {name.removeprefix("agents/"): value for name, value in sampled.metrics.items() if "_of/" in name}
+    turns = {"turns_of/agent": 2, "turns_of/critic": 1, "turns_of/user": 1, "turns_of/loud": 1, "turns_of/late": 1}
+    assert found == turns | {"rewards_of/agent": 2.0, "rewards_of/critic": 3.0}
+    (_, own) = text_and_sampled(row)[0]
+    assert own == "a<|im_end|>|b<|im_end|>", "what others say is not trained"
+    assert Conversation.from_state(row.to_state()) == row
+    save_transcripts(tmp_path / "said.jsonl", [row])
+    record = json.loads((tmp_path / "said.jsonl").read_text())
+    assert record["seats"] == ["agent", "agent", "critic"]
+    assert [context["seats"] for context in record["contexts"]] == [["agent", "agent"], ["critic"]]
+    shown = [([each["content"] for each in context["messages"]], context["rewards"]) for context in record["contexts"]]
+    assert shown == contexts
+    said = re.findall(r'<(?:span class="role"|h2)>(.*?)</(?:span|h2)>(\w*)', transcript_page([row]))
+    assert said == [
+        ("Context 1 of 2", ""),
+        ("user", "you"), ("assistant (agent), reward 0", "a"), ("user", "frozen"), ("assistant (agent), reward 2", "b"),
+        ("Context 2 of 2", ""), ("user", "you"), ("assistant (critic), reward 3", "c"),
+        ("Seats that are not trained", ""),
+        ("assistant", "a"), ("assistant (user)", "frozen"), ("assistant", "a"), ("assistant (loud)", "A"),
+        ("assistant", "a"), ("assistant (late)", "later"),
+    ]  # fmt: skip
+    # in the order of time, because one task asked
+    others = [(each["seat"], each["asked"]["content"], each["message"]["content"]) for each in record["seat_replies"]]
+    assert others == [("user", "a", "frozen"), ("loud", "a", "A"), ("late", "a", "later")]
+
+
+def test_two_seats_with_the_same_history_have_contexts_of_their_own() -> None:
+    async def play(chat: Chat, state: Any) -> dict[str, float]:
+        _, second = await asyncio.gather(*(chat.reply(YOU, seat=seat, max_new_tokens=7) for seat in ("a", "b")))
+        await chat.reply([*YOU, second.message, user("more")], seat="b", max_new_tokens=7)
+        return {"a": 1.0, "b": 2.0}
+
+    (row,) = converse(language_model(max_new_tokens=8), play, seats=[Seat(name="a"), Seat(name="b")])
+    assert len(row.segments) == 2
+    assert sorted((turn.seat, turn.reward) for turn in row.turns) == [("a", 1.0), ("b", 0.0), ("b", 2.0)]
+
+
+def test_a_seat_is_the_model_of_a_request_over_http_and_a_frozen_judge_gives_the_reward() -> None:
+    """In both of OpenAI's APIs. A response of any seat goes on from the previous one by its id."""
+
+    def use(client: OpenAI) -> dict[str, float]:
+        assert [model.id for model in client.models.list()] == ["policy", "agent", "loud", "judge"]
+        said = {}
+        for name in ("agent", "loud", "policy"):
+            answer = client.chat.completions.create(model=name, messages=[{"role": "user", "content": "you"}])
+            said[name] = answer.choices[0].message.content
+        assert said == {"agent": "a", "loud": "YOU", "policy": "b"}
+        for name, texts in (("loud", ["ME", "MORE"]), ("judge", ["0.25", "0.75"])):
+            first = client.responses.create(model=name, input="me")
+            second = client.responses.create(model=name, previous_response_id=first.id, input="more")
+            assert [first.output_text, second.output_text] == texts
+        return {"agent": float(second.output_text)}
+
+    judge = Scripted(lambda text: "0.75" if "assistant\n0.25<|im_end|>" in text else "0.25", max_new_tokens=20).policy
+    model, seats = says("a", "b"), [Seat("agent"), Seat("loud", upper), Seat("judge", judge)]
+    with ChatEndpoint(model) as served:
+        (row,) = converse(model, served.runs(with_client(use)), seats=seats)
+    assert sorted((turn.seat or "", turn.reward) for turn in row.turns) == [("", 0.0), ("agent", 0.75)]
+    # requests over HTTP count as several tasks, so the order is that of what they read
+    assert [(each.seat, each.asked["content"], each.message["content"]) for each in row.seat_replies] == [
+        ("judge", "me", "0.25"), ("loud", "me", "ME"), ("loud", "you", "YOU"),
+        ("judge", "more", "0.75"), ("loud", "more", "MORE"),
+    ]  # fmt: skip
+
+
+def test_a_frozen_model_of_another_kind_samples_with_its_own_settings_and_template() -> None:
+    async def play(chat: Chat, state: Any) -> float:
+        said = await chat.reply(YOU, seat="other")
+        assert said.num_tokens == 3
+        await chat.reply(YOU, max_new_tokens=2)
+        again = await chat.reply(YOU, seat="other", max_new_tokens=2)
+        assert (again.num_tokens, again.is_truncated, again.ends_context) == (2, True, False)
+        assert again.id != said.id
+        return 1.0
+
+    other = language_model("llama", max_new_tokens=3, end_scale=0.0)
+    model, seats = language_model(max_new_tokens=5), [Seat(name="other", policy=other)]
+    (row,) = converse(model, play, seats=seats, max_turns=1)
+    assert len(row.turns) == 1  # only the trained policy's messages count
+
+
+def test_a_function_that_hangs_ends_its_conversation_and_keeps_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapters.agents.rollouts.GRACE_SECONDS", 0.05)
+    release, clocks = threading.Event(), ConversationClocks(monkeypatch)
+
+    async def play(chat: Chat, state: Any) -> float:
+        await chat.reply(YOU, seat="hangs")
+        return 1.0
+
+    def hangs(messages: Any) -> str:
+        clocks.move()
+        return "late" if release.wait(60) else ""
+
+    agent = AgentPolicy(says("a"), play, seats=[Seat(name="hangs", policy=hangs)], timeout=0.3)
+    sampled = agent.sample_actions(["you"], 1)
+    release.set()
+    ((row,),) = sampled.actions
+    assert (row.ended_by, row.info["error"]) == ("timeout", "no answer within 0.3 s")
+    assert sampled.metrics["agents/abandoned"] == 1
+
+
+def test_what_is_wrong_with_seats_is_named(subtests: pytest.Subtests) -> None:
+    async def play(chat: Chat, seat: str) -> float:
+        await chat.reply(YOU, seat=seat)
+        return 1.0
+
+    model = says()
+    mute, older = Seat(name="user", policy=lambda messages: None), Seat(name="older", policy=model)
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (lambda: Seat(name=""), ConfigError, "Seat: name must be a text"),
+        (lambda: Seat(name="turn-1"), ConfigError, "Seat: name must be a text that does not begin like the id"),
+        (lambda: Seat(name="a", policy="gpt"), ConfigError, "Seat 'a': policy must be a language model"),
+        (lambda: AgentPolicy(model, play, seats=[mute] * 2), ConfigError, "must be a list of Seat with a name each"),
+        (lambda: AgentPolicy(model, play, seats=["user"]), ConfigError, "seats must be a list of Seat"),
+        (lambda: AgentPolicy(model, play, seats=[older]), ConfigError, "must be another one than the trained model"),
+        (lambda: AgentPolicy(model, Echo, seats=[mute]), ConfigError, "seats need an agent program"),
+        (lambda: converse(says("a"), play, "u", seats=[mute]), ContractError, "seat must be one of ['user']; got 'u'"),
+        (lambda: converse(says("a"), play, "user", seats=[mute]), ContractError, "must return a text or a message"),
+    ]
+    for make, error, message in cases:
+        with subtests.test(message), pytest.raises(error, match=re.escape(message)):
+            make()
+
+
+def seated(*turns: tuple[str, int]) -> Conversation:
+    """Turns by seat and number of tokens."""
+    count = sum(length for _, length in turns)
+    segment = Segment(token_ids=(1,) * (count + 1), sampled=(False, *[True] * count), log_probs=(0.0,) * count)
+    taken = tuple(Turn(num_tokens=length, reward=0.0, seat=seat) for seat, length in turns)
+    return conversation(segments=(segment,), turns=taken)
+
+
+def test_each_seat_is_compared_with_itself() -> None:
+    """Worked by hand. Group 0: A has 1, 3 and 2 (mean 2), B has 5 and 1 (mean 3). Group 1: A has 7 alone."""
+    rows = [seated(("A", 2), ("B", 1)), seated(("B", 1), ("A", 1)), seated(("A", 1)), seated(("A", 1))]
+    rewards = torch.tensor([[0.0, 1, 5], [1, 3, 0], [2, 0, 0], [7, 0, 0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool)
+    groups = torch.tensor([4, 4, 4, 9])
+
+    def found(rewards: torch.Tensor, order: list[int]) -> torch.Tensor:
+        given = {"rewards": rewards[order], "group_ids": groups[order], "mask": mask[order]}
+        return seat_advantages(ExperienceBatch(states=["s"] * 4, actions=[rows[i] for i in order], **given))
+
+    expected = [[-1.0, -1, 2], [-2, 1, 0], [0, 0, 0], [0, 0, 0]]
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1]):
+        assert found(rewards, order).tolist() == [expected[i] for i in order]
+    with pytest.raises(ContractError, match="seat_advantages needs conversations with rewards per step"):
+        found(rewards.sum(1), order)
