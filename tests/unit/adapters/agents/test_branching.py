@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from adapters.agents import AgentPolicy, Branching, Conversation, EnvironmentReward, rollouts
+from adapters.agents import AgentPolicy, Branching, Conversation, EnvironmentReward
 from grpo import AdvantageConfig, AdvantageEstimator, GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError, ContractError
 from grpo.types import ExperienceBatch
@@ -200,30 +199,12 @@ def test_a_failure_loses_the_rows_below_it(method: str, turns: str, lost: list[b
     assert metrics["agents/ended_by_error"] == sum(lost)
 
 
-def test_a_hanging_branch_loses_its_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "GRACE_SECONDS", 0.05)
-    release, clocks = threading.Event(), ConversationClocks(monkeypatch)
-
-    hangs = changed(Forkable, restore=lambda self, state: (clocks.move(), release.wait(60)))
-    rows, metrics = scripted(list("abc"), hangs, timeout=0.2)
-    release.set()
-    assert [row.ended_by for row in rows] == ["environment", "timeout"]
-    assert [len(row.turns) for row in rows] == [3, 1]
-    assert metrics["agents/abandoned"] == 1
-
-
 def test_a_branch_that_waits_for_its_turn_has_not_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """One conversation at a time: the second branch begins after more than the timeout."""
     policy, clocks = Scripted(list("abcde"), max_new_tokens=100).policy, ConversationClocks(monkeypatch)
     before_each_batch(policy, lambda prompts: clocks.move())
     _, sampled = branched(policy, states=["you"], size=2, branch=ONCE, concurrency=1, timeout=0.2)
     assert [row.ended_by for row in rows_of(sampled.actions)] == ["environment"] * 2
-
-
-def test_an_error_of_a_branch_ends_the_run_at_once() -> None:
-    wrong = changed(Forkable, step=lambda self, said: "x" if said["content"] == "x" else Forkable.step(self, said))
-    with pytest.raises(ContractError, match=r"Changed.step must return"):
-        scripted(["a", "b", "c", "x"], wrong)
 
 
 NO_RESTORE = changed(Echo, snapshot=lambda self: None)
@@ -315,26 +296,6 @@ def test_each_token_of_a_tree_is_forwarded_once() -> None:
     assert [count for count, _ in shapes] == [1, 1]
 
 
-def test_no_history_is_computed_again_when_a_conversation_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted positions of sampling. A branch computes the last token before the fork, which the first row has not read yet,
-    what the environment answered, and its own turn but for its last token: as many tokens as the edge has. The root has no
-    token before it. Nothing is padded, because all turns have one token."""
-    monkeypatch.setattr(rollouts, "SHORTEST_WAIT", 30.0)  # however busy this machine is
-    policy = language_model()
-    real = policy.sample_tokens
-
-    every_token = {"end_token_ids": range(len(policy.tokenizer))}  # ends a turn
-    policy.sample_tokens = lambda prompts, **options: real(prompts, **options | every_token)
-    shapes = forward_shapes(policy.model)
-    _, sampled = branched(policy, states=["you"], size=4)
-    rows = rows_of(sampled.actions)
-    assert sampled.metrics["agents/turns"] == 7
-    forks, whole = rows[0].segments[0].forks, len(rows[0].segments[0].token_ids)
-    edges = [(1, forks[0]), (2, forks[1] - forks[0]), (4, whole - forks[1])]
-    assert {turn.num_tokens for row in rows for turn in row.turns} == {1}
-    assert sum(a * b for a, b in shapes) == sum(count * length for count, length in edges) - 1
-
-
 # Credit
 
 
@@ -389,23 +350,17 @@ def tree_of(turns: dict[Any, Any]) -> list[Conversation]:
     return rows_of(branched(policy, ending(4), states=["you"], size=8, concurrency=1)[1].actions)
 
 
-@pytest.mark.parametrize(
-    "credit",
-    ["gigpo", "return_to_go", *(pytest.param(c, marks=pytest.mark.slow) for c in ("row", "process_supervision"))],
-)
-def test_the_core_trains_on_trees(credit: Any) -> None:
+def test_the_core_trains_on_trees() -> None:
     agent = AgentPolicy(model_with(FORGETFUL, max_new_tokens=20), Forkable, max_turns=3, branch=ONCE)
-    before = {name: weight.clone() for name, weight in agent.get_parameters().items()}
-    advantage = AdvantageConfig(credit=credit)
-    reward = EnvironmentReward(per_turn=credit in ("return_to_go", "process_supervision"))
+    advantage = AdvantageConfig(credit="gigpo")
     config = GRPOConfig(group_size=4, seed=0, advantage=advantage, num_epochs_per_update=2, micro_batch_size=3)
-    trainer = GRPOTrainer(config=config, policy=agent, reward_model=reward)
+    trainer = GRPOTrainer(config=config, policy=agent, reward_model=EnvironmentReward())
     batch = trainer.collect(["you", "me"])
-    assert (batch.state_keys is not None) == (credit == "gigpo")
+    assert batch.state_keys is not None
     metrics = trainer.update(batch)
     assert metrics["train/num_updates"] == 2
     assert metrics["train/ratio_mean"] == pytest.approx(1, abs=0.2)
-    assert any(not torch.equal(before[name], weight) for name, weight in agent.get_parameters().items())
+    assert metrics["train/grad_norm"] > 0
 
 
 def test_the_best_of_k_rows_needs_independent_rows() -> None:
@@ -414,14 +369,3 @@ def test_the_best_of_k_rows_needs_independent_rows() -> None:
     GRPOTrainer(config=config, policy=alone, reward_model=EnvironmentReward())
     with pytest.raises(ConfigError, match=r"'max_at_k' needs .* independently; AgentPolicy.has_dependent_rows is True"):
         GRPOTrainer(config=config, policy=trees, reward_model=EnvironmentReward())
-
-
-def test_states_of_rows_can_be_saved() -> None:
-    rows, _ = scripted(list("abcde"))
-    assert [Conversation.from_state(row.to_state()) for row in rows] == rows
-    old = rows[0].to_state()
-    for segment in old["segments"]:
-        del segment["forks"]  # from before there were forks
-    del old["seat_replies"]
-    loaded = Conversation.from_state(old)
-    assert loaded == replace(rows[0], segments=tuple(replace(segment, forks=()) for segment in rows[0].segments))
