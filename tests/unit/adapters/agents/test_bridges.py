@@ -1,12 +1,13 @@
 """Environments of other packages: what a conversation with each of them says, and its rewards. The packages are real ones."""
 
+import importlib.util
 import json
 import random
 import re
 import string
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -104,19 +105,6 @@ class Annotated:
         return "", float(action == "hello"), True, False, {}
 
 
-class Wrapped:
-    """A wrapper, whose own `step` is not annotated. It has a list of tools for itself, as wrappers of GEM do."""
-
-    tools = ("for the wrapper",)
-
-    def __init__(self) -> None:
-        self.unwrapped = Annotated()
-        self.reset = self.unwrapped.reset
-
-    def step(self, action: Any) -> Any:
-        return self.unwrapped.step(action)
-
-
 def test_a_gymnasium_environment_with_text_spaces_is_used_as_it_is() -> None:
     gymnasium.register("Parrot-v0", Parrot)
     try:
@@ -129,11 +117,6 @@ def test_a_gymnasium_environment_with_text_spaces_is_used_as_it_is() -> None:
     assert re.fullmatch(r"say one \d+", said(first)[0])
     assert said(first)[0] == said(second)[0] != said(other)[0]
     assert (said(first)[1:], first.ended_by) == (["say two", "say"], "environment")
-
-
-@pytest.mark.parametrize("make", [Annotated, Wrapped])
-def test_an_environment_whose_action_is_annotated_as_a_text_gets_the_text(make: Any) -> None:
-    assert talk("hello", make=lambda _: make()).rewards == (1.0,)
 
 
 def test_games_of_gem_are_used_as_they_are() -> None:
@@ -197,10 +180,13 @@ def test_a_seeded_environment_leaves_the_shared_numbers_as_they_were() -> None:
 
 
 def test_a_seeded_environment_passes_everything_else_on() -> None:
+    """Also that actions are texts. Wrappers of GEM have lists of tools for themselves, too."""
     closed = []
-    inner = changed(Annotated, close=lambda self: closed.append(self), state_key=lambda self: 7)
-    conversation = talk("hello", make=lambda _: Seeded(inner))
-    assert (conversation.rewards, conversation.turns[0].state_key, len(closed)) == ((1.0,), "7", 1)
+    members = {"close": lambda self: closed.append(self), "state_key": lambda self: 7, "tools": ("for the wrapper",)}
+    inner = changed(Annotated, **members)
+    for number, make in enumerate((inner, lambda: Seeded(inner)), 1):
+        conversation = talk("hello", make=lambda _, make=make: make())
+        assert (conversation.rewards, conversation.turns[0].state_key, len(closed)) == ((1.0,), "7", number)
     with pytest.raises(AttributeError, match="environment"):
         Seeded.__new__(Seeded).environment  # noqa: B018  # as `copy` looks for methods
 
@@ -296,8 +282,14 @@ def make_game(name: str) -> TextArena:
     return TextArena(name, opponent=None if num_players == 1 else lambda text: "[0]", num_players=num_players)
 
 
-def check_games(names: list[str]) -> None:
-    """Two conversations about each game begin equally, go on, and end without an error."""
+OTHERS = [*SLOW_SOLO, *FOR_TWO, *FOR_MORE]
+"""All other games that need no network."""
+
+
+@pytest.mark.parametrize(
+    "names", [SOLO, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["for one player", "others"]
+)
+def test_games_begin_equally_go_on_and_end_without_an_error(names: list[str]) -> None:
     turns = [f"[{i % 7}]" for i in range(6 * len(names))]
     played = talks(*turns, make=make_game, states=names, count=2, max_turns=3)
     for name, (first, second) in zip(names, played, strict=True):
@@ -305,15 +297,6 @@ def check_games(names: list[str]) -> None:
         assert len(said(first)[0]) > 100, name
         assert "error" not in (first.ended_by, second.ended_by), (name, first.info, second.info)
         assert all(-1 <= row.reward <= 1 for row in (first, second)), name
-
-
-def test_games_for_one_player_begin_equally_and_go_on() -> None:
-    check_games(SOLO)
-
-
-@pytest.mark.slow
-def test_all_other_games_that_need_no_network_begin_equally_and_go_on() -> None:
-    check_games([*SLOW_SOLO, *FOR_TWO, *FOR_MORE])
 
 
 # reasoning_gym
@@ -463,24 +446,17 @@ def test_bfcl_leaves_out_what_a_task_excludes() -> None:
 # Packages
 
 
-@pytest.mark.slow
-def test_nothing_needs_the_packages_until_a_bridge_is_used() -> None:
-    code = """
-import sys
-for name in ("textarena", "reasoning_gym", "bfcl_eval", "gem"):
-    sys.modules[name] = None
-import adapters.agents
-from adapters.agents.bridges import bfcl, reasoning_gym, seeded, textarena
-from grpo.errors import ConfigError
-for use in (lambda: textarena.TextArena("Nim-v0"), lambda: reasoning_gym.ReasoningGym("chain_sum"), bfcl.bfcl_tasks):
-    try:
-        use()
-    except ConfigError as error:
-        print(error)
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert re.findall(r"^(\w+) needs .* Install it: pip install (.*)$", run.stdout, re.MULTILINE) == [
-        ("TextArena", "textarena"),
-        ("ReasoningGym", "reasoning-gym"),
-        ("BFCL", "--no-deps bfcl-eval mpmath"),
+def test_nothing_needs_the_packages_until_a_bridge_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each module is imported anew without its package."""
+    cases: list[tuple[str, str, Callable[[Any], Any], str]] = [
+        ("textarena", "textarena", lambda bridge: bridge.TextArena("Nim-v0"), "textarena"),
+        ("reasoning_gym", "reasoning_gym", lambda bridge: bridge.ReasoningGym("chain_sum"), "reasoning-gym"),
+        ("bfcl", "bfcl_eval", lambda bridge: bridge.bfcl_tasks(), "--no-deps bfcl-eval mpmath"),
     ]
+    for name, package, use, install in cases:
+        monkeypatch.setitem(sys.modules, package, None)
+        spec: Any = importlib.util.find_spec(f"adapters.agents.bridges.{name}")
+        bridge = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(bridge)
+        with pytest.raises(ConfigError, match=rf"^\w+ needs {package}; got .*\. Install it: pip install {install}$"):
+            use(bridge)
