@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -194,28 +193,6 @@ def test_a_server_that_is_gone_for_good_ends_the_run(executor: ToolExecutor) -> 
     policy = AgentPolicy(says(*[calls(("loses", {"times": 99}))] * 40), Plain, executor=executor, concurrency=1)
     with pytest.raises(ServerLostError, match="32 calls of the tool loses were lost in a row"):
         policy.generate_actions(["you"], 40)
-
-
-def test_a_conversation_that_fills_the_folder_of_all_costs_later_ones_their_rewards_until_it_is_emptied() -> None:
-    """A call writes beside its conversation's folder, and is ended. Nobody knows whose these files are, so they stay."""
-    most, honest = 2**24, [calls(("add", {"a": 1})), "done"]
-    options = ExecutorOptions(timeout=10 * LONG, max_root_bytes=most)
-    with ToolExecutor(CATALOGUE, num_workers=2, options=options) as executor:
-
-        def rewards(*turns: str) -> list[float]:
-            (rows,) = AgentPolicy(says(*turns), Plain, executor=executor, concurrency=1).generate_actions(["you"], 3)
-            lost = [row.info["error"] for row in rows if row.ended_by == "error"]
-            assert all(said.startswith("ToolCallLostError: RootFullError") for said in lost)
-            return [row.reward for row in rows if row.ended_by == "environment"] + [0.0] * len(lost)
-
-        fills = calls(("write_for_ever", {"folder": "../beside", "pause": 0.02}))
-        assert rewards(*honest, fills, honest[0]) == [1.0, 0.0, 0.0]
-        assert [path.name for path in executor.root.iterdir()] == ["beside"]
-        # at most 5 MiB between two measurements, of which a busy machine may miss 40
-        assert sum(path.stat().st_size for path in executor.root.rglob("file-*")) < most + 200 * 2**20
-        shutil.rmtree(executor.root / "beside")
-        assert rewards(*honest * 3) == [1.0] * 3
-        assert list(executor.root.iterdir()) == []
 
 
 def test_a_program_calls_tools_by_the_chat(executor: ToolExecutor) -> None:

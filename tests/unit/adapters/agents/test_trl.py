@@ -84,17 +84,18 @@ def given(*texts: str, **columns: Any) -> dict[str, Any]:
     return {"prompts": ["p"] * len(texts), "completions": list(texts), "completion_ids": ids, **columns, **of_trl}
 
 
-def test_a_reward_function_gets_rows_and_completions() -> None:
+def test_a_reward_model_gets_rows_and_completions_in_evaluation_mode_and_without_gradient() -> None:
     seen: list[Any] = []
 
-    def reward(states: Any, actions: Any) -> list[float]:
-        seen.append((states, actions))
-        return [1.0, 2.0]
+    class Network(torch.nn.Linear):
+        def compute_rewards(self, states: Any, actions: Any) -> torch.Tensor:
+            seen.append((states, actions))
+            return torch.tensor([float(self.training), float(torch.is_grad_enabled())])
 
-    (function,), weights = trl_reward_functions(reward, character_tokenizer())
-    assert function(**given("ab", "cde...", answer=["x", "y"])) == [1.0, 2.0]
+    (function,), weights = trl_reward_functions(Network(1, 1), character_tokenizer())
+    assert function(**given("ab", "cde...", answer=["x", "y"])) == [0.0, 0.0]
     ((states, actions),) = seen
-    assert (function.__name__, weights) == ("reward", [1.0])
+    assert (function.__name__, weights) == ("Network.compute_rewards", [1.0])
     assert states == [{"prompt": "p", "answer": "x"}, {"prompt": "p", "answer": "y"}]
     found = [(action.text, action.finish_reason, len(action)) for action in actions]
     assert found == [("ab", "end", 3), ("cde", "length", 3)]
@@ -118,15 +119,6 @@ def test_weighted_rewards_become_several_functions_that_are_computed_once() -> N
     assert (weights, calls) == ([2.0, 4.0], [["two", "one"]])
     ((total, parts),) = recorded
     assert (total.tolist(), {*parts}) == ([4.0, 1.0], {"right", "short"})
-
-
-def test_a_reward_model_is_called_in_evaluation_mode_and_without_gradient() -> None:
-    class Network(torch.nn.Linear):
-        def compute_rewards(self, states: Any, actions: Any) -> torch.Tensor:
-            return torch.tensor([float(self.training), float(torch.is_grad_enabled())])
-
-    (function,), _ = trl_reward_functions(Network(1, 1), character_tokenizer())
-    assert function(**given("a", "b")) == [0.0, 0.0]
 
 
 def test_rewards_that_trl_cannot_use_are_refused(subtests: pytest.Subtests) -> None:
