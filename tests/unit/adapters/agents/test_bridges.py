@@ -291,7 +291,7 @@ OTHERS = [*SLOW_SOLO, *FOR_TWO, *FOR_MORE]
 )
 def test_games_begin_equally_go_on_and_end_without_an_error(names: list[str]) -> None:
     turns = [f"[{i % 7}]" for i in range(6 * len(names))]
-    played = talks(*turns, make=make_game, states=names, count=2, max_turns=3)
+    played = talks(*turns, make=make_game, states=names, count=2, max_turns=3, timeout=None)
     for name, (first, second) in zip(names, played, strict=True):
         assert said(first)[0] == said(second)[0], name
         assert len(said(first)[0]) > 100, name

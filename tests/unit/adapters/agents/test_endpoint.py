@@ -484,25 +484,25 @@ def test_a_program_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_no_port_and_no_thread_stay_after_close() -> None:
     before = threading.active_count()
-    policy, clients = says("a", "b"), []
+    policy, urls, idle = says("a", "b"), list[str](), list[socket.socket]()
 
     def program(base_url: str, state: Any) -> float:
-        clients.append(client_of(base_url))  # it keeps its connection open
-        clients[-1].chat.completions.create(**ASKED)
-        return 1.0
+        urls.append(base_url)
+        idle.append(socket.create_connection(("127.0.0.1", urlsplit(base_url).port)))
+        return float(raw(base_url)[0])
 
     served = ChatEndpoint(policy)
     served.close()
     agent = AgentPolicy(policy, served.runs(program))
     for _ in range(2):  # the endpoint starts again
-        assert agent.generate_actions(["you"], 1)[0][0].reward == 1.0
+        assert agent.generate_actions(["you"], 1)[0][0].reward == 200.0
         began = time.monotonic()
         served.close()
         assert time.monotonic() - began < 10  # it does not wait for idle connections
         wait_for(lambda: threading.active_count() <= before)
-        with pytest.raises(openai.APIConnectionError):
-            clients[-1].chat.completions.create(**ASKED)
-        clients[-1].close()
+        with pytest.raises(ConnectionRefusedError):
+            raw(urls[-1])
+        idle[-1].close()
 
 
 def test_what_is_no_language_model_and_what_cannot_be_ignored_are_refused(subtests: pytest.Subtests) -> None:

@@ -185,9 +185,11 @@ def test_rewards_stand_at_the_end_of_their_turns_or_are_added_up() -> None:
     makes = (lambda state: Echo(state, turns=2)), Tools
     rows = [AgentPolicy(model, make).generate_actions(["you"], 1)[0][0] for make in makes]
     ends = [3, 5], [len(says_call()) + 1, len(says_call()) + 3]
-    assert EnvironmentReward().compute_rewards([], rows).tolist() == [3.0, 1.0]
-    per_step = EnvironmentReward(per_turn=True).compute_rewards([], rows)
-    assert per_step.shape == (2, ends[1][1])
+    silent = conversation()
+    assert EnvironmentReward().compute_rewards([], [*rows, silent]).tolist() == [3.0, 1.0, math.inf]
+    per_step = EnvironmentReward(per_turn=True).compute_rewards([], [*rows, silent])
+    assert per_step.shape == (3, ends[1][1])
+    assert per_step[2].isinf().all()
     assert {place: value for place, value in enumerate(per_step[0].tolist()) if value} == {2: 1.0, 4: 2.0}
     assert {place: value for place, value in enumerate(per_step[1].tolist()) if value} == {ends[1][1] - 1: 1.0}
     parts = WeightedRewards({"game": EnvironmentReward(), "turns": lambda s, rows: [len(r.turns) for r in rows]})

@@ -35,7 +35,7 @@ from adapters.llm import RowLimit, SamplingConfig
 from grpo import ExperienceBatch
 from grpo.errors import ConfigError, ContractError
 from tests.support.agent_parts import before_each_batch, conversation, rows_of, sizes_of_batches, user
-from tests.support.agents import Echo, Scripted, converse, language_model
+from tests.support.agents import Echo, Scripted, converse, language_model, wait_for
 from tests.support.clocks import ConversationClocks
 from tests.unit.adapters.agents.test_conversations import says, text_and_sampled
 from tests.unit.adapters.agents.test_endpoint import client_of, reply, with_client
@@ -202,6 +202,26 @@ def test_all_that_wait_are_one_batch_whatever_their_limits() -> None:
     sizes.clear()
     AgentPolicy(model, play, concurrency=16, max_turns=12).generate_actions(list(range(8)), 2)
     assert max(sizes) == 16  # no batch is larger
+
+
+def test_clients_of_one_conversation_over_http_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first batch waits until all 32 clients have asked. A batch waits for each conversation, so this machine's load
+    decides only whether the last of them has just missed the second batch."""
+    monkeypatch.setattr("adapters.agents.rollouts.SHORTEST_WAIT", 20.0)
+    model, asked, real = language_model(max_new_tokens=6), list[int](), Chat.reply
+
+    async def counted(*args: Any, **options: Any) -> Any:
+        asked.append(1)
+        return await real(*args, **options)
+
+    monkeypatch.setattr(Chat, "reply", counted)
+    before_each_batch(model, lambda prompts: wait_for(lambda: len(asked) >= 32))
+    sizes = sizes_of_batches(model)
+    with ChatEndpoint(model) as endpoint:
+        AgentPolicy(model, endpoint.runs(over_http(lambda: 0.0))).generate_actions([0, 1], 4)
+    assert sum(sizes) == 8 * 4 * 2
+    assert sum(sizes[:2]) >= 31
+    assert len(sizes) <= 8, "each batch has a message of each conversation that goes on, and each has eight"
 
 
 def test_a_batch_has_a_request_of_each_conversation_before_the_second_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
