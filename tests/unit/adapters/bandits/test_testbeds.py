@@ -160,29 +160,23 @@ def test_a_pull_past_the_end_is_refused_and_changes_nothing() -> None:
     np.testing.assert_array_equal(testbed.means_now([1]), [[0.6]])  # over, but the last means can be looked at
 
 
-def test_rows_that_do_not_exist_are_refused(subtests: pytest.Subtests) -> None:
-    for runs, arms, message in (
-        ([0, 1], [0], "runs and arms must have the same length; got 2 runs and 1 arms"),
-        ([0], [3], "arms must lie in 0..2; got 3 to 3"),
-        ([-1], [0], "runs must lie in 0..1; got -1 to -1"),
-        ([0], [0.5], "arms must be integers"),
-        ([[0]], [[0]], "runs must be integers"),
+def test_what_does_not_exist_or_is_invalid_is_refused(subtests: pytest.Subtests) -> None:
+    two, three = abrupt_testbed(num_runs=2), abrupt_testbed(num_runs=3).state_dict()
+    for call, error, message in (
+        (lambda: two.pull([0, 1], [0]), RewardError, "runs and arms must have the same length; got 2 runs and 1 arms"),
+        (lambda: two.pull([0], [3]), RewardError, r"arms must lie in 0\.\.2; got 3 to 3"),
+        (lambda: two.pull([-1], [0]), RewardError, r"runs must lie in 0\.\.1; got -1 to -1"),
+        (lambda: two.pull([0], [0.5]), RewardError, "arms must be integers"),
+        (lambda: two.pull([[0]], [[0]]), RewardError, "runs must be integers"),
+        (lambda: two.load_state_dict(three), ConfigError, "the state must have 2 runs; it has 3"),
+        (lambda: Testbed(np.zeros((2, 3))), ConfigError, r"must be finite numbers \[R, T, K\]; got shape \[2, 3\]"),
+        (lambda: Testbed(np.full((1, 1, 1), np.nan)), ConfigError, "means must be finite"),
+        (lambda: Testbed(np.full((1, 1, 1), 1.5)), ConfigError, r"means are probabilities in \[0, 1\]; got 1.5 to 1.5"),
+        (lambda: Testbed(np.zeros((2, 1, 1)), num_runs=3), ConfigError, "num_runs must be 2 as in means"),
     ):
-        with subtests.test(message), pytest.raises(RewardError, match=message):
-            abrupt_testbed(num_runs=2).pull(runs, arms)
-
-
-def test_invalid_arguments_are_refused(subtests: pytest.Subtests) -> None:
-    for means, kwargs, message in (
-        (np.zeros((2, 3)), {}, r"means must be finite numbers \[R, T, K\]; got shape \[2, 3\]"),
-        (np.full((1, 1, 1), np.nan), {}, "means must be finite"),
-        (np.full((1, 1, 1), 1.5), {}, r"means are probabilities in \[0, 1\]; got 1.5 to 1.5"),
-        (np.zeros((2, 1, 1)), {"num_runs": 3}, "num_runs must be 2 as in means"),
-    ):
-        with subtests.test(message), pytest.raises(ConfigError, match=message):
-            Testbed(means, **kwargs)
-    with pytest.raises(ConfigError, match="the state must have 2 runs; it has 3"):
-        abrupt_testbed(num_runs=2).load_state_dict(abrupt_testbed(num_runs=3).state_dict())
+        with subtests.test(message), pytest.raises(error, match=message):
+            call()
+    assert two.pulls.tolist() == [0, 0]
 
 
 # --- the reward model
@@ -356,19 +350,16 @@ def texts(axis: object) -> list[str]:
     return [text.get_text() for text in axis.texts]
 
 
-def test_regimes_are_named_by_the_arms_that_are_the_best(axis: object) -> None:
+def test_long_regimes_are_named_by_the_arms_that_are_the_best_if_names_are_wanted(axis: object) -> None:
     mark_regimes(axis, MEANS)
     assert texts(axis) == ["arm 0, arm 1 best", "all alike", "arm 2 best"]
     assert [patch.get_x() for patch in axis.patches] == [0, 20]  # where some arms are better
     assert [line.get_xdata()[0] for line in axis.lines] == [10, 20]
-
-
-def test_short_regimes_have_no_name_and_none_has_one_if_names_are_not_wanted(axis: object) -> None:
-    mark_regimes(axis, np.eye(2)[[0] * 40 + [1, 0, 1, 0] + [1] * 56])
-    assert texts(axis) == ["arm 0 best", "arm 1 best"]
-    assert len(axis.lines) == 5
     mark_regimes(axis, MEANS, named=False)
-    assert len(axis.texts) == 2
+    assert len(axis.texts) == 3
+    mark_regimes(axis, np.eye(2)[[0] * 40 + [1, 0, 1, 0] + [1] * 56])  # short regimes have no name
+    assert texts(axis)[3:] == ["arm 0 best", "arm 1 best"]
+    assert len(axis.lines) == 2 + 2 + 5
 
 
 @pytest.mark.parametrize("num_arms", [3, 5, 6, 12])

@@ -134,7 +134,7 @@ def test_types_that_would_be_lost_are_refused_in_words(subtests: pytest.Subtests
         with subtests.test(kind=type(value).__name__):
             words = rf"plain data to be saved in a checkpoint; it contains a .*{type(value).__name__}. Use numbers"
             with pytest.raises(ContractError, match=f"must be {words}"):
-                pack([value])
+                EpisodeStart(options={"goal": value}).to_state()
 
 
 def test_packed_data_of_an_unknown_kind_is_refused() -> None:

@@ -422,6 +422,9 @@ def test_modes_equal_hand_worked_actions() -> None:
     torch.testing.assert_close(EVERY["squashed"].mode(parameters), expected)
     flat = torch.full((1, 4), -200.0)  # softplus is 0 in float32: alpha = beta = 1
     torch.testing.assert_close(EVERY["beta"].mode(flat), torch.from_numpy(middle).unsqueeze(0))
+    one, three = math.log(math.e - 1), math.log(math.e**3 - 1)  # alpha = 1 + 1, beta = 1 + 3: x = 1 / (1 + 3)
+    quarter = torch.from_numpy(0.75 * LOW + 0.25 * HIGH).unsqueeze(0)
+    torch.testing.assert_close(EVERY["beta"].mode(torch.tensor([[one, one, three, three]])), quarter)
     falling = torch.tensor([[-200.0, -200.0, 1.0, 1.0]])
     torch.testing.assert_close(EVERY["beta"].mode(falling), torch.from_numpy(LOW).unsqueeze(0))
 

@@ -175,16 +175,14 @@ def test_a_lost_worker_or_an_interrupt_changes_nothing_but_the_count(monkeypatch
         return EpisodePolicy(pool, options=EpisodeOptions(num_steps=4))
 
     unbroken, broken = policy(()), policy((1, 9))
-    step = broken.pool.step
 
-    def interrupted(members: Any, actions: Any) -> Any:
-        step(members, actions)
+    def interrupted(action: Any) -> Any:
         raise KeyboardInterrupt
 
     counts = []
     for number in range(4):
-        if number == 2:  # a collection that is given up after a step
-            monkeypatch.setattr(broken.pool, "step", interrupted)
+        if number == 2:  # a collection that is given up when two of three environments have moved
+            monkeypatch.setattr(broken.pool.pool._envs[2], "step", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 sampled(broken, number)
             monkeypatch.undo()
