@@ -1,15 +1,11 @@
-"""Advantages against numbers worked by hand, and against exact fractions."""
+"""Advantages against numbers worked by hand."""
 
 import itertools
 import math
-from fractions import Fraction
-from statistics import median
 from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo import AdvantageConfig, AdvantageEstimator, ExperienceBatch, group_relative_advantages, group_relative_returns
@@ -110,50 +106,6 @@ def test_every_scale_is_exact(scale):
     assert advantages.tolist() == pytest.approx(expected, rel=1e-13)
 
 
-def exact_advantages(
-    rewards: list[float], group_ids: list[int], baseline: str, scale: str, ddof: int, running_mean: float | None
-) -> list[float]:
-    """A = (R - b) / s row by row, in fractions up to the square root."""
-    values = [Fraction(r) for r in rewards]
-    batch_mean = sum(values) / len(values)
-
-    def standard_deviation(over: list[Fraction]) -> float:
-        mean = sum(over) / len(over)
-        return math.sqrt(sum((v - mean) ** 2 for v in over) / max(len(over) - ddof, 1))
-
-    result = []
-    for n, value in enumerate(values):
-        group = [v for v, g in zip(values, group_ids, strict=True) if g == group_ids[n]]
-        others = [v for m, v in enumerate(values) if group_ids[m] == group_ids[n] and m != n]
-        b = {
-            "group_mean": sum(group) / len(group),
-            "group_median": median(group),
-            "leave_one_out": sum(others) / len(others) if others else value,
-            "global_mean": batch_mean if running_mean is None else Fraction(running_mean),
-            "none": 0,
-        }[baseline]
-        s = {"none": 1.0, "group": standard_deviation(group), "batch": standard_deviation(values)}[scale]
-        result.append(float(value - b) / s if s else 0.0)
-    return result
-
-
-@settings(max_examples=50)
-@given(
-    rows=st.lists(st.tuples(st.integers(-40, 40), st.integers(-2, 2)), min_size=1, max_size=12),
-    baseline=st.sampled_from(BASELINES),
-    scale=st.sampled_from(SCALES),
-    ddof=st.sampled_from([0, 1]),
-    running_mean=st.none() | st.integers(-3, 3).map(float),
-)
-def test_advantages_agree_with_exact_fractions(rows, baseline, scale, ddof, running_mean):
-    rewards, group_ids = [r / 8 for r, _ in rows], [g for _, g in rows]
-    advantages = group_relative_advantages(
-        double(rewards), ids(*group_ids), baseline=baseline, scale=scale, std_ddof=ddof, running_mean=running_mean
-    )
-    expected = exact_advantages(rewards, group_ids, baseline, scale, ddof, running_mean)
-    assert advantages.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
-
-
 DIFFER_BY_ROUNDING = {
     "float64 sum": double([0.1 + 0.2, 0.3]),
     "float64 product": double([0.1 * 3, 0.3, 0.3]),
@@ -188,11 +140,15 @@ def test_small_differences_also_between_large_rewards_are_kept():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("scale", "baseline"), [*itertools.product(SCALES, BASELINES)])
-def test_huge_rewards_agree_with_exact_fractions(dtype, scale, baseline):
-    rewards, group_ids = torch.tensor([1e30, -2e30, 3e30, 0.5, 1e30, 1e29], dtype=dtype), [0, 0, 0, 1, 1, 1]
-    advantages = group_relative_advantages(rewards, ids(*group_ids), baseline=baseline, scale=scale)
-    expected = exact_advantages(rewards.tolist(), group_ids, baseline, scale, 1, None)
-    assert advantages.tolist() == pytest.approx(expected, rel=1e-6 if dtype is torch.float32 else 1e-12)
+def test_huge_rewards_have_the_advantages_of_small_ones(dtype, scale, baseline):
+    """Whose squares float32 cannot hold: those of a thirtieth power of ten less, in its units, or the same if divided."""
+    small = double([1, -2, 3, 0, 1, 0.1])
+    huge, group_ids = torch.tensor([1e30, -2e30, 3e30, 0, 1e30, 1e29], dtype=dtype), ids(0, 0, 0, 1, 1, 1)
+    found, expected = (
+        group_relative_advantages(rewards, group_ids, baseline=baseline, scale=scale) for rewards in (huge, small)
+    )
+    unit = 1e30 if scale == "none" else 1
+    assert found.tolist() == pytest.approx([a * unit for a in expected.tolist()], rel=1e-6, abs=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -200,13 +156,6 @@ def test_advantages_have_the_dtype_of_the_rewards_which_stay_unchanged(dtype):
     rewards = torch.tensor([1.0, 3.0], dtype=dtype)
     assert group_relative_advantages(rewards, ids(0, 0), scale="batch").dtype == dtype
     assert rewards.tolist() == [1.0, 3.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
-def test_group_ids_may_be_of_any_integer_type(dtype):
-    # groups 3 and 1, interleaved, the larger number first: means 2 and 7
-    advantages = group_relative_advantages(double([1, 5, 3, 9]), ids(3, 1, 3, 1).to(dtype))
-    assert advantages.tolist() == [-1, -2, 1, 2]
 
 
 def test_group_ids_may_be_far_apart():
@@ -219,17 +168,9 @@ def test_group_ids_may_be_far_apart():
 # column means: (3 + 2 + 4)/3 = 3,  (2 + 0 + 4)/3 = 2,  (1 + 1)/2 = 1: row 1 is left out of the last, not counted as 0
 STEP_REWARDS = [[1.0, 1.0, 1.0], [2.0, 0.0, math.nan], [0.0, 3.0, 1.0]]
 STEP_MASK = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])
-STEP_ADVANTAGES = [[0, 0, 0], [-1, -2, 0], [1, 2, 0]]
+STEP_ADVANTAGES = double([[0, 0, 0], [-1, -2, 0], [1, 2, 0]])
 # all valid returns 3 2 1 2 0 4 4 1: sum 17, squares 51, so the squared distances are 51 - 17^2/8 = 14.875
 STEP_BATCH_VARIANCE = {0: 14.875 / 8, 1: 14.875 / 7}
-
-
-@pytest.mark.parametrize("ddof", [0, 1])
-def test_relative_returns_can_be_divided_by_the_std_of_all_valid_steps(ddof):
-    advantages = group_relative_returns(double(STEP_REWARDS), STEP_MASK, ids(4, 4, 4), scale="batch", std_ddof=ddof)
-    std = math.sqrt(STEP_BATCH_VARIANCE[ddof])
-    for row, expected in zip(advantages.tolist(), STEP_ADVANTAGES, strict=True):
-        assert row == pytest.approx([a / std for a in expected])
 
 
 RELATIVE_RETURNS = {
@@ -239,6 +180,9 @@ RELATIVE_RETURNS = {
         STEP_REWARDS, STEP_MASK, [4, 4, 4], {"scale": "group"}, [[0, 0, 0], [-1, -1, 0], [1, 1, 0]],
     ),
     # returns 6, 5 | 3 | 14, 7; column 0 of group 0: mean 4.5; row 0 is alone in the last column, and group 1 is one row
+    **{f"divided by the std of all valid steps, ddof {ddof}": (
+        STEP_REWARDS, STEP_MASK, [4, 4, 4], {"scale": "batch", "std_ddof": ddof}, STEP_ADVANTAGES / math.sqrt(variance),
+    ) for ddof, variance in STEP_BATCH_VARIANCE.items()},
     "0 for a step that is alone in its group": (
         [[1, 5], [3, math.nan], [7, 7]], torch.tensor([[True, True], [True, False], [True, True]]), [0, 0, 1], {},
         [[1.5, 0], [-1.5, 0], [0, 0]],
@@ -255,7 +199,9 @@ RELATIVE_RETURNS = {
 def test_relative_returns_equal_hand_worked_values(case):
     rewards, mask, group_ids, settings, expected = RELATIVE_RETURNS[case]
     advantages = group_relative_returns(double(rewards), mask, ids(*group_ids), **{"scale": "none", **settings})
-    assert advantages.tolist() == expected
+    torch.testing.assert_close(
+        advantages, double(expected) if isinstance(expected, list) else expected, rtol=1e-15, atol=0
+    )
 
 
 @pytest.mark.parametrize(("scale", "baseline"), [*itertools.product(SCALES, BASELINES)])
@@ -279,7 +225,12 @@ def test_rewards_under_the_mask_are_never_used(poison, gamma, scale):
 
 
 @pytest.mark.parametrize(
-    "group_ids", [ids(0, 0, 2**62, 2**62), ids(0, 0, 64, 64).to(torch.int8), ids(-(2**63), -(2**63), 0, 0)]
+    "group_ids",
+    [
+        ids(0, 0, 2**62, 2**62),
+        *(ids(64, 64, 1, 1).to(dtype) for dtype in (torch.int8, torch.int16, torch.int32)),
+        ids(-(2**63), -(2**63), 0, 0),
+    ],
 )
 def test_relative_returns_keep_groups_of_any_id_separate(group_ids):
     # returns 4, 3, 2, 1 times 1, 3 | 5, 9; group means 2 and 7 times 4, 3, 2, 1
@@ -313,14 +264,6 @@ def test_the_running_mean_excludes_the_current_batch():
     estimator(batch_of(double(STEP_REWARDS), ids(0, 0, 0), STEP_MASK))
     # eight valid returns, sum 17: mean 2.125
     assert estimator(batch_of(double([[1, 2]]), ids(0))).tolist() == [[3 - 2.125, 2 - 2.125]]
-
-
-@pytest.mark.parametrize("baseline", [*RELATIVE, "none"])
-def test_other_baselines_do_not_depend_on_earlier_batches(baseline):
-    used, fresh = (AdvantageEstimator(AdvantageConfig(baseline=baseline)) for _ in range(2))
-    used(batch_of(double([100, 300]), ids(0, 0)))
-    batch = batch_of(double(REWARDS), ids(*GROUP_IDS))
-    assert torch.equal(used(batch), fresh(batch))
 
 
 def test_group_statistics_count_groups_without_differences():
