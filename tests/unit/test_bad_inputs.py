@@ -23,10 +23,9 @@ from grpo.arguments import is_finite, require_each, require_instances, require_i
 from grpo.config import AdvantageConfig, GRPOConfig, ObjectiveConfig
 from grpo.errors import ConfigError, ContractError, GRPOError, ProtocolError, RewardError
 from grpo.evaluation import measure_policy
-from grpo.grpo_objective import grpo_objective
-from grpo.types import ExperienceBatch, ObjectiveInputs
+from grpo.types import ExperienceBatch
 from tests.support import bad_input_places
-from tests.support.bad_input_places import Plain, Scoring, good_batch, good_inputs, good_rows, rewards_of, trainer_of
+from tests.support.bad_input_places import Plain, Scoring, good_batch, good_rows, rewards_of, trainer_of
 from tests.support.bad_inputs import KINDS, Frame, Series, counted, table
 from tests.support.policies import TablePolicy
 
@@ -116,7 +115,6 @@ def test_what_is_refused_says_what_was_required(call: Any, error: Any, message: 
 
 
 def test_what_is_nearly_refused_is_accepted() -> None:
-    assert GRPOConfig(seed=2**64 - 1).seed == 2**64 - 1
     assert arguments.as_rewards("reward", np.ma.masked_array([1.0, 2.0]), 2).tolist() == [1, 2]  # nothing is masked
     parts = {"a": torch.tensor([1.0, NAN, 3.0])}  # NaN: it does not apply
     assert decoupled_advantages(parts, {}, torch.tensor([0, 0, 0]))[1] == 0
@@ -243,88 +241,45 @@ def test_a_surrogate_that_returns_no_loss_per_step_is_refused(wrong: Any) -> Non
         trainer.update(ExperienceBatch.from_rows(**good_rows()))
 
 
-def test_what_is_off_the_mask_never_counts() -> None:
-    """Weights, and what a surrogate or a sampler correction of one's own returns there: huge, or NaN."""
-    mask = torch.tensor([[True, True, False]] * 8)
-    log_probs = torch.linspace(-2, -0.1, 24, dtype=torch.float64).reshape(8, 3)
-
-    def evaluated(poison: float) -> tuple[float, Any]:
-        config = ObjectiveConfig(
-            surrogate=lambda steps: torch.where(steps.mask, -steps.ratio() * steps.advantages, poison),
-            sampler_correction=lambda old, behaviour, mask: torch.where(mask, 0.5, poison).double(),
-            value_coef=1.0,
-            kl_coef=0.1,
-            entropy_coef=0.1,
-        )
-        weights = torch.where(mask, 0.1, poison).double()
-        changes = {"mask": mask, "weights": weights, "entropy_weights": weights, "keep": None, "selected": None}
-        leaf = log_probs.clone().requires_grad_()
-        output = grpo_objective(ObjectiveInputs(**good_inputs(**changes, log_probs=leaf)), config)
-        output.loss.backward()
-        return output.loss.item(), leaf.grad
-
-    clean = evaluated(0.0)
-    for poison in (1e9, NAN):
-        loss, gradient = evaluated(poison)
-        assert loss == clean[0]
-        assert torch.equal(gradient, clean[1])
+integers, numbers = partial(require_integers, "Owner"), partial(require_numbers, "Owner")
+instances, widths = partial(require_instances, "Owner"), partial(require_widths, "Owner")
+texts, directions = partial(instances, str | None, "a text, or None"), partial(instances, Literal["up", "down"])
+words = partial(require_each, "Owner: words", str)
+NO_NUMBERS = [NAN, INF, True, "1", None, 1j, 10**400]
 
 
-def test_integers_of_python_and_numpy_from_the_least_on_pass() -> None:
-    require_integers("Owner", 2, a=2, b=3, c=np.int64(2))
-    require_integers("Owner", 0, a=0)
-    require_integers("Owner", 1, optional=True, a=None, b=1)
+def test_arguments_that_fit_pass() -> None:
+    integers(2, a=2, b=3, c=np.int64(2))
+    integers(0, a=0)
+    integers(1, optional=True, a=None, b=1)
+    numbers(a=0, b=-1.5, c=np.float32(2), d=Fraction(1, 3))
+    texts(a="x", b=None)
+    directions(a="up", b="down")
+    widths([])
+    widths((64, np.int64(1)))
+    assert words(word for word in ("a", "b")) == ["a", "b"]
+    assert words([]) == []
+    assert [value for value in NO_NUMBERS if is_finite(value)] == []
 
 
-@pytest.mark.parametrize(("least", "optional", "value", "message"), [
-    (2, False, 1, r"an integer >= 2; got int 1\."),
-    (1, False, True, r"an integer >= 1; got bool True\."),
-    (1, False, 2.0, r"an integer >= 1; got float 2\.0\."),
-    (1, False, "3", r"an integer >= 1; got str '3'\."),
-    (1, False, None, r"an integer >= 1; got NoneType None\."),
-    (1, True, 0, r"an integer >= 1, or None; got int 0\."),
+@pytest.mark.parametrize(("call", "message"), [
+    (partial(integers, 2, fine=9, size=1), "size must be an integer >= 2; got int 1."),
+    (partial(integers, 1, fine=9, size=True), "size must be an integer >= 1; got bool True."),
+    (partial(integers, 1, fine=9, size=2.0), "size must be an integer >= 1; got float 2.0."),
+    (partial(integers, 1, fine=9, size="3"), "size must be an integer >= 1; got str '3'."),
+    (partial(integers, 1, fine=9, size=None), "size must be an integer >= 1; got NoneType None."),
+    (partial(integers, 1, optional=True, size=0), "size must be an integer >= 1, or None; got int 0."),
+    *((partial(numbers, fine=1.0, rate=value), f"rate must be a finite number; got {type(value).__name__} ")
+      for value in NO_NUMBERS),
+    (partial(texts, a="x", b=1), "b must be a text, or None; got int 1."),
+    *((partial(directions, a="up", b=value), f"b must be one of 'up', 'down'; got {shown}")
+      for value, shown in (("left", "str 'left'"), (1, "int 1"), (None, "NoneType None"), (["up"], "a list of 1"))),
+    (partial(widths, 8), "hidden must be a list of widths; got int 8."),
+    (partial(widths, [8, 0]), "hidden[1] must be an integer >= 1; got int 0."),
+    (partial(widths, b"8"), "hidden must be a list of widths; got bytes b'8'."),
+    *((partial(words, value), f"words must be a list of str objects; got {shown}.")
+      for value, shown in ((["a", 1], "1"), ("ab", "'ab'"), (7, "7"), (None, "None"))),
 ])  # fmt: skip
-def test_what_is_no_integer_is_refused_by_name(least: int, optional: bool, value: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^Owner: size must be {message}$"):
-        require_integers("Owner", least, optional=optional, fine=9, size=value)
-
-
-def test_finite_numbers_pass() -> None:
-    require_numbers("Owner", a=0, b=-1.5, c=np.float32(2), d=Fraction(1, 3))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "1", None, 1j, 10**400], ids=str)
-def test_what_is_no_finite_number_is_refused_by_name(value: Any) -> None:
-    assert not is_finite(value)
-    with pytest.raises(ConfigError, match=r"^Owner: rate must be a finite number; got \w+ "):
-        require_numbers("Owner", fine=1.0, rate=value)
-
-
-def test_instances_pass_and_others_are_refused_by_name() -> None:
-    require_instances("Owner", str | None, "a text, or None", a="x", b=None)
-    with pytest.raises(ConfigError, match=r"^Owner: b must be a text, or None; got int 1\.$"):
-        require_instances("Owner", str | None, "a text, or None", a="x", b=1)
-    require_instances("Owner", Literal["up", "down"], a="up", b="down")
-    for wrong in ("left", 1, None, ["up"]):
-        with pytest.raises(ConfigError, match=r"^Owner: b must be one of 'up', 'down'; got "):
-            require_instances("Owner", Literal["up", "down"], a="up", b=wrong)
-
-
-def test_widths_are_a_list_of_integers_from_1_on() -> None:
-    require_widths("Owner", [])
-    require_widths("Owner", (64, np.int64(1)))
-    for wrong, message in (
-        (8, r"hidden must be a list of widths; got int 8\."),
-        ([8, 0], r"hidden\[1\] must be an integer >= 1; got int 0\."),
-        (b"8", r"hidden must be a list of widths; got bytes b'8'\."),
-    ):
-        with pytest.raises(ConfigError, match=f"^Owner: {message}$"):
-            require_widths("Owner", wrong)
-
-
-def test_a_list_is_returned_if_each_of_its_values_fits() -> None:
-    assert require_each("Owner: words", str, (word for word in ("a", "b"))) == ["a", "b"]
-    assert require_each("Owner: words", str, []) == []
-    for wrong, shown in ((["a", 1], "1"), ("ab", "'ab'"), (7, "7"), (None, "None")):
-        with pytest.raises(ConfigError, match=rf"^Owner: words must be a list of str objects; got {shown}\.$"):
-            require_each("Owner: words", str, wrong)
+def test_arguments_that_do_not_fit_are_refused_by_name(call: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'Owner: {message}')}"):
+        call()
