@@ -104,17 +104,6 @@ def test_sampling_and_rewards_run_in_evaluation_mode_without_gradients() -> None
     assert not batch.old_log_probs.requires_grad
 
 
-def test_a_plain_policy_that_decides_once_per_row_is_scored_once_and_never_again() -> None:
-    """Its steps are known from the first pass on; what lies in between is known without one."""
-    policy = scripted()
-    collector = collector_of(policy)
-    assert collector.collect(["a", "b"]).old_log_probs is not None
-    batch = collector.collect(["a", "b"])
-    assert (policy.calls["score"], policy.calls["generate"]) == (1, 2)
-    assert batch.old_log_probs is None
-    assert batch.mask.tolist() == [[True]] * 6
-
-
 def test_a_samplers_mask_scores_and_metrics_are_kept_unchanged() -> None:
     class Telling(ExactSampling):
         def sample_actions(self, states: Any, num_actions_per_state: int) -> SampledActions:
@@ -159,12 +148,6 @@ def test_samples_are_checked_before_rewards_are_computed(kind: Any, method: str,
     collector = collector_of(policy, lambda states, actions: pytest.fail("asked for rewards"))
     with as_users_run_it(), pytest.raises(ContractError, match=rf"^{kind.__name__}(\.|: |){message}"):
         collector.collect([0, 1])
-
-
-def test_behaviour_log_probs_that_are_not_known_are_nan() -> None:
-    unscored = ExactSampling()
-    unscored.sample_actions = lambda *arguments: with_behaviour(math.nan)  # type: ignore[method-assign]
-    assert collector_of(unscored, zeros).collect([0, 1]).num_rows == 6
 
 
 @pytest.mark.parametrize("make", [lambda: TablePolicy((0, 1)), RowScoring, GroupScoring, ExactSampling])
@@ -218,13 +201,6 @@ def test_failures_of_evaluations_and_collections_are_counted_until_they_are_repo
     assert reported == [2.0, 0.0]
 
 
-def test_rewards_of_fresh_actions_are_one_number_per_row() -> None:
-    policy = scripted()
-    rows, _ = measured_rows(collector_of(policy, group_size=99), ["a", "b"], 3)
-    assert rows.rewards.tolist() == [0, 1, 1, 11, 10, 12]
-    assert policy.calls == {"generate": 1}
-
-
 def test_everything_the_policy_computes_runs_in_the_given_context() -> None:
     entered: list[int] = []
     inside: list[int] = []
@@ -268,12 +244,6 @@ def ragged(**others: Any) -> ExperienceBatch:
 
 def completed(policy: Any, batch: ExperienceBatch | None = None, several_updates: bool = False, **others: Any) -> Any:
     return collector_of(policy, **others).complete(batch or ragged(), several_updates=several_updates)
-
-
-def test_with_one_update_a_batch_needs_no_further_scores() -> None:
-    policy, batch = RowScoring(), ragged()
-    assert completed(policy, batch) is batch
-    assert policy.calls == {}
 
 
 def test_with_several_updates_old_log_probs_are_added() -> None:
