@@ -1,10 +1,14 @@
-"""Measuring and comparing policies: hand-worked numbers, what both sides share, and what a measurement leaves unchanged."""
+"""Measuring and comparing policies: hand-worked numbers, what both sides share, what stays unchanged, and the report."""
 
 import copy
 import itertools
+import json
 import math
 import os
 import random
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +18,6 @@ import torch
 from grpo import (
     ConfigError,
     ContractError,
-    GRPOConfig,
-    GRPOTrainer,
     ProtocolError,
     RewardConfig,
     RewardError,
@@ -25,7 +27,7 @@ from grpo import (
     compare_policies,
 )
 from grpo._common.global_state import capture_random_state
-from grpo.evaluation import Answer, measure_policy, paired_interval, pass_at_k
+from grpo.evaluation import Answer, ComparisonReport, measure_policy, paired_interval, pass_at_k
 from grpo.evaluation.attempts import bootstrap_intervals, numbers_of_attempts
 from tests.support.comparisons import (
     AFTER,
@@ -38,7 +40,7 @@ from tests.support.comparisons import (
     paying,
     scripted,
 )
-from tests.support.policies import DuckPolicy, ExactSampling, TablePolicy, VectorPolicy, digest, weights_of
+from tests.support.policies import DuckPolicy, ExactSampling, TablePolicy, VectorPolicy, digest
 
 
 def test_the_report_equals_hand_worked_means_differences_and_outcomes() -> None:
@@ -164,21 +166,11 @@ def test_parts_are_reported_unweighted() -> None:
     assert "twice" in str(report)
 
 
-class Ragged:
+def ragged(states: Any, actions: Any) -> Rewards:
     """Part "odd" is reported only for batches with a state "odd", and is NaN for actions of 0."""
-
-    def compute_rewards(self, states: Any, actions: Any) -> Rewards:
-        own = torch.tensor([float(action) for action in actions])
-        parts = {"all": own}
-        if "odd" in states:
-            parts["odd"] = torch.where(own > 0, 10 * own, math.nan)
-        return Rewards(values=own, components=parts)
-
-    def train(self) -> None: ...
-
-    def eval(self) -> None: ...
-
-    def to(self, device: Any) -> None: ...
+    own = torch.tensor([float(action) for action in actions])
+    odd = {"odd": torch.where(own > 0, 10 * own, math.nan)} if "odd" in states else {}
+    return Rewards(values=own, components={"all": own, **odd})
 
 
 class Looked(TablePolicy):
@@ -193,10 +185,10 @@ def test_a_reward_part_is_averaged_over_the_states_it_applies_to() -> None:
     """Part "odd" applies to state "odd" alone. Actions (0, 2) give the mean 20, and actions (3, 1) the mean of 30 and 10."""
     states, options = ["even", "odd"], {"num_actions_per_state": 2, "batch_size": 1, "progress": False}
     sides = [Looked(states, script=[[1, 1], row]) for row in ([0, 2], [3, 1])]
-    report = compare_policies(*sides, states, Ragged(), **options)
+    report = compare_policies(*sides, states, ragged, **options)
     assert report.components_before == {"all": 1.0, "odd": 20.0}
     assert report.components_after == {"all": 1.5, "odd": 20.0}
-    report = compare_policies(Looked(states, script=[[1, 1], [0, 0]]), sides[0], states, Ragged(), **options)
+    report = compare_policies(Looked(states, script=[[1, 1], [0, 0]]), sides[0], states, ragged, **options)
     assert (report.components_before, report.components_after) == ({"all": 0.5}, {"all": 1.0, "odd": 20.0})
     line = next(line for line in str(report).splitlines() if line.endswith("  odd") and "20.0000" in line)
     assert line.split() == ["-", "20.0000", "-", "odd"]
@@ -205,7 +197,7 @@ def test_a_reward_part_is_averaged_over_the_states_it_applies_to() -> None:
 def test_a_reward_part_weighs_every_state_equally() -> None:
     """Part "odd" is NaN and 40 in one state, 10 and 10 in the other. Its mean is (40 + 10) / 2, not 60 / 3."""
     policy = Looked(["odd", "too"], script=[[0, 4], [1, 1]])
-    found = measured(policy, ["odd", "too"], Ragged(), num_actions_per_state=2)
+    found = measured(policy, ["odd", "too"], ragged, num_actions_per_state=2)
     assert found.component_means == {"all": 1.5, "odd": 25.0}
 
 
@@ -261,52 +253,23 @@ def test_global_random_generators_are_untouched() -> None:
     assert generators() == before
     assert torch.equal(first.rewards, measured(TablePolicy(STATES), reward_model=random_reward).rewards)
 
-    def failing(states: Any, actions: Any) -> list[float]:
-        torch.rand(1)
-        raise ValueError("broken")
-
-    with pytest.raises(RewardError, match="broken"):
-        measured(TablePolicy(STATES), reward_model=failing)
-    assert generators() == before
-
-
-def test_measuring_trains_nothing_and_keeps_no_gradient() -> None:
-    class Watching(TablePolicy):
-        def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
-            assert not torch.is_grad_enabled()
-            return super().generate_actions(states, num_actions_per_state)
-
-    def watching(states: Any, actions: Any) -> torch.Tensor:
-        assert not torch.is_grad_enabled()
-        return torch.ones(len(actions)) * worth
-
-    worth = torch.ones((), requires_grad=True)
-    policy = Watching(STATES)
-    before = weights_of(policy)
-    assert not measured(policy, reward_model=watching).rewards.requires_grad
-    assert torch.equal(weights_of(policy), before)
-    assert policy.logits.grad is None
-    assert policy.calls == {"generate": 1}  # and nothing was scored
-
 
 @pytest.mark.parametrize("training", [True, False])
-def test_measuring_restores_the_training_mode(training):
-    policy, seen = VectorPolicy(dropout=0.5), []
-
+@pytest.mark.parametrize("fails", [True, False])
+def test_measuring_restores_the_training_mode_and_the_generators(training, fails):
     def reward(states: Any, actions: Any) -> list[float]:
         seen.append(policy.training or policy.net[2].training)
-        return action_itself(states, actions)
+        torch.rand(1)
+        return [math.nan] * len(actions) if fails else action_itself(states, actions)
 
-    policy.train(training)
+    policy, seen = VectorPolicy(dropout=0.5).train(training), []
     policy.net[2].train(not training)
-    measured(policy, torch.zeros(2, 3), reward)
-    assert not seen.pop()
-    assert seen == []
-    assert policy.training is training
-    assert policy.net[2].training is not training
-    with pytest.raises(RewardError):
-        measured(policy, torch.zeros(2, 3), lambda states, actions: None)
-    assert policy.training is training
+    before = torch.get_rng_state()
+    with pytest.raises(RewardError) if fails else nullcontext():
+        measured(policy, torch.zeros(2, 3), reward)
+    assert seen == [False]
+    assert (policy.training, policy.net[2].training) == (training, not training)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_mode_of_a_policy_that_is_no_module_is_restored_if_it_reports_one() -> None:
@@ -328,19 +291,6 @@ def test_a_separate_sampler_receives_the_weights_before_measuring() -> None:
     policy = Synced(STATES)
     measured(policy, batch_size=1)
     assert policy.calls == {"sync": 1, "generate": 3}
-
-
-def test_before_and_after_training_of_one_policy() -> None:
-    policy = TablePolicy(STATES)
-    before = measured(policy, num_actions_per_state=64, seed=5)
-    config = GRPOConfig(seed=0, learning_rate=0.3, num_states_per_iteration=3)
-    trainer = GRPOTrainer(config=config, policy=policy, reward_model=action_itself)
-    trainer.train(STATES, num_iterations=20, progress=False)
-    report = compare_policies(before, policy, STATES, action_itself, progress=False)
-    assert report.mean_reward_before == pytest.approx(0.5, abs=0.1)
-    assert report.mean_reward_after > 0.9
-    assert report.confidence_interval[0] > 0.3
-    assert (report.num_improved, report.num_actions_per_state, report.seed) == (3, 64, 5)  # as it was measured
 
 
 def test_an_earlier_measurement_gives_the_same_report_as_the_policy() -> None:
@@ -417,19 +367,20 @@ def test_fingerprints_of_states_depend_on_their_contents() -> None:
     assert fingerprint(Opaque()) == fingerprint(Opaque())  # nothing is known of it but its type
 
 
-def test_wrong_arguments_are_refused_by_name() -> None:
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda policy: measured(policy, []), ContractError, "pass at least one"),
+    (lambda policy: compare_policies(policy, policy, STATES, action_itself), ConfigError, "pass what measure_policy returned"),
+    (lambda policy: compare_policies("policy", policy, STATES, action_itself), ProtocolError,
+     "original must implement PolicyModel"),
+    (lambda policy: compare_policies(policy, measured(TablePolicy(STATES)), STATES, action_itself), ProtocolError,
+     "trained must implement PolicyModel"),
+    (lambda policy: measured(policy, reward_model=object()), ProtocolError, "reward_model must implement RewardModel"),
+])  # fmt: skip
+def test_wrong_arguments_are_refused_by_name_before_anything_is_sampled(call, error, message) -> None:
     policy = TablePolicy(STATES)
-    with pytest.raises(ContractError, match="pass at least one"):
-        measured(policy, [])
-    with pytest.raises(ConfigError, match="pass what measure_policy returned"):
-        compare_policies(policy, policy, STATES, action_itself)
-    with pytest.raises(ProtocolError, match="original must implement PolicyModel"):
-        compare_policies("policy", policy, STATES, action_itself)
-    with pytest.raises(ProtocolError, match="trained must implement PolicyModel"):
-        compare_policies(policy, measured(policy), STATES, action_itself)
-    with pytest.raises(ProtocolError, match="reward_model must implement RewardModel"):
-        measured(policy, reward_model=object())
-    assert policy.calls == {"generate": 1}
+    with pytest.raises(error, match=message):
+        call(policy)
+    assert policy.calls == {}
 
 
 def test_rows_without_a_reward_can_be_left_out() -> None:
@@ -557,3 +508,151 @@ def test_dropped_rows_lower_the_largest_k() -> None:
 
     report = compared(BEFORE, AFTER, reward, **DROP)
     assert ([at.k for at in report.pass_at_k], report.avg_at_k.k) == ([1, 2, 3], 4)
+
+
+# What a comparison prints and keeps: a table that fits a terminal, and JSON
+
+
+def test_labels_come_from_the_states_cut_to_200_characters_or_from_label() -> None:
+    states = ["a prompt", ("a", 1), "x" * 300, ("x" * 300,)]
+    labels = measured(TablePolicy(states), states).labels
+    assert (labels[:3], len(labels[3])) == (("a prompt", "('a', 1)", "x" * 300), 200)
+    rows, policy = [{"prompt": "1+1="}, {"prompt": "2+2="}], TablePolicy(script=[[0], [1]])
+    assert measured(policy, rows, num_actions_per_state=1, label=lambda row: row["prompt"]).labels == ("1+1=", "2+2=")
+
+
+def test_the_json_of_a_report_is_complete_and_strict(tmp_path: Path) -> None:
+    report = compared([[0, 0]], [[1, 0]], WeightedRewards({"part": action_itself}))
+    assert report.improvement_percent is None
+    assert report.confidence_interval is None
+    path = tmp_path / "reports" / "report.json"
+    text = report.to_json(path)
+    assert (path.read_text(encoding="utf-8"), report.to_json()) == (text + "\n", text)
+    assert text.startswith('{\n  "')  # a line for each field, for people and for diffs
+
+    found = json.loads(text, parse_constant=pytest.fail)
+    assert found["states"] == [{
+        "label": "up", "before": 0.0, "after": 0.5, "difference": 0.5, "outcome": "improved",
+        "answer_before": {"text": "0", "reward": 0.0}, "answer_after": {"text": "1", "reward": 1.0},
+    }]  # fmt: skip
+    assert found["improvement_percent"] is None
+    assert found["components_after"] == {"part": 0.5}
+    assert found["avg_at_k"] == {
+        "k": 2, "before": 0.0, "before_interval": None, "after": 0.5, "after_interval": None, "difference": 0.5,
+        "difference_interval": None,
+    }  # fmt: skip
+    assert [(at["k"], at["before"], at["after"]) for at in found["pass_at_k"]] == [(1, 0.0, 0.5), (2, 0.0, 1.0)]
+    assert found == {**asdict(report), "states": found["states"], "pass_at_k": found["pass_at_k"]}
+    interval = json.loads(compared(BEFORE, AFTER).to_json())["confidence_interval"]
+    assert interval == pytest.approx([-0.5, 0.5])  # all three resampled alike: 1/27, more than 2.5 %
+
+
+@pytest.mark.parametrize(
+    "report", [compared(BEFORE, AFTER), compared([[0]], [[1]], WeightedRewards({"part": action_itself}))]
+)
+def test_a_report_is_read_back_from_its_json(report) -> None:
+    assert ComparisonReport.from_json(report.to_json()) == report
+
+
+WHOLE = json.loads(compared(BEFORE, AFTER).to_json())
+STATE = WHOLE["states"][0]
+WRONG: dict[str, list[Any]] = {
+    "confidence_interval": [5, "x", [], {}, [0.1], [0.1, "x"], [0.1, 10**400]],
+    "seed": [None, 0.5, True, []], "states": [5, None, {}], "components_before": [[], None, {"part": "x"}],
+    "mean_reward_after": ["x", None, [], 10**400], "pass_reward": ["x", []], "pass_at_k": [5, None], "avg_at_k": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("report.json", r"needs the JSON text that to_json wrote; got 'report.json'.* and not its path"),
+        ("[]", "ComparisonReport needs mean_reward_before, .* got a list"),
+        ('{"seed": 0}', "ComparisonReport needs .* got seed. Pass what to_json wrote"),
+        (json.dumps({**WHOLE, "states": [{"label": "up"}]}), "StateComparison needs label, .* got label"),
+        (json.dumps({**WHOLE, "states": [{**STATE, "answer_before": "0"}]}), "Answer needs text, reward; got a str"),
+        (json.dumps({**WHOLE, "pass_at_k": [{"k": 1}]}), "AtK needs k, before, .* got k"),
+        (
+            json.dumps({**WHOLE, "states": [{**STATE, "answer_after": {"text": 5, "reward": 0.0}}]}),
+            r"Answer\.text must be what to_json wrote; got int 5",
+        ),
+        *(
+            (json.dumps({**WHOLE, name: value}), rf"ComparisonReport\.{name} must be what to_json wrote; got")
+            for name, values in WRONG.items()
+            for value in values
+        ),
+        *(
+            (json.dumps({**WHOLE, "states": [{**STATE, name: value}]}), rf"StateComparison\.{name} must")
+            for name, value in {"label": 5, "outcome": [], "before": None}.items()
+        ),
+        *(
+            (json.dumps({**WHOLE, "avg_at_k": {**WHOLE["avg_at_k"], name: value}}), rf"AtK\.{name} must")
+            for name, value in {"k": 0.5, "before": None, "after_interval": [0.1]}.items()
+        ),
+    ],
+)
+def test_text_that_is_no_report_is_refused(text, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ComparisonReport.from_json(text)
+
+
+def test_a_mean_before_that_is_not_positive_is_printed_without_a_percentage() -> None:
+    first = str(compared([[0]], [[1]], paying(-2.0, 1.0))).splitlines()[0]
+    assert first == "Mean reward: -2.0000 -> 1.0000, +3.0000 (no percentage: the mean before is not above 0)"
+
+
+def test_the_printed_table_equals_the_expected_lines() -> None:
+    report = compared(BEFORE, AFTER, WeightedRewards({"right": action_itself}))
+    assert str(report).splitlines() == [
+        "Mean reward: 0.5833 -> 0.5833, +0.0000 (+0 %)",
+        "95 % confidence interval of the difference: -0.5000 to +0.5000",
+        "avg@4: 0.2500 to 1.0000 before, 0.5000 to 0.7500 after",
+        "3 states: 1 improved, 1 worse, 1 unchanged; 4 actions in each",
+        "",
+        "      before       after  difference  one of k actions earns at least 1",
+        "      0.5833      0.5833     +0.0000  pass@1",
+        "      0.7778      0.8889     +0.1111  pass@2",
+        "      1.0000      1.0000     +0.0000  pass@4",
+        "",
+        "      before       after  difference  part of the reward",
+        "      0.5833      0.5833     +0.0000  right",
+        "",
+        "      before       after  difference  state",
+        "      0.2500      0.7500     +0.5000  up",
+        "      0.5000      0.5000     +0.0000  same",
+        "      1.0000      0.5000     -0.5000  down",
+    ]
+
+
+@pytest.mark.parametrize(("max_rows", "shown"), [
+    (3, ["gains 5", "gains 4", "... 3 more", "gains 0"]), (2, ["gains 5", "... 4 more", "gains 0"]),
+    (0, ["... 6 more"]), (6, [f"gains {k}" for k in (5, 4, 3, 2, 1, 0)]),
+    (None, [f"gains {k}" for k in (5, 4, 3, 2, 1, 0)]),
+])  # fmt: skip
+def test_a_shortened_table_shows_the_largest_gains_and_losses(max_rows, shown) -> None:
+    lines = of_many(6).table(max_rows=max_rows).splitlines()
+    start = next(place for place, line in enumerate(lines) if line.endswith("difference  state"))
+    assert [line[38:] for line in lines[start + 1 :]] == shown
+    assert len(str(of_many(32)).splitlines()) == 4 + 2 + 21  # it is short by default
+
+
+def test_no_label_can_widen_the_table_beyond_100_columns_or_break_a_line() -> None:
+    states = ["long " * 100, "two\nlines\tand \x1b[31mred\x1b[0m \ud800", "x" * 62, "x" * 63]
+    sides = [scripted([[k]] * 4, states) for k in (0, 1)]
+    reward_model = WeightedRewards({"a name " * 30: lambda states, actions: [-1.23e30 * a for a in actions]})
+    lines = str(compare_policies(*sides, states, reward_model, num_actions_per_state=1, progress=False)).splitlines()
+    assert max(map(len, lines)) == 100
+    assert "  -1.23e+30   -1.23e+30" in lines[6]
+    assert lines[-3].endswith("  two lines and \\x1b[31mred\\x1b[0m \\ud800")
+    assert lines[-2].endswith("x" * 62)
+    assert lines[-1].endswith("x" * 59 + "...")
+    assert all(line.isprintable() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0, "0.0000"), (1e-4, "0.0001"), (99e-6, "9.90e-05"), (99_999, "99999.0000"), (-123_456, "-1.23e+05")],
+)
+def test_numbers_of_any_size_fit_their_column(value, shown):
+    row = str(compared([[0]], [[1]], paying(value, value))).splitlines()[-1]
+    assert row == f"{shown:>12}{shown:>12}{'+0.0000':>12}  up"
