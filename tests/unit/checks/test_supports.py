@@ -61,20 +61,6 @@ def on_circle(w: Tensor) -> D.Distribution:
     )
 
 
-def on_sphere(w: Tensor) -> D.Distribution:
-    """The von Mises-Fisher distribution around the third axis: the height has an exponential distribution, cut off."""
-    kappa = w[0].exp()
-    height = lambda u: 1 + torch.log(u + (1 - u) * torch.exp(-2 * kappa)) / kappa  # noqa: E731
-
-    def vectors(u: Tensor) -> Tensor:
-        z = height(u[..., 0])
-        side, angle = (1 - z.square()).clamp(min=0).sqrt(), 2 * torch.pi * u[..., 1]
-        return torch.stack([side * angle.cos(), side * angle.sin(), z], -1)
-
-    constant = torch.log(kappa / (4 * torch.pi * torch.sinh(kappa)))
-    return Shaped(D.Uniform(torch.zeros(2), torch.ones(2)), vectors, lambda _, v: kappa * v[..., 2] + constant)
-
-
 def rotations(w: Tensor) -> D.Distribution:
     """Rotations of the space with the density 1 + tanh(w) trace(R) / 4: the first of 64 even ones that is not rejected."""
     slope = w[0].tanh() / 4
@@ -148,7 +134,6 @@ RIGHT: dict[str, tuple[Make, tuple[float, ...]]] = {
     "VonMises, narrow": (lambda w: D.VonMises(w[0], w[1].exp()), (2.5, 2.0)),
     "VonMises on a torus": (lambda w: independent(D.VonMises(w, 1.5)), (0.5, -2.0)),
     "unit vectors of the plane": (on_circle, (0.5, 0.5)),
-    "unit vectors of the space": (on_sphere, (0.5,)),
     "rotations": (rotations, (0.5,)),
     "ordered vectors": (ordered, (0.5, 0.0)),
     "positive definite matrices": (lambda w: D.Wishart(torch.tensor(5.0), matrix_of(w)), (0.2,)),
@@ -157,7 +142,7 @@ RIGHT: dict[str, tuple[Make, tuple[float, ...]]] = {
 
 
 NO_BOX = list(RIGHT)[list(RIGHT).index("Dirichlet") :]
-NOT_TESTED = {"unit vectors of the plane", "unit vectors of the space", "rotations", "correlations"}
+NOT_TESTED = {"unit vectors of the plane", "rotations", "correlations"}
 """Supports on which lines leave the support. The report says so."""
 
 WRONG: dict[str, tuple[Make, Make, tuple[float, ...]]] = {  # how it is scored, and how it is sampled
