@@ -40,6 +40,14 @@ def test_a_single_process_gets_back_what_it_passes() -> None:
     with engine.waiting(60.0, "nobody waits"), engine.whole(policy):
         engine.agree()
     engine.divide(policy)
+    for compare in (engine.require_same, engine.require_same_soon, engine.require_equal_weights):
+        compare("x", {"a": 1})  # there is no rank to compare with
+    own = ZeroDivisionError("x")
+    with pytest.raises(ZeroDivisionError) as raised, engine.together(), engine.together("a step"):
+        raise own
+    assert raised.value is own
+    with pytest.raises(ZeroDivisionError):
+        engine.agree(own)
     rows, target = torch.arange(6.0).reshape(3, 2), torch.zeros(3, 2)
     assert engine.part(rows) is engine.divided(rows, (6, 2)) is rows
     engine.copy_into(target, rows)
@@ -339,16 +347,6 @@ def test_an_error_is_shared_once_by_nested_blocks_and_a_foreign_interrupt_is_not
     assert len(engine.shared) == 1
 
 
-def test_a_single_process_raises_its_error_as_it_is() -> None:
-    own = ZeroDivisionError("x")
-    with pytest.raises(ZeroDivisionError) as raised, OneProcess().together(), OneProcess().together("a step"):
-        raise own
-    assert raised.value is own
-    OneProcess().agree()
-    with pytest.raises(ZeroDivisionError):
-        OneProcess().agree(own)
-
-
 def said_on_ranks(kind: type[Exception], body: Callable[[Replicated], Any]) -> list[str]:
     """What the errors of two ranks say, which are of this kind."""
     errors = on_ranks(2, body)
@@ -476,13 +474,3 @@ def test_frozen_weights_and_persistent_buffers_count_too() -> None:
     assert weights_of(layers).keys() == {"trained", "head.bias", *of_body}
     owner = SimpleNamespace(model=layers, get_parameters=layers.get_parameters)  # it is no module, and has one
     assert weights_of(owner).keys() == {"trained", *(f"model.{name}" for name in ("head.bias", *of_body))}
-
-
-def test_a_single_process_compares_neither_weights_nor_values() -> None:
-    class Deaf(OneProcess):
-        def gather_objects(self, value: Any) -> list[Any]:
-            raise AssertionError("there is no other rank")
-
-    Deaf().require_same("x", {"a": 1})
-    Deaf().require_same_soon({"a": 1})
-    Deaf().require_equal_weights(holding(parameters()), None)

@@ -379,10 +379,14 @@ def test_with_a_time_limit_everything_but_async_functions_runs_in_another_proces
         for values in found.components.values() if found.components else [found.values]:
             assert values.item() != os.getpid()
 
-    async def own_process(states: Any, actions: Any) -> list[float]:
-        return process_id(states, actions)
+    class Own(Counting):
+        async def __call__(self, states: Any, actions: Any) -> list[float]:
+            self.count += 1
+            return process_id(states, actions)
 
-    both = ask_for_rewards(WeightedRewards({"own": own_process, "other": process_id}), ["s"], ["a"], timeout=60.0)
+    own = Own()
+    both = ask_for_rewards(WeightedRewards({"own": own, "other": process_id}), ["s"], ["a"], timeout=60.0)
+    assert own.count == 1, "its state stays in this process"
     assert both.components["own"].tolist() == [os.getpid()]
     assert both.components["other"].tolist() != [os.getpid()]
 
@@ -455,15 +459,3 @@ def test_without_fork_only_async_functions_may_have_a_time_limit(monkeypatch: py
         with pytest.raises(ConfigError, match=r"this system has no os\.fork"):
             RetriedCalls(reward, RewardConfig(timeout=2.0))
     RetriedCalls(awaited, RewardConfig(timeout=2.0))
-
-
-def test_the_state_of_an_async_function_stays_in_this_process() -> None:
-    class Judge(Counting):
-        async def __call__(self, states: Any, actions: Any) -> list[float]:
-            self.count += 1
-            return [0.0] * len(states)
-
-    judge = Judge()
-    calls = RetriedCalls(judge, RewardConfig(timeout=60.0))
-    calls(["s"], ["a"])
-    assert judge.count == 1

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adapters.bandits import MLPPolicy
 from grpo import ConfigError, RewardConfig, RewardError, measure_policy
 from grpo._retrying.calls import RetriedCalls
 from grpo.checks import check_reward_model
@@ -235,28 +234,3 @@ def test_trainers_and_measurements_give_the_groups() -> None:
     assert trainer.evaluate(["s", "t"], num_actions_per_state=2)["eval/avg_reward"] == 0.5
     measured = measure_policy(Plain(), ["s", "t"], rewards, num_actions_per_state=2, progress=False)
     assert measured.rewards.tolist() == [[0.0, 1.0]] * 2
-
-
-def test_preferences_alone_train_the_contextual_bandit() -> None:
-    """Four arms. The best arm depends on the signs of the two features. Only comparisons are seen, and a fifth is wrong."""
-    generator = torch.Generator().manual_seed(0)
-    states = torch.randn(64, 2, generator=generator)
-
-    def value(states: Tensor, arms: Tensor) -> Tensor:
-        corners = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
-        return (states * corners[arms]).sum(1)
-
-    def prefer(states: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        gap = value(states, first) - value(states, second)
-        is_right = torch.rand(len(gap), generator=generator) > 0.2
-        return torch.where(gap == 0, 0.5, ((gap > 0) == is_right).double())
-
-    for num_opponents in (None, 2):
-        torch.manual_seed(0)
-        policy = MLPPolicy(num_features=2, num_actions=4, hidden=(16,))
-        rewards = PairwiseRewards(prefer, num_opponents=num_opponents)
-        with as_users_run_it():  # the type checks would take most of the time
-            trainer = trainer_of(policy, rewards, group_size=8, learning_rate=0.02, seed=0)
-            trainer.train(states, num_iterations=30, progress=False)
-        best = torch.stack([value(states, torch.full((64,), arm)) for arm in range(4)], dim=1).argmax(1)
-        assert float((policy.action_log_probs(states).argmax(1) == best).float().mean()) >= 0.9, num_opponents
