@@ -304,7 +304,7 @@ def outcome_of_tests(tree: Path, tests: Sequence[str]) -> Outcome:
         return "survived"
     # Failed, or a file or conftest.py could not be imported. What a mutant leaves open may then end pytest with another status.
     # Some tests send signals, which a mutant may let through; but SIGKILL comes from the system that is out of memory.
-    if status in (1, 2, 4) or status < 0 and status != -signal.SIGKILL or failed_test(tree):
+    if status in (1, 2, 4) or (status < 0 and status != -signal.SIGKILL) or failed_test(tree):
         return "killed"
     log = tree.with_suffix(".log").read_text(errors="replace")
     raise RuntimeError(f"pytest ended with status {status}:\n{log[-3000:]}")

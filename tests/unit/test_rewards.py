@@ -299,14 +299,6 @@ def test_metrics_of_batches_and_losses_have_names() -> None:
         ObjectiveOutput(loss=torch.zeros(()), metrics={1: torch.zeros(3)})  # type: ignore[dict-item]
 
 
-def test_rewards_of_another_number_of_rows_name_the_function() -> None:
-    def judge(states: Any, actions: Any) -> Rewards:
-        return Rewards(values=[1.0], components={"a": [1.0]})
-
-    with pytest.raises(RewardError, match=r"^judge must return one number per row, \[N\] = \[2\].*; got \[1\] float64"):
-        RetriedCalls(judge, RewardConfig())(["s"] * 2, ["a"] * 2)
-
-
 async def awaited(states: Any, actions: Any) -> list[float]:
     await asyncio.sleep(0.0)
     return [float(len(action)) for action in actions]

@@ -146,44 +146,42 @@ def test_vespo_equals_the_hand_worked_loss_and_gradient(weight, advantage, phi):
     assert slopes[0].tolist() == pytest.approx([-phi * advantage] * 2, rel=1e-7)
 
 
+def weighted_by(*u: float) -> Any:
+    """A sampler correction with these weights."""
+    return lambda old, behaviour, mask: double([u])
+
+
+def phi(w: float) -> float:
+    """The kernel where A >= 0."""
+    return w**2 * math.exp(3 * (1 - w))
+
+
 # ratios 2, 3/2, so w = 3 before the correction; u = 1/2 and 1: w = 3/2;  u = 1/2 for the row: w = 3/2 as well
-RATIOS_OF_3, PHI = [LOG2, math.log(1.5)], 2.25 * math.exp(-1.5)
+RATIOS_OF_3 = [LOG2, math.log(1.5)]
+# ratios 1/2 and 3 from the sampler to the old policy, bounded by 1.2: 1/2 x 1.2 per step, 3/2 -> 1.2 per row
+MOVED, SAMPLED = [0.1, 0.3], {"behaviour_log_probs": -1.0 - double([[0.1, 0.3]]) - double([[0.5, 3.0]]).log()}
 
 
-@pytest.mark.parametrize(("x", "u", "others", "slopes", "rel"), [
+@pytest.mark.parametrize(("x", "correction", "others", "slopes", "rel"), [
     # each log-ratio is clamped, and then their sum: 20 - 20 = 0, where 25 - 22 = 3 would be: phi(1) = 1
     ([25.0, -22.0], None, {}, [-1.0, -1.0], 0.0),
     ([22.0, -25.0], None, {}, [-1.0, -1.0], 0.0),
     ([20.0] * 50, None, {}, [0.0] * 50, 0.0),  # beyond e^20 phi is 0, and no NaN
-    (RATIOS_OF_3, [[0.5, 1.0]], {}, [-PHI, -PHI], 1e-13),
-    (RATIOS_OF_3, [[0.5]], {}, [-PHI, -PHI], 1e-13),
-    ([math.log(3), 0.0], [[0.5, 9.0]], {"mask": torch.tensor([[True, False]])}, [-PHI, 0], 1e-13),  # 9 is masked
-    ([math.log(1e4)] * 2, [[0.0, 1.0]], {}, [-1.0, -1.0], 1e-6),  # a weight of 0 counts as 1e-8: 1e8 x 1e-8 = 1
-    ([-10.0, -10.0], [[math.exp(25.0)]], {}, [-1.0, -1.0], 1e-12),  # and e^25 counts as e^20: e^-20 x e^20 = 1
+    (RATIOS_OF_3, weighted_by(0.5, 1.0), {}, [-phi(1.5)] * 2, 1e-13),
+    (RATIOS_OF_3, weighted_by(0.5), {}, [-phi(1.5)] * 2, 1e-13),
+    ([math.log(3), 0.0], weighted_by(0.5, 9.0), {"mask": torch.tensor([[True, False]])}, [-phi(1.5), 0], 1e-13),  # 9 is masked
+    ([math.log(1e4)] * 2, weighted_by(0.0, 1.0), {}, [-1.0, -1.0], 1e-6),  # a weight of 0 counts as 1e-8: 1e8 x 1e-8 = 1
+    ([-10.0, -10.0], weighted_by(math.exp(25.0)), {}, [-1.0, -1.0], 1e-12),  # and e^25 counts as e^20: e^-20 x e^20 = 1
+    (MOVED, Truncate(high=1.2), SAMPLED, [-phi(0.6 * math.exp(0.4))] * 2, 1e-12),
+    (MOVED, Truncate(high=1.2, level="row"), SAMPLED, [-phi(1.2 * math.exp(0.4))] * 2, 1e-12),
+    # behaviour e^-9, old e^-1: ratio e^8 > 3, weight 0, taken as 1e-8: phi = 1e-16 e^3
+    ([0.0], Mask(), {"behaviour_log_probs": double([[-9.0]])}, [-1e-16 * math.exp(3)], 1e-7),
 ])  # fmt: skip
-def test_vespo_multiplies_bounded_ratios_and_sampler_weights(x, u, others, slopes, rel):
-    """The slopes of one row of A = 1 with log-ratios x, under sampler weights u: -phi(w), at each step."""
-    correction = None if u is None else lambda old, behaviour, mask: double(u)
-    rows = rows_of(double([x]).exp(), [1.0], behaviour_log_probs=-torch.ones(1, len(x)), **others)
+def test_vespo_multiplies_bounded_ratios_and_sampler_weights(x, correction, others, slopes, rel):
+    """The slopes of one row of A = 1 with log-ratios x under a sampler correction: -phi(w), at each step."""
+    rows = rows_of(double([x]).exp(), [1.0], **{"behaviour_log_probs": -torch.ones(1, len(x)), **others})
     found = losses_and_slopes(Vespo(), rows, correction)[1][0].tolist()
     assert found == (pytest.approx(slopes, rel=rel) if rel else slopes)
-
-
-# ratios 1/2 and 3 from the sampler to the old policy, bounded by 1.2: 1/2 x 1.2 per step, 3/2 -> 1.2 per row
-@pytest.mark.parametrize(("level", "u"), [("step", 0.6), ("row", 1.2)])
-def test_vespo_under_truncate_equals_the_hand_worked_gradient_at_each_level(level, u):
-    x, ratios = [0.1, 0.3], double([[0.5, 3.0]])
-    rows = rows_of(double([x]).exp(), [1.0], behaviour_log_probs=-1.0 - double([x]) - ratios.log())
-    w = math.exp(0.4) * u
-    _, slopes = losses_and_slopes(Vespo(), rows, Truncate(high=1.2, level=level))
-    assert slopes[0].tolist() == pytest.approx([-(w**2) * math.exp(3 * (1 - w))] * 2, rel=1e-12)
-
-
-def test_vespo_leaves_out_the_rows_that_mask_leaves_out():
-    # behaviour e^-9, old e^-1: ratio e^8 > 3, weight 0, taken as 1e-8: phi = 1e-16 e^3
-    rows = rows_of([[1.0]], [1.0], behaviour_log_probs=double([[-9.0]]))
-    _, slopes = losses_and_slopes(Vespo(), rows, Mask())
-    assert slopes.item() == pytest.approx(-1e-16 * math.exp(3), rel=1e-7)
 
 
 # limit .2 on |pi - mu|

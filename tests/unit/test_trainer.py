@@ -185,8 +185,9 @@ def test_ranks_meet_at_most_five_times_per_iteration_and_twice_per_update(num_up
 def test_one_step_equals_the_hand_worked_update() -> None:
     """d loss / d logits[a] = -(1/4)(1/2)(e0 - p) + (1/4)(1/2)(e1 - p) = (-1/8, 1/8), and the same for b."""
     trainer, policy = by_hand()
-    trainer.step(["a", "b"])
+    metrics = trainer.step(["a", "b"])
     assert torch.equal(policy.logits.detach(), torch.tensor([[0.125, -0.125], [0.125, -0.125]], dtype=torch.float64))
+    assert "train/penalty" not in metrics
 
 
 def test_a_duck_typed_policy_is_trained_like_a_module() -> None:

@@ -316,23 +316,6 @@ def test_the_ranks_add_a_penalty_once_together() -> None:
         assert num_calls == 1
 
 
-def test_a_penalty_of_zero_changes_no_bit() -> None:
-    class Nothing(VectorPolicy):
-        def penalty(self) -> Tensor:
-            return 0.0 * torch.stack([value.sum() for value in self.parameters()]).sum()
-
-    def trained(kind: type[VectorPolicy]) -> tuple[Tensor, dict[str, float]]:
-        torch.manual_seed(0)
-        policy = kind()
-        trainer, _ = by_hand(policy=policy, rewards=lambda s, a: torch.arange(float(len(a))), config={"group_size": 4})
-        metrics = trainer.step(torch.eye(3))
-        return weights_of(policy), {name: value for name, value in metrics.items() if not name.startswith("time/")}
-
-    (plain, metrics), (penalised, more) = trained(VectorPolicy), trained(Nothing)
-    assert torch.equal(plain, penalised)
-    assert more == {**metrics, "train/penalty": 0.0}
-
-
 @pytest.mark.parametrize(("penalty", "text"), [
     (lambda self: 0.5, "must return a scalar with gradient; got float"),
     (lambda self: self.logits.square(), "must return a scalar with gradient; got"),

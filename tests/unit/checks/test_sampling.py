@@ -268,11 +268,6 @@ def test_a_report_that_compared_no_samples_begins_with_not_checked(policy, num_s
         assert words in header
 
 
-@pytest.mark.parametrize("policy", [Table(), table(generate_actions=lambda self, s, n: [[0] * n for _ in s])])
-def test_a_report_that_compared_samples_does_not_begin_with_not_checked(policy) -> None:
-    assert "NOT CHECKED" not in str(check_policy(policy, STATES, num_samples=256))
-
-
 def test_samples_of_a_policy_that_fails_before_them_are_not_checked() -> None:
     report = check_policy(table(get_log_probabilities=lambda self, s, a: [0.0] * len(a)), STATES)
     assert "Needs 'independent rows'" in report.not_checked

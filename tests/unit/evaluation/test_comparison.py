@@ -84,16 +84,6 @@ def test_a_baseline_that_is_only_rounding_has_no_percentage() -> None:
     assert report.improvement == pytest.approx(1.0)
 
 
-def test_a_report_keeps_one_answer_of_each_policy_in_each_state_with_its_reward() -> None:
-    report = compared(BEFORE, AFTER, paying(0.25, 1.0))
-    assert [state.answer_before for state in report.states] == [
-        Answer(text="0", reward=0.25),  # BEFORE has the first actions 0, 1, 1
-        Answer(text="1", reward=1.0),
-        Answer(text="1", reward=1.0),
-    ]
-    assert [state.answer_after.text for state in report.states] == ["1", "1", "0"]  # the first actions of AFTER
-
-
 DROP: dict[str, Any] = {"reward": RewardConfig(non_finite="drop")}
 
 
