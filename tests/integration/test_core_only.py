@@ -13,51 +13,37 @@ ROOT = Path(__file__).resolve().parents[2]
 OPTIONAL = ["gymnasium", "matplotlib", "transformers", "pytest", "scipy.stats"]
 
 
-def run(code: str, folder: Path) -> str:
-    """The output of a new interpreter that finds no other package."""
-    return printed_by("-c", f"import tests.support.core_only\n{code}", folder=folder)
-
-
 @pytest.mark.slow
-def test_the_core_its_bandits_and_their_pages_need_six_packages(tmp_path: Path) -> None:
-    """In one process. First it tells that other packages cannot be imported, although this environment has them."""
+def test_the_core_its_pages_its_bandits_and_an_example_need_six_packages(tmp_path: Path) -> None:
+    """In one process. First it tells that other packages cannot be imported, although this environment has them. Only the plot
+    of the bandit demo needs matplotlib."""
     pages = [blocks((ROOT / page).read_text(encoding="utf-8")) for page in ("README.md", "grpo/README.md")]
     assert sum(map(len, pages)) >= 10
     assert len(CORE) == 6
     code = f"""
-import contextlib, importlib.util, io, json
+import contextlib, importlib.util, io, json, runpy
+import tests.support.core_only
 from tools.try_wheel import core_distributions, import_all_modules, imported_distributions
 missing = [name for name in {OPTIONAL} if importlib.util.find_spec(name.partition(".")[0]) is None]
 num_modules = import_all_modules()
-with contextlib.redirect_stdout(io.StringIO()):
+with contextlib.redirect_stdout(io.StringIO()) as printed:
     for blocks in {pages!r}:
         names = {{"__name__": "__main__"}}
         for block in blocks:
             exec(block, names)
-print(json.dumps([missing, num_modules, sorted(imported_distributions() - core_distributions())]))
+    from adapters.bandits import demo
+    trainings = [getattr(demo, name)(0) for name in dir(demo) if name.startswith("train_")]
+    runs = [len(trainings), len(demo.play_classics(0))]
+    runpy.run_module("examples.custom_domain", run_name="__main__")
+others = sorted(imported_distributions() - core_distributions())
+print(json.dumps([missing, num_modules, others, runs, "new targets" in printed.getvalue()]))
 """
-    missing, num_modules, others = json.loads(run(code, tmp_path))
+    missing, num_modules, others, runs, has_targets = json.loads(printed_by("-c", code, folder=tmp_path))
     assert missing == OPTIONAL
     assert num_modules > 100
     assert others == []
-
-
-@pytest.mark.slow
-def test_all_runs_of_the_bandit_demo_need_six_packages(tmp_path: Path) -> None:
-    """Only its plot needs matplotlib."""
-    code = """
-from adapters.bandits import demo
-trainings = [getattr(demo, name) for name in dir(demo) if name.startswith("train_")]
-print(len([train(0) for train in trainings]), len(demo.play_classics(0)))
-"""
-    assert run(code, tmp_path).split() == ["2", "7"]
-
-
-@pytest.mark.slow
-def test_the_example_of_a_custom_domain_needs_six_packages(tmp_path: Path) -> None:
-    assert "new targets" in run(
-        "import runpy; runpy.run_module('examples.custom_domain', run_name='__main__')", tmp_path
-    )
+    assert runs == [2, 7]
+    assert has_targets
 
 
 @pytest.mark.slow

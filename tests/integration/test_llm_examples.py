@@ -11,19 +11,18 @@ import numpy as np
 import pytest
 import torch
 from matplotlib import image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from adapters.llm import HFPolicy, SamplingConfig
 from examples import arithmetic_llm, counting, gsm8k_qwen
-from grpo import ConfigError, GRPOWarning
+from grpo import GRPOWarning
+from tests.support.agents import chat_tokenizer
+from tests.support.llm_models import tiny_model
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<user>{{ message['content'] }}<end>{% endfor %}<assistant>"
+    "{% for message in messages %}<|user|>{{ message['content'] }}<|im_end|>{% endfor %}<|assistant|>"
     "{% if enable_thinking %}I think: {% endif %}"
 )
-
-
 Run = Callable[..., str]
 
 
@@ -119,29 +118,16 @@ PROBLEMS = [
     ("Half of the 30 children are girls. How many boys are there?", "30 / 2 = 15.\n#### 15"),
     ("A farm sells 1,000 eggs and then 234 more. How many is that?", "1000 + 234 = 1234.\n#### 1,234"),
 ]
-MARKS = "".join(map(chr, range(32, 127))) + "\n"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a tiny model, which has a chat template, and with six problems in the format of GSM8K."""
-    vocabulary = {mark: number for number, mark in enumerate(["<end>", "<user>", "<assistant>", *MARKS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<end>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-    fast.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>"]})
-    fast.chat_template = CHAT_TEMPLATE
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "head_dim": 32,
-        "num_attention_heads": 2,
-    }
-    ends = {"bos_token_id": None, "eos_token_id": 0, "num_key_value_heads": 1, "max_position_embeddings": 512}
-    Qwen3ForCausalLM(Qwen3Config(vocab_size=len(vocabulary), **sizes, **ends)).save_pretrained(tmp_path / "tiny")
-    fast.save_pretrained(tmp_path / "tiny")
+    tokenizer = chat_tokenizer(CHAT_TEMPLATE)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 512}  # 4 bits need multiples of 64
+    model = tiny_model(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes)
+    model.save_pretrained(tmp_path / "tiny")
+    tokenizer.save_pretrained(tmp_path / "tiny")
     lines = [json.dumps({"question": question, "answer": answer}) for question, answer in PROBLEMS]
     (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
     return tmp_path
@@ -193,15 +179,21 @@ def test_gsm8k_trains_an_adapter_and_compares_it_on_held_out_problems(run: Run, 
 
 
 @pytest.mark.slow
-def test_gsm8k_resumes_from_its_checkpoint(run: Run, folder: Path) -> None:
+def test_gsm8k_resumes_from_its_checkpoint_and_logs_to_wandb_on_request(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
     plain = [*SMALL, "--no-load-in-4bit", "--reward", "hybrid", "--kl-coef", "0.1"]
     run(gsm8k_qwen, *plain, "--iterations", "1")
+    assert iterations_of(written(folder)) == [1]
     with pytest.warns(GRPOWarning, match="num_iterations was 1 and is 3"):  # the learning rate falls over the total
-        run(gsm8k_qwen, *plain, "--iterations", "3", "--resume")
-    assert iterations_of(written(folder)) == [1, 2, 3]
-    last = json.loads((written(folder) / "metrics.jsonl").read_text().splitlines()[-1])
+        run(gsm8k_qwen, *plain, "--iterations", "3", "--resume", "--wandb", "sums")
+    runs = folder / "runs" / "gsm8k_qwen"
+    assert iterations_of(runs) == [1, 2, 3]
+    last = json.loads((runs / "metrics.jsonl").read_text().splitlines()[-1])
     assert "rewards/mathematics/mean" in last
     assert "train/kl_mean" in last
+    assert json.loads((runs / "wandb.json").read_text())["iteration"] == 3
 
 
 @pytest.mark.slow
@@ -210,23 +202,6 @@ def test_gsm8k_trains_on_four_bits(run: Run, folder: Path) -> None:
     run(gsm8k_qwen, *SMALL, "--learning-rate", "0.01")
     learned = HFPolicy.from_pretrained(written(folder) / "model").get_parameters()
     assert any(part.any() for name, part in learned.items() if "lora_B" in name)
-
-
-@pytest.mark.slow
-def test_gsm8k_logs_to_wandb_on_request(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    run(gsm8k_qwen, *SMALL, "--no-load-in-4bit", "--wandb", "sums")
-    assert json.loads((folder / "runs" / "gsm8k_qwen" / "wandb.json").read_text())["iteration"] == 2
-
-
-@pytest.mark.slow
-def test_gsm8k_needs_wandb_only_on_request(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without --wandb the example runs, although `wandb` cannot be imported."""
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    plain = [*SMALL, "--no-load-in-4bit", "--iterations", "1"]
-    run(gsm8k_qwen, *plain)
-    with pytest.raises(ConfigError, match="needs the package wandb, which is not installed"):
-        run(gsm8k_qwen, *plain, "--wandb", "sums")
 
 
 def test_gsm8k_needs_problems_that_are_not_trained_on(run: Run, folder: Path) -> None:

@@ -23,11 +23,6 @@ DOCUMENTS = [
     )
     if "```py" in path.read_text(encoding="utf-8")
 ]
-DAILY = [
-    README,
-    *(ROOT / name for name in ("grpo/README.md", "docs/index.md", "docs/your_domain.md", "docs/tracking.md")),
-]
-"""What people read first. The slow tests run every page."""
 NOT_RUN = "<!-- not run -->"
 
 FENCE = re.compile(
@@ -94,21 +89,18 @@ def test_the_readme_opens_with_a_policy_that_learns(tmp_path: Path) -> None:
 
 
 RUN_IN_ORDER = """
-import contextlib, io, json, os, sys, tempfile, traceback
-results = {}
-for path, blocks in json.loads(sys.argv[1]).items():
-    os.chdir(tempfile.mkdtemp(dir=sys.argv[2]))
-    namespace, results[path] = {"__name__": "__main__"}, []
-    for line, code, _, _ in blocks:
-        printed, failure = io.StringIO(), None
-        try:
-            with contextlib.redirect_stdout(printed):
-                exec(compile("\\n" * (line - 1) + code, path, "exec"), namespace)
-        except BaseException:
-            failure = traceback.format_exc()
-        results[path].append((printed.getvalue(), failure))
-        if failure:
-            break
+import contextlib, io, json, sys, traceback
+path, namespace, results = sys.argv[1], {"__name__": "__main__"}, []
+for line, code, _, _ in json.loads(sys.argv[2]):
+    printed, failure = io.StringIO(), None
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\\n" * (line - 1) + code, path, "exec"), namespace)
+    except BaseException:
+        failure = traceback.format_exc()
+    results.append((printed.getvalue(), failure))
+    if failure:
+        break
 print(json.dumps(results))
 """
 
@@ -117,36 +109,18 @@ def blocks_of(path: Path) -> list[Block]:
     return [block for block in python_blocks(path.read_text(encoding="utf-8")) if block.is_run]
 
 
-def run_documents(blocks: dict[str, list[Block]], folder: Path) -> dict[str, list[tuple[str, str | None]]]:
-    """What each block printed, and its traceback if it failed, in the order of the pages, in one interpreter."""
-    return json.loads(run(RUN_IN_ORDER, json.dumps(blocks), str(folder), folder=folder))
-
-
-def assert_printed(blocks: list[Block], results: list[tuple[str, str | None]]) -> None:
-    for block, (printed, failure) in zip(blocks, results, strict=False):  # nothing runs after a failure
-        assert failure is None, f"The block at line {block.line} fails:\n{failure}"
-        assert block.printed in (None, printed), f"line {block.line}"
-    assert len(results) == len(blocks)
-
-
-@pytest.mark.slow
-def test_every_block_runs_and_prints_the_output_shown_below_it(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    """In the order of the page, each after those above it."""
-    blocks = {str(path.relative_to(ROOT)): blocks_of(path) for path in DAILY}
-    assert sum(block.printed is not None for page in blocks.values() for block in page) > 5
-    results = run_documents(blocks, tmp_path)
-    for path in blocks:
-        with subtests.test(path=path):
-            assert_printed(blocks[path], results[path])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [path for path in DOCUMENTS if blocks_of(path)], ids=lambda p: str(p.relative_to(ROOT))
 )
-def test_every_block_of_a_document_runs_in_a_new_interpreter(path: Path, tmp_path: Path) -> None:
+def test_every_block_runs_and_prints_the_output_shown_below_it(path: Path, tmp_path: Path) -> None:
+    """In the order of the page, each after those above it, in one new interpreter."""
     blocks = blocks_of(path)
-    assert_printed(blocks, run_documents({path.name: blocks}, tmp_path)[path.name])
+    results = json.loads(run(RUN_IN_ORDER, path.name, json.dumps(blocks), folder=tmp_path))
+    for block, (printed, failure) in zip(blocks, results, strict=False):  # nothing runs after a failure
+        assert failure is None, f"The block at line {block.line} fails:\n{failure}"
+        assert block.printed in (None, printed), f"line {block.line}"
+    assert len(results) == len(blocks)
 
 
 def test_python_blocks_are_found_with_their_line_marker_and_output() -> None:

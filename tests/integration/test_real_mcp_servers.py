@@ -4,27 +4,14 @@ import contextlib
 import dataclasses
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from adapters.tools import (
-    ExecutorOptions,
-    MCPServer,
-    ServerLostError,
-    ToolCall,
-    ToolCatalogue,
-    ToolExecutor,
-    ToolResult,
-    ToolRewards,
-    ToolSelectionPolicy,
-)
-from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
+from adapters.tools import ExecutorOptions, MCPServer, ToolCall, ToolCatalogue, ToolExecutor
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = ROOT / ".mcp-servers"
@@ -45,20 +32,6 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for command in (["init", "-q", "-b", "main"], ["add", "."], [*user, "commit", "-q", "-m", "first"]):
         subprocess.run(["git", *command], cwd=folder, check=True)
     return folder
-
-
-def processes_of(program: str) -> list[int]:
-    """Processes that this process has started, and their children, whose command contains `program`."""
-    found, parents = [], [os.getpid()]
-    while parents:
-        listed = [
-            int(each)
-            for task in Path(f"/proc/{parents.pop()}/task").glob("*")
-            for each in (task / "children").read_text().split()
-        ]
-        parents += listed
-        found += [each for each in listed if program.encode() in Path(f"/proc/{each}/cmdline").read_bytes()]
-    return found
 
 
 def guide() -> tuple[str, str]:
@@ -140,55 +113,3 @@ def test_all_tools_of_five_servers_are_read_and_answer(repository: Path, subtest
         "sortBy": ("name", "size")
     }
     assert catalogue["memory.create_entities"].required_free == ("entities",)
-
-
-ANSWERS = {
-    "what time is it": "Asia/Tokyo",
-    "the branches of the project": "* main",
-    "read the text of the note": "two bottles",
-}
-SERVER_LOST = "tools/errors/server_lost"
-
-
-def answers(request: str, call: ToolCall, result: ToolResult) -> float:
-    return float(ANSWERS[request] in str(result.output))
-
-
-def test_a_server_killed_in_mid_run_costs_only_its_own_calls_and_works_again_when_entered_anew(
-    repository: Path,
-) -> None:
-    values = {
-        "timezone": "Asia/Tokyo", "repo_path": str(repository), "branch_type": "local", "path": str(repository / "notes.txt"),
-    }  # fmt: skip
-    names = {"time": ["get_current_time"], "git": ["git_branch"], "filesystem": ["read_text_file"]}
-    with contextlib.ExitStack() as stack:
-        servers = {name: stack.enter_context(MCPServer(commands(repository)[name])) for name in names}
-        catalogue = ToolCatalogue(
-            tool for name, server in servers.items() for tool in server.tools() if tool.name in names[name]
-        )
-        torch.manual_seed(0)
-        policy = ToolSelectionPolicy(catalogue, fill=lambda request, tool: values)
-        config = GRPOConfig(group_size=8, learning_rate=0.05, seed=0, objective=ObjectiveConfig(entropy_coef=0.03))
-        with ToolExecutor(catalogue) as executor:
-            rewards = ToolRewards(executor, {"right": answers}, max_lost_in_a_row=1_000)
-            trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards)
-            first = trainer.train(list(ANSWERS), num_iterations=3, progress=False)
-            assert [metrics[SERVER_LOST] for metrics in first] == [0, 0, 0]
-
-            [process] = processes_of("mcp-server-filesystem")
-            os.kill(process, signal.SIGKILL)
-            later = trainer.train(list(ANSWERS), num_iterations=23, progress=False)
-            assert all(metrics[SERVER_LOST] == metrics["rows/dropped"] > 0 for metrics in later[:3])
-            chosen = policy.tool_probabilities(list(ANSWERS))
-            assert chosen[0, 0] > 0.8, "the other servers' tools are learned meanwhile"
-            assert chosen[1, 1] > 0.8
-            [result] = executor.run([ToolCall(tool="read_text_file", arguments={"path": values["path"]})])
-            assert isinstance(result.error, ServerLostError)
-            assert "said last: Client does not support MCP Roots" in str(result.error)
-            assert "leave its `with` block, and enter it again" in str(result.error)
-
-            servers["filesystem"].__exit__()
-            servers["filesystem"].__enter__()
-            last = trainer.train(list(ANSWERS), num_iterations=43, progress=False)
-            assert [metrics[SERVER_LOST] for metrics in last] == [0] * 20
-            assert last[-1]["rewards/mean"] > 0.8

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from adapters.bandits import SoftmaxPolicy
-from adapters.tracking import RunFolder, write_report
+from adapters.tracking import write_report
 from adapters.tracking.report.page import POLICY
-from grpo import GRPOConfig, GRPOTrainer, compare_policies, measure_policy
 from tests.support.comparisons import compared
 from tests.support.run_folders import healthy, lines_of, sample, settings, write_run
 
@@ -102,6 +100,10 @@ def attacked_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(folder)
 
 
+def brightness(colour: str) -> float:
+    return sum(map(float, re.findall(r"\d+", colour)[:3])) / 765
+
+
 def test_the_page_opens_without_a_network_and_without_errors(attacked_page: Path, tmp_path: Path) -> None:
     document, console = opened(attacked_page, tmp_path)
     assert console == []
@@ -109,32 +111,20 @@ def test_the_page_opens_without_a_network_and_without_errors(attacked_page: Path
     assert POLICY.split(";")[0] == "default-src 'none'"
 
 
-def test_no_text_of_a_policy_runs_or_loads_anything(attacked_page: Path, tmp_path: Path) -> None:
-    found = probed(attacked_page, tmp_path)
-    assert (found["attacked"], found["loading"]) == (0, 0)
-
-
-def test_nothing_scrolls_to_the_side_or_is_cut_off(
-    attacked_page: Path, tmp_path: Path, subtests: pytest.Subtests
+@pytest.mark.parametrize(("width", "mode"), [(1280, "light"), (600, "light"), (1280, "dark")])
+def test_no_text_of_a_policy_runs_or_scrolls_and_colours_follow_the_screen(
+    attacked_page: Path, width: int, mode: str, tmp_path: Path
 ) -> None:
-    for width in (1280, 600):
-        with subtests.test(width=width):
-            found = probed(attacked_page, tmp_path / str(width), f"--window-size={width},900")
-            assert width - 30 <= found["client"] <= width
-            assert found["scroll"] <= found["client"]
-            assert found["charts"] >= 9
-            assert found["outside"] == []
-
-
-def brightness(colour: str) -> float:
-    return sum(map(float, re.findall(r"\d+", colour)[:3])) / 765
-
-
-def test_the_page_follows_the_screen_in_light_and_dark(attacked_page: Path, tmp_path: Path) -> None:
-    light = probed(attacked_page, tmp_path / "light")
-    dark = probed(attacked_page, tmp_path / "dark", "--force-dark-mode")
-    assert brightness(light["background"]) > 0.9 > 0.2 > brightness(light["ink"])
-    assert brightness(dark["background"]) < 0.2 < 0.8 < brightness(dark["ink"])
+    """Nor does a text load anything, or is it cut off."""
+    options = ["--force-dark-mode"] if mode == "dark" else []
+    found = probed(attacked_page, tmp_path, f"--window-size={width},900", *options)
+    assert (found["attacked"], found["loading"]) == (0, 0)
+    assert width - 30 <= found["client"] <= width
+    assert found["scroll"] <= found["client"]
+    assert found["charts"] >= 9
+    assert found["outside"] == []
+    paper, ink = brightness(found["background"]), brightness(found["ink"])
+    assert (paper > 0.9 > 0.2 > ink) if mode == "light" else (paper < 0.2 < 0.8 < ink)
 
 
 def test_the_probe_notices_a_page_that_is_too_wide_runs_scripts_or_has_errors(tmp_path: Path) -> None:
@@ -150,24 +140,3 @@ def test_the_probe_notices_a_page_that_is_too_wide_runs_scripts_or_has_errors(tm
     assert found["scroll"] > found["client"]
     assert found["attacked"] == 2  # the script, and then the image that does not exist
     assert found["loading"] == 2
-
-
-def test_a_run_of_the_trainer_becomes_a_page(tmp_path: Path) -> None:
-    states = [0, 1, 2]
-
-    def right(states: Any, actions: Any) -> list[float]:
-        return [float(state == action) for state, action in zip(states, actions, strict=True)]
-
-    policy = SoftmaxPolicy(num_actions=3, num_states=3)
-    before = measure_policy(policy, states, right, progress=False)
-    trainer = GRPOTrainer(config=GRPOConfig(seed=0, learning_rate=0.1), policy=policy, reward_model=right)
-    with RunFolder(tmp_path / "run") as sink:
-        trainer.train(states, num_iterations=40, eval_states=states, sinks=[sink], progress=False)
-    report = compare_policies(before, policy, states, right, progress=False)
-    page = write_report(tmp_path / "run", comparison=report)
-    document, console = opened(page, tmp_path / "profile")
-    assert console == []
-    assert "SoftmaxPolicy: the mean reward rose from" in document
-    assert "± 1.96 std / √rows" in document
-    assert "Answers side by side" in document
-    assert probed(page, tmp_path / "profile")["scroll"] <= 1280

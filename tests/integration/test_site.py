@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import get_args
 
 import pytest
@@ -21,6 +20,9 @@ from grpo.config import CORRECTIONS
 from grpo.divergence import KLEstimator
 from grpo.surrogates import SURROGATES
 from tests.support.browser import walked
+from tests.support.launches import printed_by
+from tools import site_pages
+from tools.site_docstrings import DOCUMENTED
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -30,23 +32,9 @@ NEEDS_MORE = {"VLLMSampler", "VLLMServerSampler", "MCPServer", "train_with_trl",
 tests run them."""
 
 
-def loaded(name: str) -> ModuleType:
-    """A module of tools/."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-DOCUMENTED = loaded("site_docstrings").DOCUMENTED
-SITE_PAGES = loaded("site_pages")
-
-
 def documented(package: str) -> dict[str, str]:
     """The names of a package on the pages of docs/api, each with the example below it."""
-    pages = [
-        path for path in sorted((DOCS / "api").glob("*.md")) if path.stem != "modules"
-    ]  # which documents whole modules
+    pages = [path for path in sorted((DOCS / "api").glob("*.md")) if path.stem != "modules"]  # of whole modules
     found = [match for page in pages for match in DOCUMENTED.finditer(page.read_text(encoding="utf-8"))]
     return {
         match["name"].rpartition(".")[2]: match["example"] or ""
@@ -125,27 +113,12 @@ NAMES_OF_EXAMPLES = {"sample_log_prob", "MCAdvantage"}
 """Names of torchrl that other files of it define."""
 
 
-def run(*command: str, folder: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout + done.stderr
-
-
 @pytest.mark.slow
 def test_the_script_of_the_scaling_page_learns_on_two_ranks(tmp_path: Path) -> None:
     page = (DOCS / "scaling.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"^```python\n(# train\.py.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "train.py").write_text(script)
-    printed = run("-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", folder=tmp_path)
+    printed = printed_by("-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", folder=tmp_path)
     assert printed.count("reward: ") == 1
     assert float(printed.partition("reward: ")[2][:3]) >= 0.9
 
@@ -156,7 +129,7 @@ def test_the_structured_policies_learn_what_their_page_says(tmp_path: Path) -> N
     page = (DOCS / "structured_actions.md").read_text(encoding="utf-8")
     shown = re.findall(r"# (-?[\d.]+) -> (-?[\d.]+)$", page, re.MULTILINE)
     code = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
-    printed = re.findall(r"^(-?[\d.]+) -> (-?[\d.]+)$", run("-c", code, folder=tmp_path), re.MULTILINE)
+    printed = re.findall(r"^(-?[\d.]+) -> (-?[\d.]+)$", printed_by("-c", code, folder=tmp_path), re.MULTILINE)
     assert len(shown) == len(printed) == 3
     for (before, after), (old, new) in zip(shown, printed, strict=True):
         assert float(old) == pytest.approx(float(before), abs=0.3)
@@ -164,17 +137,12 @@ def test_the_structured_policies_learn_what_their_page_says(tmp_path: Path) -> N
         assert float(new) > float(old) + 0.5
 
 
-def test_links_to_files_lead_to_their_pages() -> None:
-    assert SITE_PAGES.SOURCES["grpo/README.md"] == "core.md"
-    assert SITE_PAGES.SOURCES["examples/customer_service"] == "examples/customer_service.md"
-    assert SITE_PAGES.SOURCES["examples/migration/sb3_after.py"] == "examples/migration/sb3_after.md"
-    assert "examples/customer_service/model.py" not in SITE_PAGES.SOURCES  # a part of the page above
-    assert SITE_PAGES.SOURCES["notebooks/control.ipynb"] == "notebooks/control.md"
-    text = SITE_PAGES.section_of(ROOT / "grpo" / "README.md", "Papers")
+def test_an_included_section_ends_before_the_next_heading() -> None:
+    text = site_pages.section_of(ROOT / "grpo" / "README.md", "Papers")
     assert "deepseek_math" in text
     assert "## " not in text.replace("### ", "")
     with pytest.raises(ValueError, match="no section 'Nothing'"):
-        SITE_PAGES.section_of(ROOT / "README.md", "Nothing")
+        site_pages.section_of(ROOT / "README.md", "Nothing")
 
 
 def build(folder: Path) -> str:

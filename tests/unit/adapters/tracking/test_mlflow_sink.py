@@ -73,7 +73,7 @@ def test_a_run_that_failed_has_all_names_mlflows_own_tables_and_pictures_of_the_
     import mlflow
 
     names = ["reward/f(x)", "a//b", "../up", "/top", "", "é", "x" * 300, *(f"a{one}b" for one in string.punctuation)]
-    sink = MLflowSink(tmp_path / "run", experiment="failed", tracking_uri=store)
+    sink = MLflowSink(tmp_path / "run", experiment="failed", tracking_uri=store, write_every=1_000.0)
     for iteration, name in enumerate(names, 1):
         sink.log({name: 1.0, "nan": float("nan"), "infinity": float("inf")}, iteration)
         if iteration <= 3:

@@ -2,16 +2,23 @@
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import jsonschema
+import matplotlib as mpl
+import numpy as np
 import pytest
+from matplotlib import image, pyplot
 
 from adapters.tools.catalogue.tools import ABSENT, Tool, ToolCatalogue
+from adapters.tools.learning.evaluation import Accuracy, ToolReport
 from examples.tool_workbench import scalars
 from examples.tool_workbench.phrases import OPENINGS, PHRASES
+from examples.tool_workbench.plots import plot_accuracy, plot_confusion
 from examples.tool_workbench.tasks import make_workbench_tasks, shares_words, workbench_split
 from examples.tool_workbench.tools import (
     ADDED_LATER,
@@ -164,7 +171,8 @@ def test_invalid_arguments_of_tools_are_refused_with_a_reason(tmp_path, subtests
             call(tmp_path)
 
 
-def test_the_catalogue_has_six_categories_and_real_decisions() -> None:
+def test_the_catalogue_has_six_categories_real_decisions_phrases_and_values() -> None:
+    assert PHRASES.keys() == VALUES.keys() == CATALOGUE.keys()
     sizes = Counter(tool.category for tool in CATALOGUE.values())
     assert sizes == {"text": 6, "arithmetic": 5, "dates": 6, "conversion": 6, "lists": 6, "files": 6}
     assert sum(bool(tool.choices) for tool in CATALOGUE.values()) == 35
@@ -232,10 +240,6 @@ def test_every_value_of_every_decision_has_its_own_cues(subtests: pytest.Subtest
                 assert set(cues) == {value for value in values if value is not ABSENT}
                 wordings = [one for several in cues.values() for one in several]
                 assert len(set(wordings)) == len(wordings)
-
-
-def test_phrases_and_values_exist_for_every_tool() -> None:
-    assert PHRASES.keys() == VALUES.keys() == CATALOGUE.keys()
 
 
 # --- the tasks
@@ -371,3 +375,75 @@ def test_tools_to_add_later_are_recognisable_from_plain_requests() -> None:
         shares = {name: len(asked & own) / len(own) for name, own in described.items()}
         assert [name for name, share in shares.items() if share == max(shares.values())] == [task.tool]
         assert shares[task.tool] >= 0.5
+
+
+# --- plots show the counted values with readable labels
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(autouse=True)
+def no_window() -> Iterator[None]:
+    mpl.use("Agg")
+    pyplot.close("all")
+    yield
+    pyplot.close("all")
+
+
+def report(confusion: list[list[int]], right_tool: float) -> ToolReport:
+    """Tools a and b of one category, c and d of another."""
+    overall = Accuracy(num_tasks=10, right_tool=right_tool, right_call=0.0)
+    tools, category_of = ("a", "b", "c", "d", "?"), ("first", "first", "second", "second", "?")
+    counted: Any = {"tools": tools, "category_of": category_of, "confusion": tuple(tuple(row) for row in confusion)}
+    return ToolReport(overall=overall, by_label={}, abstention=None, errors={}, **counted)
+
+
+BEFORE = report([[1, 1, 2, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]], 0.5)
+AFTER = report([[4, 0, 0, 0, 0], [0, 1, 0, 0, 1], [0, 0, 4, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]], 0.9)
+
+
+def labels(ticks: list) -> list[str]:
+    return [tick.get_text() for tick in ticks]
+
+
+def test_plot_confusion_draws_a_panel_per_report_with_row_shares(tmp_path) -> None:
+    path = tmp_path / "new" / "confusion.png"
+    figure = plot_confusion({"before": BEFORE, "after": AFTER}, path)
+    assert path.read_bytes().startswith(PNG)
+    assert len(np.unique(image.imread(path)[..., :3].reshape(-1, 3), axis=0)) > 50, "an empty canvas has one colour"
+    left, right, scale = figure.axes
+    assert [left.get_title(), right.get_title()] == ["before: 50% right", "after: 90% right"]
+    assert [left.get_xlabel(), right.get_xlabel(), left.get_ylabel()] == ["called", "called", "right"]
+    assert scale.get_ylabel() == "share of the tasks of a row"
+    # d was neither right nor called; ? was called once
+    for axis in (left, right):
+        assert labels(axis.get_xticklabels()) == ["a", "b", "c", "?"]
+    assert labels(left.get_yticklabels()) == ["a", "b", "c", "?"]
+    drawn = [np.asarray(axis.images[0].get_array()) for axis in (left, right)]
+    np.testing.assert_allclose(drawn[0], [[0.25, 0.25, 0.5, 0], [0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0]])
+    np.testing.assert_allclose(drawn[1], [[1, 0, 0, 0], [0, 0.5, 0, 0.5], [0, 0, 1, 0], [0, 0, 0, 0]])
+
+
+def test_plot_confusion_of_categories_draws_the_share_of_each_category() -> None:
+    figure = plot_confusion({"after": AFTER}, None, of="category")
+    assert [pyplot.figure(number) for number in pyplot.get_fignums()] == [figure], "a figure without a file stays open"
+    axis = figure.axes[0]
+    assert labels(axis.get_xticklabels()) == ["first", "second", "?"]
+    np.testing.assert_allclose(np.asarray(axis.images[0].get_array()), [[5 / 6, 0, 1 / 6], [0, 1, 0], [0, 0, 0]])
+
+
+def test_plot_accuracy_draws_a_named_line_per_curve(tmp_path) -> None:
+    path = tmp_path / "new" / "accuracy.png"
+    curves = {"GRPO": ([0, 100, 200], [0.03, 0.5, 0.98]), "another": ([0, 200], [0.03, 0.4])}
+    figure = plot_accuracy(curves, str(path))
+    assert path.read_bytes().startswith(PNG)
+    assert pyplot.get_fignums() == [], "a written figure is closed"
+    (axis,) = figure.axes
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("calls of tools", "share of held-out tasks")
+    assert labels(axis.get_legend().get_texts()) == ["GRPO", "another"]
+    assert {line.get_label(): line.get_xydata().T.tolist() for line in axis.lines} == {
+        name: [list(calls), list(shares)] for name, (calls, shares) in curves.items()
+    }
+    low, high = axis.get_ylim()
+    assert low == 0
+    assert high >= 1

@@ -400,7 +400,7 @@ def test_metrics_become_one_array_each_with_nan_where_they_are_absent_or_no_fini
     lines = [
         {"iteration": 1, "a": 1e100, "b": None},
         {"iteration": 2, "a": 20.0},
-        {"iteration": 2, "b": 2, "name": "text"},
+        {"iteration": 2, "b": 2, "name": "text", "flag": True},
     ]
     lines += [{"iteration": number, "a": value} for number, value in enumerate(odd, start=4)]
     run = read_run(write_run(tmp_path / "run", lines))
