@@ -16,13 +16,14 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from adapters.llm import Completion, CompletionRewards, RegexMatch, tags_pattern
+from adapters.llm.completions import completion_mask
 from adapters.llm.prompts.control_tokens import ControlTokens, special_tokens, whole_characters
 from adapters.llm.prompts.encoder import PromptEncoder
 from adapters.llm.prompts.states import prompt_of
 from adapters.llm.texts import CompletionTexts
 from grpo.errors import ContractError, GRPOWarning
 from tests.support.agents import CHATML, Scripted, chat_tokenizer, marked_tokenizer
-from tests.support.llm_models import CHARACTERS, END, VOCABULARY_SIZE, character_tokenizer
+from tests.support.llm_models import CHARACTERS, END, VOCABULARY_SIZE, character_tokenizer, completion
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.plain_states import assert_same, through_checkpoint
 
@@ -281,6 +282,12 @@ def test_half_characters_are_replaced_and_two_halves_joined(text: str, readable:
 
 
 # --- completions
+
+
+def test_the_mask_is_as_wide_as_the_longest_completion() -> None:
+    mask = completion_mask([completion(5), completion(), completion(5, 6, 7)])
+    assert mask.tolist() == [[True, False, False], [False] * 3, [True] * 3]
+    assert completion_mask([]).shape == (0, 0)
 
 
 def test_completions_come_back_from_a_checkpoint(tmp_path: Path, subtests: pytest.Subtests) -> None:
