@@ -28,8 +28,6 @@ from grpo._common.global_state import capture_random_state, restore_random_state
 from grpo.arguments import (
     Settings,
     as_advantages,
-    as_float32,
-    as_log_probs,
     as_mask,
     as_rewards,
     as_state_keys,
@@ -135,45 +133,6 @@ def test_lists_of_tensors_large_numbers_and_read_only_arrays_keep_their_values()
         assert as_rewards("judge", value, len(value)).tolist() == expected
 
 
-def test_log_probs_per_row_become_one_step_and_keep_their_gradient():
-    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    lifted = as_log_probs("Policy.score", log_probs, 2)
-    assert lifted.tolist() == [[-1], [-2]]
-    lifted.sum().backward()
-    assert log_probs.grad.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "raised_to"),
-    [
-        *((dtype, torch.float32) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
-        (torch.float64, torch.float64),
-    ],
-)
-def test_log_probs_come_in_float32_or_better(dtype, raised_to):
-    log_probs = as_log_probs("Policy.score", torch.full((2, 3), -0.5, dtype=dtype), 2)
-    assert (log_probs.dtype, log_probs.tolist()) == (raised_to, [[-0.5] * 3] * 2)
-    if dtype == raised_to:
-        assert as_float32(log_probs) is log_probs
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        *(
-            (value, r"^Policy\.score must return \[N\] = \[2\] or \[N, T\]; got ")
-            for value in [
-                None, [-1.0, -2.0], np.zeros(2), torch.zeros(()), torch.zeros(3), torch.zeros(2, 1, 3), torch.zeros(1, 2)
-            ]
-        ),
-        *((torch.zeros(2, dtype=dtype), "floating") for dtype in (torch.int64, torch.bool, torch.complex64)),
-    ],
-)  # fmt: skip
-def test_log_probs_of_another_shape_or_type_are_refused(value, message):
-    with pytest.raises(ContractError, match=message):
-        as_log_probs("Policy.score", value, 2)
-
-
 def test_rewards_in_the_reward_models_own_memory_are_copied():
     for dtype in (torch.float32, torch.float64, torch.int64):
         memory = torch.tensor([1, 0, 2], dtype=dtype)
@@ -222,18 +181,6 @@ def test_masks_and_state_keys_become_tensors_with_one_entry_per_step():
     assert as_mask("batch", None, (2, 3)).tolist() == [[True] * 3] * 2
     assert as_mask("batch", [[True, False]], (1, 5)).tolist() == [[True, False]]
     assert as_state_keys("batch", [[3, 4]]).tolist() == [[3, 4]]
-
-
-@pytest.mark.parametrize(
-    ("value", "got"),
-    [
-        (torch.ones(2, 3), r"\[2, 3\] float32"), ([[1, 0], [1, 1]], r"\[2, 2\] int64"),
-        (STEPS, r"\[3, 2\] bool"), (STEPS[:2, 0], r"\[2\] bool"),
-    ],
-)  # fmt: skip
-def test_masks_of_another_shape_or_dtype_are_refused(value, got):
-    with pytest.raises(ContractError, match=rf"^batch: mask must be bool \[N, T\] with N = 2; got {got}"):
-        as_mask("batch", value, (2, 3))
 
 
 @pytest.mark.parametrize(

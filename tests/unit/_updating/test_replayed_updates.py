@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from grpo import ActionScores, ExperienceBatch, GRPOConfig, GRPOTrainer
 from tests.support.imitated_ranks import ImitatedRank, on_ranks
 from tests.support.out_of_memory import SmallMemory, sampled_rows, scored_rows
-from tests.support.policies import GroupScoring, Planning, RecordingSGD, RowScoring, weights_of
+from tests.support.policies import Planning, RecordingSGD, RowScoring, weights_of
 from tests.support.trainers import without_time
 
 STATES = [0, 1, 2, 3]
@@ -89,18 +89,6 @@ def assert_equal_runs(found: GRPOTrainer, expected: GRPOTrainer, tolerance: floa
     torch.testing.assert_close(*runs, rtol=tolerance, atol=tolerance)
 
 
-def in_groups(policy: Any, memory: SmallMemory) -> None:
-    work = policy.score_groups
-
-    def wrapped(states: Any, actions: Any) -> ActionScores:
-        scores: ActionScores = work(states, actions)
-        if torch.is_grad_enabled():
-            memory.use(sum(map(len, actions)))
-        return scores
-
-    policy.score_groups = wrapped
-
-
 @pytest.mark.filterwarnings("ignore:Dropping. before any update:grpo.GRPOWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [in_forward, in_backward, after_backward])
@@ -117,28 +105,6 @@ def test_a_replay_equals_smaller_micro_batches_to_the_last_bit(where, failing):
     assert_equal_runs(found, expected)
     assert (metrics.pop("train/out_of_memory"), expected_metrics.pop("train/out_of_memory")) == (1.0, 0.0)
     assert without_time(metrics) == without_time(expected_metrics)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fits", [1, 2])
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        (RowScoring, {}),
-        (RowScoring, {"micro_batch_size": None}),
-        (RowScoring, {"batch_size": 3, "micro_batch_size": None}),
-        (GroupScoring, {"micro_batch_size": None}),
-        (Planned, {}),
-    ],
-)
-def test_a_replay_has_the_gradient_of_the_run_without_an_error(kind, settings, fits):
-    expected = made(kind, **settings)
-    expected.step(STATES)
-    found, memory = made(kind, **settings), SmallMemory(fits=fits)
-    (in_groups if kind is GroupScoring else in_forward)(found.policy, memory)
-    assert found.step(STATES)["train/out_of_memory"] >= 1.0
-    assert max(memory.sizes) > fits >= max(memory.sizes[-3:])
-    assert_equal_runs(found, expected, 1e-12)
 
 
 def test_each_part_of_a_policys_plan_is_halved() -> None:
