@@ -24,7 +24,7 @@ from adapters.tools import (
     ToolSelectionPolicy,
     ToolTask,
 )
-from adapters.tools.errors import LostCallError, ServerLostError, ToolRaisedError, ToolTimeoutError, WorkerLostError
+from adapters.tools.errors import ServerLostError, ToolRaisedError, ToolTimeoutError, WorkerLostError
 from adapters.tools.learning import rewards as of_calls
 from adapters.tools.learning.rewards import ToolRewards, call_cost, executed, latency_cost, right_tool, standard_rewards
 from grpo import GRPOConfig, GRPOTrainer, WeightedRewards
@@ -345,39 +345,27 @@ def test_a_server_killed_in_the_middle_of_training_unlearns_nothing_and_ends_the
         catalogue = ToolCatalogue([tools["right"], Tool.from_function(guess, remote=True)])
         policy = ToolSelectionPolicy(catalogue)
         with ToolExecutor(catalogue) as executor:
-            lost: list[int] = []
-
-            def run(calls: Sequence[ToolCall]) -> list[ToolResult]:
-                results = executor.run(calls)
-                lost.append(sum(isinstance(result.error, LostCallError) for result in results))
-                return results
-
-            trainer = GRPOTrainer(
-                config=GRPOConfig(group_size=8, learning_rate=0.05, seed=0),
-                policy=policy,
-                reward_model=ToolRewards(SimpleNamespace(run=run), {"useful": as_rewarded}, max_lost_in_a_row=100),
-            )
+            rewards = ToolRewards(executor, {"useful": as_rewarded}, max_lost_in_a_row=100)
+            config = GRPOConfig(group_size=8, learning_rate=0.05, seed=0)
+            trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards)
             states = ["what is right", "and now"]
+            metrics = trainer.step(states)
+            assert (metrics[SERVER], metrics[WORKER], metrics[BLOCKED], metrics[DROPPED]) == (0, 0, 0, 0)
             learned = policy.tool_probabilities(states)[:, 0]
-            while float(learned.min()) < 0.7:
-                metrics = trainer.step(states)
-                assert (metrics[SERVER], metrics[WORKER], metrics[BLOCKED], metrics[DROPPED]) == (0, 0, 0, 0)
-                learned = policy.tool_probabilities(states)[:, 0]
             os.kill(process_of(tools), signal.SIGKILL)
             num_dropped: list[int] = []
 
             def go_on() -> None:
                 while True:
                     metrics = trainer.step(states)
-                    assert metrics[SERVER] == metrics[DROPPED] == lost[-1]
+                    assert metrics[SERVER] == metrics[DROPPED]
                     num_dropped.append(int(metrics[DROPPED]))
 
-            with pytest.raises(ServerLostError, match="100 calls of the tool right were lost in a row") as raised:
+            message = r"100 calls of the tool right were lost in a row.*(is lost|ended)"
+            with pytest.raises(ServerLostError, match=message):
                 go_on()
             assert any(0 < number < 16 for number in num_dropped), "iterations with rows that are left"
-            assert 100 <= sum(lost) < 100 + 16, "the last iteration made up to 16 calls"
             assert bool((policy.tool_probabilities(states)[:, 0] >= learned).all())
-    assert "is lost" in str(raised.value) or "ended" in str(raised.value)
 
 
 class Script:
