@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from adapters.tools import (
-    HashingEncoder,
     Tool,
     ToolCall,
     ToolCatalogue,
@@ -308,16 +307,6 @@ def test_metrics_per_tool_are_counts_shares_and_means_of_the_tools_that_were_cal
     assert counted == (0, 3), "each row of a shared result counts"
     without = ToolRewards(Answers(OK), {"ran": executed})
     assert ask_for_rewards(without, [SORT], [call("sort")]).metrics == {}, "off unless a catalogue is given"
-
-
-def test_metrics_per_tool_are_logged_in_training() -> None:
-    policy = ToolSelectionPolicy(CATALOGUE, encoder=HashingEncoder(16))
-    with torch.no_grad():
-        policy.network.similarity.zero_()  # every tool is equally likely
-    rewards = ToolRewards(Answers(OK), {"tool": right_tool(CATALOGUE)}, per_tool=CATALOGUE)
-    metrics = GRPOTrainer(config=GRPOConfig(group_size=8), policy=policy, reward_model=rewards).step([SHUFFLE] * 8)
-    assert sum(metrics[f"tools/{tool}/calls"] for tool in CATALOGUE) == 64
-    assert [metrics[f"tools/add/{name}"] for name in ("errors", "seconds", "cost")] == [0.0, 0.25, 2.0]
 
 
 # --- calls that the infrastructure loses: their rows are dropped and counted, and too many in a row end the run
