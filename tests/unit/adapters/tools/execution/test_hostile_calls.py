@@ -162,18 +162,24 @@ class Name(str):
 
 KINDS: dict[str, list[Case]] = {
     "paths": [
-        *_cases("path", "read", "path", PathOutsideRootError, "../secret", "../" * 500 + "etc/passwd", "/etc/passwd",
-            "//etc/passwd", "/../etc/passwd", "a/../../secret", "..", "/", "/proc/self/environ", "/proc/1/environ", "/dev/zero",
-            "missing/../../../etc/passwd", " /../../etc/passwd", "\n/../../../etc/passwd", "a\\..\\/../../secret", "out_file",
-            "out_folder/secret", "out_chain", "out_dangling", "proc/environ", "proc_root/etc/passwd", "inside/up/../../secret",
-            "proc_cwd/../../etc/passwd", "proc_fd/0", "absolute/passwd"),
+        *_cases("path", "read", "path", PathOutsideRootError, "../secret", "../../../../../../../../etc/passwd",
+            "/etc/passwd", "//etc/passwd", "/../etc/passwd", "a/../../secret", "./.././secret", "..", "../", "/", "/.",
+            "a/b/c/../../../../secret", "/proc/self/environ", "/proc/self/mem", "/proc/1/environ", "/dev/zero",
+            "/dev/tty", "inside/../../secret", "missing/../../../etc/passwd", "../" * 500 + "etc/passwd",
+            "....//../..//etc/passwd", " /../../etc/passwd", "\t/../../etc/passwd", "\n/../../../etc/passwd",
+            "a\\..\\/../../secret", "out_file", "out_folder/secret", "out_chain", "out_dangling", "proc", "proc/environ",
+            "proc_root/etc/passwd", "inside/up/../../secret", "proc_cwd/../../etc/passwd", "proc_fd/0", "absolute/passwd"),
+        *_cases("climb", "read", "path", PathOutsideRootError,
+            *("../" * levels + target for levels in (1, 2, 3, 8, 64) for target in (
+                "etc/passwd", "root/.ssh/id_rsa", "proc/self/environ", "dev/mem", "var/run/docker.sock", "tmp"))),
         # paths that are none
         *_cases("no path", "read", "path", InvalidArgumentsError, "a\0b", "\0", "../\0", "loop", "loop/x", "a\ud800", 5, None,
             ["a"], {}),
         # paths that look as though they led outside, and are names of files that do not exist
-        *_cases("odd name", "read", "path", ToolRaisedError, "..\\..\\etc\\passwd", "%2e%2e%2fetc%2fpasswd",
-            "\u2025/etc/passwd", "..\u2215secret", "..\u200b/secret", "~/secret", "$HOME/x", "$(cat /etc/passwd)",
-            "file:///etc/passwd", "...", ".. /secret", "a\nb", "x" * 5000, "missing", "{0}", "-rf", "*"),
+        *_cases("odd name", "read", "path", ToolRaisedError, "..\\..\\etc\\passwd", "%2e%2e%2fetc%2fpasswd", "..%2f..%2fetc",
+            "\u2025/etc/passwd", "\uff0e\uff0e/secret", "..\u2215secret", "..\u200b/secret", "~/secret", "~root/x",
+            "$HOME/x", "$(cat /etc/passwd)", "file:///etc/passwd", "C:\\Windows", "con", "...", ".. /secret", "a\nb",
+            "x" * 5000, "missing", "{0}", "-rf", "*"),
         # paths that stay inside: by a link, a chain, dots, links and dots, and /proc
         *_cases("path inside", "read", "path", "PosixPath:harmless".__eq__, "in_file", "in_chain", "inside/../harmless",
             "inside/up/harmless", "proc_cwd/harmless"),
@@ -184,9 +190,10 @@ KINDS: dict[str, list[Case]] = {
     ],
     "commands": [
         *(Case(f"shell {ascii(text)[:30]}", "print", {"text": text}, f"{text}|--a={text}".__eq__) for text in (
-            "; touch owned", "$(touch owned)", "`touch owned`", "| sh", "&& touch owned", "> owned", "\ntouch owned\n",
-            "'; touch owned; '", "${IFS}touch${IFS}owned", "$HOME", "*", "a\\", "%s%n%s", "{text}", "é \u202e", "# x",
-            "\x1b]0;owned\x07", "\r\n", "%00", "!!", "<(id)", ">&2", "&", "\t")),
+            "; touch owned", "$(touch owned)", "`touch owned`", "| sh", "&& touch owned", "|| touch owned", "> owned",
+            "\ntouch owned\n", "'; touch owned; '", '"; touch owned; "', "${IFS}touch${IFS}owned", "$HOME", "*", "a\\",
+            "%s%n%s", "{text}", "é \u202e", "# x", "\x1b]0;owned\x07", "\x9b31m", "\r\n", "{{}}", "%00", "!!", "$((1/0))",
+            "a;b", "<(id)", ">&2", "2>&1", "&", "\t", "${0}", "=cmd|' /C calc'!A0", "\u2028")),
         *_cases("option", "cat", "name", InvalidArgumentsError, "-n", "--help", "-", "--", "-\n", "--show-all=x"),
         *_cases("option", "find", "name", InvalidArgumentsError, "-delete", "-exec", "-fprintf"),
         *_cases("no option", "sort", "name", ToolRaisedError, "-oowned", "--output=owned", "--compress-program=sh", "-T/"),
@@ -198,10 +205,15 @@ KINDS: dict[str, list[Case]] = {
     ],
     "arguments": [
         *(Case(f"arguments {name}", "add", arguments, InvalidArgumentsError) for name, arguments in {
-            "list": [1, 2], "none": None, "bytes": b"{}", "missing": {}, "text for number": {"a": "1"}, "boolean": {"a": True},
-            "fraction": {"a": 1.5}, "nan": {"a": math.nan}, "additional": {"a": 1, "c": 2}, "self": {"a": 1, "self": 2},
-            "dunder": {"a": 1, "__class__": "x"}, "object": {"a": object()}, "bytes as key": {b"a": 1},
-            "huge integer": {"a": 10**5000}, "long text": {"a": "x" * 10**7}, "text that a model can say": {"a": "x" * 100_001},
+            "list": [1, 2], "none": None, "text": '{"a": 1}', "bytes": b"{}", "number": 3, "missing": {},
+            "wrong name": {"A": 1}, "text for a number": {"a": "1"}, "boolean": {"a": True}, "null": {"a": None},
+            "fraction": {"a": 1.5}, "nan": {"a": math.nan}, "infinity": {"a": -math.inf}, "list for a number": {"a": [1]},
+            "object for a number": {"a": {"$ref": "#"}}, "additional": {"a": 1, "c": 2}, "self": {"a": 1, "self": 2},
+            "dunder": {"a": 1, "__class__": "x"}, "bytes within": {"a": b"1"}, "set": {"a": {1}}, "complex": {"a": 1j},
+            "object": {"a": object()}, "class": {"a": int}, "number as key": {1: 1}, "none as key": {None: 1},
+            "bytes as key": {b"a": 1}, "tuple as key": {(1, 2): 1}, "boolean as key": {"a": {True: 1}},
+            "huge integer": {"a": 10**5000}, "long text": {"a": "x" * 10**7}, "long key": {"x" * 10**7: 1},
+            "text that a model can say": {"a": "x" * 100_001},
             "wide": {"a": [0] * 10**6}, "deep": {"a": NESTED}, "circle": CIRCLE, "laughs": {"a": LAUGHS},
             "many keys": {str(i): i for i in range(50_000)}, "raising": Raises(KeyError("a")),
             "raising an exit": Raises(SystemExit()), "raising at depth": {"a": Raises(OSError())},
@@ -255,7 +267,9 @@ KINDS: dict[str, list[Case]] = {
         *_misbehaving((10).__eq__, "zombies"),
         *_misbehaving(None, "daemon", "background_child"), *_misbehaving(None, "stranger", own_user=True),
         *_misbehaving("parent".__eq__, "forked_worker", "forked_worker_that_raises"),
-        *_misbehaving("closed".__eq__, "closed_folders"),
+        *_misbehaving("left".__eq__, "thread_left", "raw_thread_left", "late_writer", "late_raw_thread", "late_process",
+            "late_hook", "late_garbage", "late_error"),
+        *_misbehaving((2).__eq__, "joined_threads"), *_misbehaving("closed".__eq__, "closed_folders"),
         *_misbehaving("changed".__eq__, "change_everything", "signal_handlers", "timers"),
         *_misbehaving("printed".__eq__, "print"), *_misbehaving("closed".__eq__, "close_output"),
         *_misbehaving("".__eq__, "read_input"),
