@@ -47,6 +47,7 @@ def test_decisions_are_numbered_tools_first_and_then_values() -> None:
     decisions = [CATALOGUE.decisions(one) for one in made]
     assert decisions[:2] == [(("add",),), (("sort",), ("sort", "order", 1), ("sort", "sure", 2))]
     assert decisions[3] == (("fly",),)
+    assert CATALOGUE.decisions(None) == (), "no call has no decisions"
     assert CATALOGUE.decisions(call("sort", order="sideways", sure=1)) == (("sort",),)
     assert CATALOGUE.decisions(ToolCall(tool=["add"])) == ((None,),)  # type: ignore[arg-type]
     assert RewardRegression(CATALOGUE)._matrix(decisions).tolist() == [
