@@ -1,6 +1,5 @@
 """Language models on a GPU: log-probs, gradients and sampling against the CPU, half precision, adapters and quantisation."""
 
-import copy
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,12 @@ from adapters.llm.sampling.decoding import DecodingSampler
 from adapters.llm.sampling.recorded.sampler import RecordedSampler
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
 from tests.support.llm_models import (
-    END,
     FAMILIES,
     FLOAT32_GRADIENT,
     FLOAT32_LOG_PROB,
     FLOAT64,
     ROWS,
     STATES,
-    adapted_model,
     assert_rows,
     character_tokenizer,
     encoded,
@@ -253,13 +250,3 @@ def test_a_reference_model_is_moved_with_the_policy(device: torch.device) -> Non
     found = policy.reference_log_probabilities(STATES, ROWS)
     assert found.device.type == device.type
     assert_rows(found.cpu(), [row.detach() for row in log_probs_of_rows(tiny_model("llama"))])
-
-
-def test_a_copy_on_the_device_ends_completions_as_the_cpu_does(device: torch.device) -> None:
-    model = adapted_model(tiny_model(dtype=torch.float64)).double()
-    greedy = []
-    for one in (model, copy.deepcopy(model).to(device)):
-        policy = policy_of(one, max_new_tokens=12)
-        greedy.append([group[0].token_ids for group in policy.generate_actions(STATES, 1, temperature=0)])
-    assert greedy[0] == greedy[1]
-    assert all(END not in row[:-1] for row in greedy[1])

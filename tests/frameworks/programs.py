@@ -5,17 +5,10 @@ Each gets the URL of its conversation and a topic, and returns what its agent sa
 
 from typing import Any
 
+from tests.support.agents import lookup
+
 ASKED = "What about {}?"
 """The user's question."""
-
-
-def lookup(topic: str) -> str:
-    """Looks something up.
-
-    Args:
-        topic: What to look up.
-    """
-    return f"{topic} is fine"
 
 
 def with_langchain(base_url: str, topic: str) -> str:

@@ -92,24 +92,15 @@ class VespoBesideRowRatios(Vespo):
 
 def our_surrogate(settings: TRLSettings) -> Surrogate:
     """The loss type's surrogate. TRL's epsilon_high of cispo is the bound itself, and there is no lower one."""
-    level = RATIO_LEVELS[settings.importance_sampling_level]
+    level, prefix = RATIO_LEVELS[settings.importance_sampling_level], f"{settings.loss_type}_"
+    own = {name.removeprefix(prefix): value for name, value in vars(settings).items() if name.startswith(prefix)}
     match settings.loss_type:
         case "cispo":
             return Cispo(low=1.0, high=settings.epsilon_high - 1.0, level=level)
         case "sapo":
-            return Sapo(
-                temperature_pos=settings.sapo_temperature_pos,
-                temperature_neg=settings.sapo_temperature_neg,
-                level=level,
-            )
+            return Sapo(**own, level=level)
         case "vespo":
-            kind = VespoBesideRowRatios if level == "row" else Vespo
-            return kind(
-                k_pos=settings.vespo_k_pos,
-                lambda_pos=settings.vespo_lambda_pos,
-                k_neg=settings.vespo_k_neg,
-                lambda_neg=settings.vespo_lambda_neg,
-            )
+            return (VespoBesideRowRatios if level == "row" else Vespo)(**own)
         case _:
             return Clip(low=settings.epsilon_low, high=settings.epsilon_high, delta=settings.delta, level=level)
 
@@ -199,36 +190,6 @@ def test_surrogate_kl_and_entropy_bonus_equal_trls(subtests: pytest.Subtests) ->
                 assert_same(
                     our_loss(case, *leaves, settings), their_loss(case, *leaves, settings), case, settings, *leaves
                 )
-
-
-def test_one_update_equals_the_sum_of_trls_micro_batches(subtests: pytest.Subtests) -> None:
-    """One update of ours is the sum of TRL's micro-batches of equal size.
-
-    Not bnpo: TRL divides by the number of steps in the micro-batch, so that its sum depends on the split.
-    """
-    for loss_type, level in itertools.product([kind for kind in LOSS_TYPES if kind != "bnpo"], LEVELS):
-        with subtests.test(loss_type=loss_type, level=level):
-            for seed, choose, generator in draws(3, 15):
-                count, size = choose.choice([2, 3]), choose.randint(1, 3)
-                case = random_case(seed, choose, generator, num_rows=count * size)
-                settings = replace(
-                    random_settings(choose, loss_type, level), entropy_coef=0.0
-                )  # a mean per micro-batch
-                split = replace(settings, current_gradient_accumulation_steps=count, steps_per_generation=count)
-                leaves = leaves_of(case)
-                inputs = trl_code.loss_inputs(
-                    case.mask, case.advantages, case.old_log_probs, ref_per_token_logps=case.ref_log_probs
-                )
-                num_items = inputs.pop("num_items_in_batch")
-                theirs = sum(
-                    trl_code.loss(
-                        {**{name: values[rows] for name, values in inputs.items()}, "num_items_in_batch": num_items},
-                        *(leaf[rows] for leaf in leaves),
-                        split,
-                    )
-                    for rows in (slice(start, start + size) for start in range(0, count * size, size))
-                )
-                assert_same(our_loss(case, *leaves, settings), theirs, case, settings, *leaves)
 
 
 @pytest.mark.slow

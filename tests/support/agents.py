@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from adapters.agents import AgentPolicy, Conversation, Message
 from adapters.llm import HFPolicy, SamplingConfig
-from tests.support.llm_models import hf_policy, row_log_probs, tiny_model
+from tests.support.llm_models import hf_policy, one_token_each, row_log_probs, tiny_model
 
 CHATML = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -52,10 +52,7 @@ def chat_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     marks = re.findall(r"<[|｜][^\s'\"{}<>]*?[|｜]>|<\|?/?\w+\|>|<\|\w+\|?>|<(?:start|end)_of_\w+>", template or "")
     special = ["<pad>", "<s>", "</s>", *sorted(set(marks))]
     characters = sorted({*string.printable, *(template or "")})
-    vocabulary = {token: i for i, token in enumerate([*special, *characters])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    tokenizer = one_token_each([*special, *characters])
     end = "<|im_end|>" if "<|im_end|>" in special else "</s>"
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token=end, pad_token="<pad>", extra_special_tokens=special[3:]

@@ -23,7 +23,8 @@ import torch
 
 from grpo import GRPOConfig, GRPOTrainer, RewardConfig
 from grpo._running.ahead import IN_ORDER
-from tests.support.killed_runs import in_a_child
+from tests.support.checkpoint_runs import certain_reward
+from tests.support.killed_runs import all_of, in_a_child
 from tests.support.policies import VectorPolicy, digest, weights_of
 from tests.support.separate_sampler import Separate
 
@@ -37,18 +38,14 @@ LONGEST_LIFE = 0.6
 CLOCK = random.SystemRandom()
 
 
-def of_rows(states: Any, actions: Any) -> list[float]:
-    return [float(action == 2) + 0.1 * float(state[0]) for state, action in zip(states, actions, strict=True)]
-
-
 def slow(states: Any, actions: Any) -> list[float]:
     time.sleep(LONGEST_REWARD * CLOCK.random())
-    return of_rows(states, actions)
+    return certain_reward(states, actions)
 
 
 async def awaited(states: Any, actions: Any) -> list[float]:
     await asyncio.sleep(LONGEST_REWARD * CLOCK.random())
-    return of_rows(states, actions)
+    return certain_reward(states, actions)
 
 
 def drawing(states: Any, actions: Any) -> list[float]:
@@ -141,10 +138,7 @@ def stopped_again_and_again(
         while time.monotonic() < deadline and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             time.sleep(0.01)
         os.kill(child, number)  # a process that has ended is still there until it is waited for
-        said = b""
-        while more := os.read(reading, 4096):
-            said += more
-        os.close(reading)
+        said = all_of(reading)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code == 0:
             return said.decode(), num_stops

@@ -109,18 +109,16 @@ class Plain(nn.Module):
         return {name: self.answer(name, value) for name, value in good.items()}
 
 
-class Scoring(Plain):
-    """`ScoresActions`."""
-
-    def score_actions(self, states: Any, actions: Any) -> Any:
-        return self.answer("score_actions", ActionScores(**self.scores(len(actions))))
+def having(name: str, method: str, good: Callable[[Any, Any], Any], base: type[Plain] = Plain) -> Any:
+    """A kind of policy with one more method, which returns `good(policy, actions)` unless it is wrong."""
+    return type(name, (base,), {method: lambda self, states, actions: self.answer(method, good(self, actions))})
 
 
-class Grouping(Plain):
-    """`ScoresGroups`."""
-
-    def score_groups(self, states: Any, actions: Any) -> Any:
-        return self.answer("score_groups", ActionScores(**self.scores(sum(map(len, actions)))))
+Scoring: Any = having("Scoring", "score_actions", lambda p, actions: ActionScores(**p.scores(len(actions))))
+Grouping = having("Grouping", "score_groups", lambda p, actions: ActionScores(**p.scores(sum(map(len, actions)))))
+Referring = having("Referring", "reference_log_probabilities", lambda p, actions: torch.full((len(actions),), -0.5))
+Planning = having("Planning", "plan_micro_batches", lambda p, actions: [[*range(len(actions))]])
+Keying = having("Keying", "state_keys", lambda p, actions: torch.zeros(len(actions), WIDTH, dtype=torch.int64), Scoring)
 
 
 class Sampling(Scoring):
@@ -139,20 +137,6 @@ class Sampling(Scoring):
         return self.answer("sample_actions", SampledActions(**sampled))
 
 
-class Referring(Plain):
-    """`ScoresReference`."""
-
-    def reference_log_probabilities(self, states: Any, actions: Any) -> Any:
-        return self.answer("reference_log_probabilities", torch.full((len(actions),), -0.5))
-
-
-class Planning(Plain):
-    """`PlansMicroBatches`."""
-
-    def plan_micro_batches(self, states: Any, actions: Any) -> Any:
-        return self.answer("plan_micro_batches", [[*range(len(actions))]])
-
-
 class Splitting(Scoring):
     """`SplitsSteps`: `split states` and `split actions` are the two things it returns."""
 
@@ -165,13 +149,6 @@ class Splitting(Scoring):
         steps = torch.zeros(int(MASK.sum()))
         good = self.wrong.get("split states", steps), self.wrong.get("split actions", steps)
         return self.wrong.get("split_steps", good)
-
-
-class Keying(Scoring):
-    """`KeysStates`."""
-
-    def state_keys(self, states: Any, actions: Any) -> Any:
-        return self.answer("state_keys", torch.zeros(len(actions), WIDTH, dtype=torch.int64))
 
 
 class Remembering(Plain):

@@ -106,16 +106,21 @@ EVERY = {name: small(preset()) for name, preset in PRESETS.items()} | FURTHER
 
 
 class Telling(RowScoring):
-    """Tells all that a loss may ask for: entropy, a critic's values, the exact KL from uniform; `extra` columns of padding."""
+    """Tells all that a loss may ask for: entropy, a critic's values, the exact KL from uniform, and how likely the observations
+    in holes were; `extra` columns of padding."""
 
     def __init__(self, *args: Any, extra: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.critic = nn.Embedding(self.start.num_embeddings, 8, dtype=self.head.weight.dtype)
+        self.critic, self.answers = (
+            nn.Embedding(self.start.num_embeddings, 8, dtype=self.head.weight.dtype) for _ in range(2)
+        )
         self.extra = extra
 
     def _scores(self, states: Any, actions: Any) -> ActionScores:
         scores = super()._scores(states, actions)
-        values = self.critic(torch.tensor(list(states)))[:, : scores.mask.shape[1]]
+        width = scores.mask.shape[1]
+        values, answers = (table(torch.tensor(list(states)))[:, :width] for table in (self.critic, self.answers))
+        holes = torch.tensor([[token is None for token in (*action, *[0] * width)][:width] for action in actions])
         kl = torch.tensor(float(self.num_tokens)).log() - scores.entropy
 
         def wider(tensor: Tensor, fill: float | bool) -> Tensor:
@@ -128,6 +133,8 @@ class Telling(RowScoring):
             entropy=wider(scores.entropy, nan),
             values=wider(values, nan),
             kl=wider(kl, nan),
+            observed_log_probs=wider(torch.where(holes, nn.functional.logsigmoid(answers), nan), nan),
+            observed_mask=wider(holes, False),
         )
 
 

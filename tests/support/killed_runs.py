@@ -83,6 +83,15 @@ def in_a_child(work: Any) -> tuple[int, int]:
     return child, reading
 
 
+def all_of(reading: int) -> bytes:
+    """What a child writes to its pipe until it ends."""
+    said = b""
+    while more := os.read(reading, 65536):
+        said += more
+    os.close(reading)
+    return said
+
+
 def expected_states(folder: Path) -> dict[int, str]:
     """What a trainer holds after each iteration of a run that nothing kills."""
     trainer, states = made(1)
@@ -108,9 +117,7 @@ def stop_once(folder: Path, generator: random.Random, number: int) -> tuple[int,
     time.sleep(LONGEST_RUN * generator.random())
     start = time.monotonic()
     os.kill(child, number)
-    while more := os.read(reading, 65536):
-        said += more
-    os.close(reading)
+    said += all_of(reading)
     _, status = os.waitpid(child, 0)
     return max(map(int, said.split()), default=0), os.waitstatus_to_exitcode(status), time.monotonic() - start
 

@@ -43,14 +43,18 @@ LLAMA = {"vocab_size": VOCABULARY_SIZE, **LAYERS, **HEADS, **ENDS}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "final_logit_softcapping": 3.0}
 
 
-def character_tokenizer(*, pad: bool = True, end: bool = True) -> PreTrainedTokenizerFast:
-    """One token per character. Token 0 is for padding and 1 ends a text, unless `pad` or `end` is False."""
-    vocabulary = {"<pad>": PAD, "<eos>": END} | {character: i + 2 for i, character in enumerate(CHARACTERS)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+def one_token_each(tokens: Sequence[str]) -> Tokenizer:
+    """One token per character or mark, numbered in their order. The first is for padding."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def character_tokenizer(*, pad: bool = True, end: bool = True) -> PreTrainedTokenizerFast:
+    """One token per character. Token 0 is for padding and 1 ends a text, unless `pad` or `end` is False."""
     special = ({"pad_token": "<pad>"} if pad else {}) | ({"eos_token": "<eos>"} if end else {})
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    return PreTrainedTokenizerFast(tokenizer_object=one_token_each(["<pad>", "<eos>", *CHARACTERS]), **special)
 
 
 def _gpt2(**changes: Any) -> Any:

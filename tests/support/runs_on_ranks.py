@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 from grpo import GRPOConfig, GRPOTrainer, RankError, TrainingInterrupted
 from grpo.distributed import Replicated, Sharded
-from tests.support.killed_runs import in_a_child
+from tests.support.checkpoint_runs import certain_reward
+from tests.support.killed_runs import all_of, in_a_child
 from tests.support.policies import VectorPolicy
 from tests.support.stopped_runs import Calls, by_exception, by_signal, end_of, without_times
 
@@ -41,7 +42,7 @@ LONGEST_WAIT = 20.0
 
 def slow(states: Any, actions: Any) -> list[float]:
     time.sleep(0.01 * random.SystemRandom().random())
-    return [float(action == 2) + 0.1 * float(state[0]) for state, action in zip(states, actions, strict=True)]
+    return certain_reward(states, actions)
 
 
 def made(seed: int, engine: Any) -> tuple[GRPOTrainer, Any]:
@@ -194,14 +195,6 @@ def launched_and_killed(
         (first + all_of(reading)).decode().split("\n") for first, (_, reading) in zip(started, children, strict=True)
     ]
     return said, [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child, _ in children]
-
-
-def all_of(reading: int) -> bytes:
-    said = b""
-    while more := os.read(reading, 65536):
-        said += more
-    os.close(reading)
-    return said
 
 
 def joined(rank: int, rendezvous: Path) -> Replicated:

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-CHARACTERS = "0123456789+=? abcdefghijklmnopqrstuvwxyz.\n"
+from tests.support.llm_models import CHARACTERS, one_token_each
+
 TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
@@ -41,10 +41,7 @@ TEMPLATE = (
 def tokenizer(**special: str) -> PreTrainedTokenizerFast:
     """One token per character, and the marks of all families as special tokens."""
     marks = dict.fromkeys([*MARKS.values(), *MORE])
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *CHARACTERS, *marks])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    backend.decoder = decoders.Fuse()
+    backend = one_token_each(["<pad>", "<eos>", *CHARACTERS, *marks])
     made = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", extra_special_tokens={**MARKS, **special}
     )

@@ -1,4 +1,4 @@
-"""What GRPO learns on bandits that change, beside the classics: the figures that the README and the benchmark claim.
+"""What GRPO learns on bandits that change, beside the classics (the figures of README and benchmark), and on control.
 
 Every day: a short horizon and ten runs; one seed of the dynamic bandit is in `tests/integration/test_examples.py`. Slow: as the
 benchmark has it.
@@ -9,6 +9,7 @@ import torch
 
 from adapters.bandits import SoftmaxPolicy, abrupt_testbed, cumulative_regret
 from adapters.bandits.demo import summarise, train_naive, train_tuned
+from adapters.control import EnvironmentReward, LearningCurve, episode_starts, preset_for, train_control
 from benchmarks import bandits
 from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
 
@@ -72,3 +73,52 @@ def test_several_runs_in_one_table_learn_as_each_would_alone() -> None:
     together = train([0, 1], 2)
     alone = torch.cat([train([0], 1), train([1], 1)])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
+
+
+# CartPole and Acrobot are learned by their presets, and by nothing that has the sign wrong
+
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+
+
+def learn(env_id: str, seed: int, reward_model: object = None) -> tuple[LearningCurve, int | None]:
+    """A run of the preset that ends when it has learned, and the steps it took."""
+    torch.manual_seed(seed)
+    preset = preset_for(env_id)
+    policy = preset.make_policy()
+    curve = train_control(
+        preset.make_trainer(policy, seed=seed, reward_model=reward_model),
+        episode_starts(preset.num_groups, seed=seed),
+        total_steps=preset.total_steps,
+        evaluate_every=preset.evaluate_every,
+        stop_at=preset.threshold,
+        progress=False,
+    )
+    policy.pool.close()
+    return curve, curve.steps_to(preset.threshold)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_cartpole_is_learned_within_30_000_steps(seed):
+    curve, steps = learn("CartPole-v1", seed)
+    assert steps is not None, curve.returns
+    assert steps <= 30_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_acrobot_is_learned_within_120_000_steps(seed):
+    curve, steps = learn("Acrobot-v1", seed)
+    assert steps is not None, curve.returns
+    assert steps <= 120_000
+
+
+class Negated(EnvironmentReward):
+    def compute_rewards(self, states, actions):
+        return -super().compute_rewards(states, actions)
+
+
+@pytest.mark.slow
+def test_cartpole_is_not_learned_from_negated_rewards():
+    curve, steps = learn("CartPole-v1", 0, Negated())
+    assert steps is None
+    assert max(curve.returns) < 100
