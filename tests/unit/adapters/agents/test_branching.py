@@ -138,6 +138,17 @@ def test_single_conversations_do_not_branch() -> None:
     assert "eval/avg_reward" in trainer.evaluate(["you", "me"], num_actions_per_state=1)
 
 
+def test_concurrency_changes_no_token() -> None:
+    policy = language_model(max_new_tokens=30)
+    found = []
+    for concurrency in (1, 3, 64):
+        _, sampled = branched(policy, size=4, concurrency=concurrency)
+        rows = rows_of(sampled.actions)
+        found.append([([s.token_ids for s in row.segments], row.turns, row.messages) for row in rows])
+    assert found[0] == found[1] == found[2]
+    assert len({str(tokens) for tokens, *_ in found[0]}) > 5
+
+
 def test_each_branch_has_random_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """After equal turns, branches of different trees do not sample the same tokens."""
     asked = Mock(wraps=script().policy.sample_tokens)
@@ -145,6 +156,22 @@ def test_each_branch_has_random_numbers_of_its_own(monkeypatch: pytest.MonkeyPat
     scripted("a" * 14, size=8, branch=BINARY)
     seeds = [seed for call in asked.call_args_list for seed in call.kwargs["seeds"]]
     assert len(set(seeds)) == len(seeds) == 14
+
+
+def test_the_number_of_open_environments_is_bounded() -> None:
+    open_now, most = [0], [0]
+
+    class Counted(Forkable):
+        def __init__(self, state: Any) -> None:
+            super().__init__(state)
+            open_now[0] += 1
+            most[0] = max(most[0], open_now[0])
+
+        def close(self) -> None:
+            open_now[0] -= 1
+
+    branched(language_model(max_new_tokens=30), Counted, size=8, concurrency=3)
+    assert (open_now, most) == ([0], [3])
 
 
 # Failures
