@@ -150,6 +150,7 @@ FORGED: list[tuple[str, Any, str]] = [
     ("parts.optimizer.param_groups.0.lr", None, "lr=NoneType None in place of float"),
     ("parts.optimizer.param_groups.0.lr", -1, "lr=-1"),
     ("parts.optimizer.param_groups.0.lr", 10**400, "lr="),
+    ("parts.optimizer.param_groups.0.lr", 2**64, "lr=18446744073709551616"),
     ("parts.optimizer.param_groups.0.eps", None, "eps=NoneType None in place of float"),
     ("parts.optimizer.param_groups.0.weight_decay", {}, "weight_decay=dict"),
     ("random", 5, "'random' must be a dict"),

@@ -23,6 +23,7 @@ from grpo import (
     measure_policy,
 )
 from grpo._running.ahead import IN_ORDER
+from grpo._running.run import beside_the_bar
 from grpo._running.silent_parts import NUM_ITERATIONS, SilentParts
 from grpo.callbacks import EarlyStopping
 from grpo.checkpoint import best_checkpoint
@@ -102,6 +103,16 @@ def test_a_progress_bar_is_shown_if_requested(shows, capsys: pytest.CaptureFixtu
     by_hand(config={"num_epochs_per_update": 2})[0].train(["a", "b"], num_iterations=2, progress=shows)
     shown = capsys.readouterr().err
     assert ("GRPO" in shown, "2/2" in shown) == (shows, shows)
+
+
+@pytest.mark.parametrize("root_has_handlers", [True, False])
+def test_a_line_of_the_log_is_printed_once_beside_the_bar(
+    root_has_handlers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler()] if root_has_handlers else [])
+    with beside_the_bar():
+        logging.getLogger("grpo").warning("a line")
+    assert capsys.readouterr().err == "a line\n"
 
 
 def test_an_evaluation_reports_the_parts_of_the_reward_and_the_number_of_steps() -> None:

@@ -155,6 +155,12 @@ def split_with(change):
     return sequences(Episodes, split_steps=lambda self, s, a: tuple(map(change, Episodes.split_steps(self, s, a))))
 
 
+def unsplit(self, states, actions):
+    """As many rows as there are steps, of two steps each."""
+    num_steps = sum(map(len, actions))
+    return [SEQUENCE_STATES[0]] * num_steps, [(1, 0)] * num_steps
+
+
 def scoring(**changes):
     return sequences(score_actions=scores_with(**changes))
 
@@ -253,6 +259,7 @@ BROKEN = [
     (sequences(plan_micro_batches=lambda self, s, a: [range(len(a) - 1)]), "plan_micro_batches", "exactly once"),
     (split_with(lambda steps: steps[::-1]), "split_steps", "row 0's steps first"),
     (split_with(lambda steps: steps[1:]), "split_steps", "one row per valid step"),
+    (sequences(Episodes, split_steps=unsplit), "split_steps", "rows of one step each"),
     (sequences(penalty=lambda self: self.table.square()), "penalty", "a scalar tensor of floats"),
     (sequences(penalty=lambda self: 0.1), "penalty", "a scalar tensor of floats"),
     (sequences(penalty=lambda self: self.table.detach().sum()), "penalty", "have a gradient"),

@@ -40,6 +40,13 @@ def test_numbers_that_are_spread_evenly_have_the_least_distance():
     assert (distance, p_value) == (pytest.approx(0.05, rel=1e-12), 1.0)
 
 
+def test_a_distance_with_a_large_p_value_equals_the_series_by_hand():
+    # the middles of 100 equal parts, moved together by 0.955: 1 - 0.955 * 0.995 = 0.049775 is missing at the end, and
+    # x = (10 + 0.12 + 0.011) 0.049775 = 0.50427; 2 (exp(-0.50858) - exp(-2.0343) + exp(-4.5772) - exp(-8.137)) = 0.9611
+    distance, p_value = kolmogorov_smirnov((torch.arange(100, dtype=torch.float64) + 0.5) / 100 * 0.955)
+    assert (distance, p_value) == (pytest.approx(0.049775, rel=1e-9), pytest.approx(0.9611, abs=1e-4))
+
+
 def judged(actions, probabilities, score=None):
     log_probs = torch.tensor([probabilities[action] for action in actions], dtype=torch.float64).log()
     return judge_samples("Policy.act", actions, log_probs, score)
