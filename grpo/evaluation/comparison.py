@@ -14,6 +14,7 @@ from grpo.policy_base import POLICY_METHODS
 from grpo.types import Rows
 
 from .attempts import (
+    AtK,
     bootstrap_intervals,
     compared_at,
     numbers_of_attempts,
@@ -145,10 +146,12 @@ def _report(
     improvement = after.mean_reward - before.mean_reward
     bootstrap: dict[str, Any] = {"confidence": confidence, "seed": after.seed}
     (average,) = compared_at([after.num_actions_per_state], [means[0]], [means[1]], **bootstrap)
-    passes, counts = passing_reward(pass_reward, before.rewards, after.rewards), []
+    passes = passing_reward(pass_reward, before.rewards, after.rewards)
+    passing: tuple[AtK, ...] = ()
     if passes is not None:
         counts = numbers_of_attempts(before.rewards, after.rewards)
-    of_passes = [[pass_at_k(each.rewards, k, passes or 0.0) for k in counts] for each in (before, after)]
+        of_both = [[pass_at_k(each.rewards, k, passes) for k in counts] for each in (before, after)]
+        passing = compared_at(counts, *of_both, **bootstrap)
     is_positive = before.mean_reward > ROUNDING * float(largest.max())
     return ComparisonReport(
         mean_reward_before=before.mean_reward,
@@ -158,7 +161,7 @@ def _report(
         confidence=confidence,
         confidence_interval=average.difference_interval,
         avg_at_k=average,
-        pass_at_k=compared_at(counts, *of_passes, **bootstrap) if counts else (),
+        pass_at_k=passing,
         pass_reward=passes,
         num_improved=outcomes.count("improved"),
         num_worse=outcomes.count("worse"),

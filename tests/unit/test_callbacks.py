@@ -220,10 +220,14 @@ def test_a_callback_that_cannot_take_its_state_back_has_none() -> None:
 
 
 def test_a_resume_with_other_callbacks_names_what_is_new_and_what_is_lost() -> None:
-    state = Callbacks([EarlyStopping("a")]).state_dict()
-    message = r"New: KeepBestPolicy\. Missing, so that their state is lost: EarlyStopping\."
-    with pytest.warns(GRPOWarning, match=message):
-        Callbacks([KeepBestPolicy("b")]).load_state_dict(state)
+    best, stops = KeepBestPolicy("b"), EarlyStopping("a")
+    for saved, present, message in (
+        ([stops], [best], r"New: KeepBestPolicy\. Missing, so that their state is lost: EarlyStopping\."),
+        ([stops], [stops, best], r"New: KeepBestPolicy\. Missing, so that their state is lost: none\."),
+        ([stops, best], [stops], r"New: none\. Missing, so that their state is lost: KeepBestPolicy\."),
+    ):
+        with pytest.warns(GRPOWarning, match=message):
+            Callbacks(present).load_state_dict(Callbacks(saved).state_dict())
     Callbacks([KeepBestPolicy("b")]).load_state_dict({})  # a run without callbacks has no states to lose
 
 

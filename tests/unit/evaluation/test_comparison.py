@@ -488,6 +488,7 @@ def test_rewards_on_a_scale_have_no_pass_unless_it_is_given() -> None:
     given = compared(BEFORE, AFTER, paying(0.5, 1.0), pass_reward=0.9)
     assert [at.before for at in given.pass_at_k] == [at.before for at in compared(BEFORE, AFTER).pass_at_k]
     assert given.pass_reward == 0.9
+    assert {at.before for at in compared(BEFORE, AFTER, paying(0.5, 1.0), pass_reward=0.0).pass_at_k} == {1.0}
 
 
 def test_dropped_rows_lower_the_largest_k() -> None:
