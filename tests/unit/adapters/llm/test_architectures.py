@@ -75,6 +75,11 @@ def test_windows_states_and_others_are_sampled_and_scored_as_alone(model_type: A
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_layers_with_attention_and_states_are_sampled_by_the_loop_of_transformers_too() -> None:
+    HFPolicy(tiny_of("falcon_h1"), TOKENIZER, sampler="generate")  # a difference would be refused
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_limits_of_time_steps_hold_in_decoding_too(subtests: pytest.Subtests) -> None:
     """Transformers keeps them where a pass reads several tokens only. Nemotron-H and Zamba 2 always have a lower limit."""
     for model_type in ["nemotron_h", "zamba2"]:
@@ -272,6 +277,11 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused() -> None:
     CausalLM(tiny_of("falcon_h1")).check_logits()
     with pytest.raises(ContractError, match=r"with FalconH1ForCausalLM they differ, .* Report the"):
         CausalLM(tiny_of("falcon_h1", lm_head_multiplier=0.5)).check_logits()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_float32_and_float64_count_as_float32(dtype: Any) -> None:
+    assert CausalLM(tiny_model(dtype=dtype)).computes_in_float32 == (dtype in (torch.float32, torch.float64))
 
 
 def test_longrope_is_limited_to_its_original_length() -> None:

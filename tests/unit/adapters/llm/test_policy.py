@@ -5,6 +5,7 @@ import ast
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from peft import (
 from adapters.llm import HFOptions, HFPolicy, SampledTokens, SamplingConfig, lora_start
 from adapters.llm.completions import Completion
 from adapters.llm.sampling.vllm_server import VLLMServerSampler
-from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, ObjectiveConfig, presets
+from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig, presets
 from grpo.errors import ConfigError, ContractError, GRPOError, GRPOWarning
 from grpo.policy_base import ScoresReference
 from grpo.surrogates import Clip
@@ -46,6 +47,7 @@ from tests.support.llm_models import (
     log_probs_of_rows,
     policy_of,
     relative_difference,
+    sum_of_tokens,
     tiny_model,
     trainer_of,
 )
@@ -407,6 +409,19 @@ def test_the_settings_to_start_with_are_those_that_the_docstring_gives_reasons_f
     assert lora_start() == GRPOConfig(**parts[""], advantage=advantage, objective=objective)
     assert "- `Clip(low=0.2, high=0.28)`: " in text
     assert lora_start().learning_rate == pytest.approx(10 * presets.dapo().learning_rate)  # that of all weights
+
+
+@pytest.mark.filterwarnings("ignore:step.. does not honour")  # of the lone collect() at its end
+def test_a_run_with_them_is_on_policy_without_a_reference_and_trains_the_adapter() -> None:
+    policy = policy_of(adapted_model(), max_new_tokens=4)
+    before = {name: value.detach().clone() for name, value in policy.get_parameters().items()}
+    config = replace(lora_start(), num_states_per_iteration=4)
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=sum_of_tokens)
+    (metrics,) = trainer.train(["1+1=", "2+1=", "3+1=", "4+1="], num_iterations=1, progress=False)
+    assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
+    assert metrics["train/clip_fraction"] == 0.0
+    assert trainer.collect(["1+1="]).ref_log_probs is None
+    assert any(not value.equal(before[name]) for name, value in policy.get_parameters().items())
 
 
 # --- references, trained parameters and modes

@@ -140,18 +140,18 @@ def test_code_that_comes_with_a_model_is_not_executed(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-def test_quantised_weights_train_an_adapter_and_are_saved_with_it(bits: Any, folder: Path, tmp_path: Path) -> None:
-    """Sampled by default, evaluated, trained, saved by itself and merged. With 4 bits, the merged weights are exact, and the
+@pytest.mark.parametrize(("bits", "layer"), [("load_in_4bit", "Linear4bit"), ("load_in_8bit", "Linear8bitLt")])
+def test_an_adapter_of_quantised_weights_has_gradients_and_is_saved(
+    bits: str, layer: str, folder: Path, tmp_path: Path
+) -> None:
+    """Sampled, evaluated, scored with gradients, merged, saved by itself. With 4 bits, the merged weights are exact, and the
     gradients are those of a plain model with these weights. On some CPUs, bitsandbytes stores evaluated 4-bit weights in a form
     without a gradient, and training continues without an error."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    quantised = {bits: True, "dtype": torch.float32}
+    quantised: dict[str, Any] = {bits: True, "dtype": torch.float32}
     policy = HFPolicy.from_pretrained(folder, lora=True, sampling=SamplingConfig(max_new_tokens=4), **quantised)
     linear = policy.model.get_base_model().model.layers[0].mlp.up_proj.base_layer
-    assert (
-        type(linear) is {"load_in_4bit": bitsandbytes.nn.Linear4bit, "load_in_8bit": bitsandbytes.nn.Linear8bitLt}[bits]
-    )
+    assert type(linear) is getattr(bitsandbytes.nn, layer)
     if bits == "load_in_4bit":
         assert (linear.weight.quant_type, linear.weight.compress_statistics) == ("nf4", True)
     assert policy.sample_actions(["1+1="], 2).scores is None  # rounding of products depends on the batch
@@ -185,6 +185,15 @@ def test_quantised_weights_train_an_adapter_and_are_saved_with_it(bits: Any, fol
     saved = policy.get_parameters()
     assert all(torch.equal(value, saved[name]) for name, value in again.get_parameters().items())
     torch.testing.assert_close(logits(again.model), logits(policy.eval().model), rtol=0, atol=FLOAT32_LOG_PROB)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dora_on_quantised_weights_is_not_merged(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    dora = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+    model, tokenizer = load_model(folder, lora=dora, load_in_4bit=True, dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"plain LoRA; the adapter of model\.layers\.0\.self_attn\.q_proj is not"):
+        save_model(model, tokenizer, tmp_path / "merged", merge=True)
 
 
 class Packed(nn.Linear):
@@ -352,9 +361,9 @@ def test_tied_weights_stay_tied_unless_they_are_trained_apart(tmp_path: Path, su
     saved_model(tmp_path / "base", tiny_model(tie_word_embeddings=True))
     saved_model(tmp_path / "experts", tiny_of("mixtral", tie_word_embeddings=True))
     linear = {"r": 4, "task_type": "CAUSAL_LM"}
-    for base, targets, whole in (
-        ("base", ["q_proj"], ["lm_head"]), ("base", ["q_proj"], ["lm_head", "embed_tokens"]),
-        ("base", ["lm_head"], None), ("experts", ["lm_head"], None), ("base", ["q_proj"], None),
+    for base, targets, whole, stays_tied in (
+        ("base", ["q_proj"], ["lm_head"], False), ("base", ["q_proj"], ["lm_head", "embed_tokens"], False),
+        ("base", ["lm_head"], None, False), ("experts", ["lm_head"], None, False), ("base", ["q_proj"], None, True),
     ):  # fmt: skip
         model, tokenizer = load_model(tmp_path / base)
         model = peft.get_peft_model(model, LoraConfig(**linear, target_modules=targets, modules_to_save=whole))
@@ -365,8 +374,9 @@ def test_tied_weights_stay_tied_unless_they_are_trained_apart(tmp_path: Path, su
                 save_model(model, tokenizer, saved, merge=merge)
                 again, _ = load_model(saved)
                 torch.testing.assert_close(logits(again), logits(model), rtol=1e-4, atol=1e-5)
-                is_tied = again.get_output_embeddings().weight is again.get_input_embeddings().weight
-                assert is_tied == (targets == ["q_proj"] and whole is None) or not merge
+                if merge:
+                    is_tied = again.get_output_embeddings().weight is again.get_input_embeddings().weight
+                    assert is_tied == stays_tied
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn of what is tested here
@@ -391,7 +401,7 @@ def test_what_peft_leaves_out_of_an_adapter_is_saved_merged_only(integrated: Any
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn of what is tested here
-def test_what_a_reader_would_not_find_is_refused(folder: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_what_a_reader_would_not_find_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
     linear = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
 
     def two() -> Any:
@@ -407,12 +417,10 @@ def test_what_a_reader_would_not_find_is_refused(folder: Path, tmp_path: Path, s
         return model
 
     prompts = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
-    dora = load_model(folder, lora=LoraConfig(**linear, use_dora=True), load_in_4bit=True, dtype=torch.float32)[0]
     cases: list[tuple[Any, bool, str]] = [
         (two(), False, "only one adapter can be saved"),
         (peft.get_peft_model(base_model(), LoraConfig(**linear, lora_bias=True)), True, "PEFT cannot merge the adapter of"),
         (peft.get_peft_model(tiny_model("llama"), prompts), True, "adaption prompts change no weights"),
-        (dora, True, r"plain LoRA; the adapter of model\.layers\.0\.self_attn\.q_proj is not"),
         *((quantised_by(method), True, f"these are quantised by {method}") for method in ("hqq", "torchao", "gptq")),
     ]  # fmt: skip
     for model, merge, message in cases:

@@ -38,10 +38,11 @@ ANSWERS = [
     # boxed
     (r"so \boxed{72} in 3 steps", "72"), (r"\boxed{5} or \boxed{ 6 }, then 7", "6"),
     (r"\boxed{\$1{,}234.50}, 7", "1234.5"), (r"\boxed{1\,234} 7", "1234"), (r"\boxed{\text{72 eggs}} 7", "72"),
-    (r"The answer is 5. \boxed{6}", "6"),
+    (r"The answer is 5. \boxed{6}", "6"), (r"so \boxed{-$1,000} (1)", "-1000"), ("so \\boxed{\u22127} (1)", "-7"),
     # stated
     ("The answer is 72. There were 3 of them.", "72"), ("The answer is: $72 for 3", "72"),
     ("**Final Answer:** 72 (of 3)", "72"), ("**Final Answer**: **72** (of 3)", "72"),
+    ("The answer is -$1,000 for 3", "-1000"), ("The answer is \u22127 for 3", "-7"), ("The answer is 72/5.", "14.4"),
     ("the answer would be 72 in 3 days", "72"), ("answer = 72, not 3", "72"), ("The answer is\n\n72\nby 3", "72"),
     ("The answer is 5. No, the answer is 6, by 7.", "6"), (r"The answer is \(72\) by 3", "72"),
     ("Answer 2 questions to get 30 points", "30"), ("the answer isn't 5 but 6", "6"),
@@ -62,7 +63,8 @@ ANSWERS = [
     ("The answer is 3 to 8.", None), ("The answer is 3 or 8", None), ("Answer: $3 or $8", None), ("#### 9:15", None),
     ("#### 3x", None), ("#### 5/0", None), (r"\boxed{9^{9^{9^{9}}}}", None),
     # the last number
-    ("3 * 4 = 12", "12"), ("He has 1,234 eggs.", "1234"), ("It costs $3.", "3"), ("10-5", "5"),
+    ("3 * 4 = 12", "12"), ("He has 1,234 eggs.", "1234"), ("It costs $3.", "3"), ("so -$1,000", "-1000"),
+    ("so \u22127", "-7"), ("10-5", "5"),
     ("10 - 5 = 5 - 10 = -5", "-5"), ("(10)-5", "5"), ("10%-20%", "20"), ("$10-$20", "20"), ("well...5", "5"),
     ("7 times x2", "7"), ("7 in area51", "7"), ("1 and 1,234,5", "5"), ("12,34", "34"), ("_72_", "72"), ("-0", "0"),
     ("007", "7"),
@@ -228,6 +230,11 @@ def test_the_sum_of_correctness_first(text: Any, expected: Any) -> None:
     parts = parts_of(correctness_first(), text)
     assert parts["total"] == pytest.approx(expected)
     assert parts["correct"] == float(expected > 1)
+
+
+def test_a_fraction_without_end_equals_itself() -> None:
+    assert parts_of(correctness_first(), "#### 1/3", answer=r"\boxed{\frac{2}{6}}")["correct"] == 1.0
+    assert parts_of(correctness_first(), "#### 0.3333", answer=r"\boxed{\frac{2}{6}}")["correct"] == 0.0
 
 
 PIECES = [

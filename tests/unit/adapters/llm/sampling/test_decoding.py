@@ -1,6 +1,7 @@
 """Sampling from tiny models: the same tokens whatever the loop, the batch and the padding, and their probabilities. Then
 transformers' continuous batching."""
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from tests.support.llm_models import (
     policy_of,
     row_log_probs,
     row_logits,
+    sampling_distribution,
     tiny_model,
     trainer_of,
 )
@@ -83,6 +85,26 @@ def test_the_scores_of_the_sampler_are_those_of_scoring(setting: Any, loop: Any)
     torch.testing.assert_close(sampled.scores.log_probs, scores.log_probs.detach(), atol=FLOAT32_LOG_PROB, rtol=0)
     torch.testing.assert_close(sampled.scores.entropy, scores.entropy.detach(), atol=FLOAT32_LOG_PROB, rtol=0)
     assert (sampled.scores.log_probs is sampled.behaviour_log_probs) == config.is_exact
+
+
+@pytest.mark.parametrize("setting", ["all", "likeliest"])
+def test_reported_log_probs_are_those_of_the_sampling_distribution(setting: Any) -> None:
+    config = SamplingConfig(max_new_tokens=6, **SETTINGS[setting])
+    model = tiny_model()
+    sampled = sample(model, config)
+    for row, tokens in enumerate(sampled.token_ids):
+        prompt = PROMPTS[row // 3]
+        with torch.no_grad():
+            logits = row_logits(model, prompt, tokens)
+        for step, token in enumerate(tokens):
+            if setting == "likeliest":
+                assert token == int(logits[step].argmax())
+                expected = 0.0
+            else:
+                written = [*prompt, *tokens[:step]]
+                probs = sampling_distribution(logits[step].numpy(), config, written=written, step=step, excludes=True)
+                expected = math.log(probs[token])
+            assert sampled.behaviour_log_probs[row][step] == pytest.approx(expected, abs=FLOAT32_LOG_PROB)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

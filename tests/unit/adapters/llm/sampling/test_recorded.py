@@ -24,6 +24,7 @@ from tests.support.llm_models import (
     gaps_after_updates,
     policy_of,
     tiny_model,
+    trainer_of,
 )
 from tests.support.tiny_architectures import model_types, tiny_of
 
@@ -243,13 +244,21 @@ def test_norms_are_fused_whatever_the_default_device_is_and_not_with_a_hook() ->
         assert "forward" in vars(lm.plain.model.layers[0].input_layernorm)
 
 
-def test_the_memory_of_the_room_can_be_released() -> None:
-    """An update that runs out of memory releases it."""
+def test_an_update_without_memory_releases_the_room() -> None:
     policy = policy_of(sampler="recorded", max_new_tokens=4)
-    policy.generate_actions(["1+1="], 2)
+    trainer = trainer_of(policy)
+    batch = trainer.collect(["1+1=", "abc"])
     sampler: Any = policy._sampler
     assert sampler.sizes
-    policy.release_memory()
+    failures = [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def fail(module: Any, arguments: Any) -> None:
+        if torch.is_grad_enabled() and failures:
+            raise failures.pop()
+
+    policy.model.model.register_forward_pre_hook(fail)
+    trainer.update(batch)
+    assert not failures
     assert not sampler.sizes
 
 

@@ -111,20 +111,23 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_setting_draws_from_its_distribution_and_reports_it(shape: Any) -> None:
-    """Three steps of 50 rows. Each token is the one that the row's own random number selects from the distribution."""
+    """Three steps of 50 rows, with two end tokens and the largest seeds. Each token is the one that the row's own random number
+    selects from the distribution."""
     config = SamplingConfig(max_new_tokens=3, **SHAPES[shape])
     prompts = [[2 + row % 5] * (1 + row % 4) for row in range(50)]
     given = torch.randn(3, 50, 20) * 2
-    drawn = drawing(config, prompts, with_entropy=True)
+    ends, seeds = [1, 3], [2**63 - 1 - row for row in range(50)]
+    drawn = drawing(config, prompts, end_token_ids=ends, seeds=seeds, with_entropy=True)
     tokens = torch.stack([drawn(given[step].clone(), torch.arange(50), step) for step in range(3)], 1)
     assert torch.equal(drawn.tokens, tokens)
-    numbers = [np.random.Generator(np.random.Philox(key=row)).random((3, 2))[:, 0] for row in range(50)]
+    numbers = [np.random.Generator(np.random.Philox(key=seed)).random((3, 2))[:, 0] for seed in seeds]
     for row, prompt in enumerate(prompts):
         for step in range(3):
             written = [*prompt, *tokens[row, :step].tolist()]
             probs = sampling_distribution(
-                given[step, row].numpy(), config, written=written, step=step, excludes=config.xtc_probability == 1
-            )
+                given[step, row].numpy(), config, written=written, step=step, end_token_ids=ends,
+                excludes=config.xtc_probability == 1,
+            )  # fmt: skip
             token = int(tokens[row, step])
             assert token == int((np.cumsum(probs) <= numbers[row][step]).sum())
             assert float(drawn.behaviour_log_probs[row, step]) == pytest.approx(math.log(probs[token]), abs=1e-5)
@@ -167,6 +170,18 @@ def test_a_row_draws_the_same_tokens_up_to_any_length(changes: Any) -> None:
         for drawn in (short, long):
             drawn(logits[step].clone(), torch.arange(1), step)
     assert torch.equal(short.tokens[0], long.tokens[0, :4])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes"), [(torch.bfloat16, {}), (torch.float16, {"temperature": 0.5}), (torch.float64, {"top_k": 3})]
+)
+def test_logits_of_any_precision_are_drawn_from_in_float32(dtype: Any, changes: Any) -> None:
+    logits = torch.randn(5, 40).to(dtype)
+    config = SamplingConfig(max_new_tokens=1, **changes)
+    drawn = drawing(config, [[0]] * 5)
+    tokens = drawn(logits.clone(), torch.arange(5), 0)
+    expected = (logits.double() / config.temperature).log_softmax(1).gather(1, tokens[:, None])
+    torch.testing.assert_close(drawn.policy_log_probs.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 # --- settings of sampling

@@ -130,7 +130,7 @@ RAW = r"it reports raw_logprobs. Start it with .*--logprobs-mode processed_logpr
     ({"options": {"logprobs_mode": "raw_logprobs"}}, [7], ConfigError, RAW),
     ({"has_development_mode": False}, [7], SamplerError, rf"/weight_info with 40\d.*{WITHOUT_OPTION}"),
     ({"has_scale_out": False}, [7], SamplerError, rf"/inference/v1/generate with 40\d.*{WITHOUT_OPTION}"),
-    ({}, [7] * 13, ConfigError, r"at most 16 tokens .*; prompt 1 has 13"),
+    ({}, [7] * 13, ConfigError, r"at most 16 tokens .*; prompt 1 has 13, and .*max_new_tokens=4"),
     ({}, [666], SamplerError, r"/inference/v1/generate with 400: .*Token id 666 is out of vocabulary"),
     ({"sampling": {"xtc_probability": 0.5}}, [7], ConfigError,
         r"vLLM does not support XTC; got SamplingConfig\.xtc_probability=0\.5"),
