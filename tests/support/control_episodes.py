@@ -57,11 +57,9 @@ class Hand:
             for _ in range(self.policy.repeat):
                 if not (terminated or truncated):
                     self.observation, paid, terminated, truncated, _ = self.env.step(action)
-                    reward, self.num_steps, self.all_steps = (
-                        reward + float(paid),
-                        self.num_steps + 1,
-                        self.all_steps + 1,
-                    )
+                    reward += float(paid)
+                    self.num_steps += 1
+                    self.all_steps += 1
                     truncated = truncated or self.num_steps == limit
             assert reward == float(episode.rewards[number])
             self.total += reward

@@ -325,6 +325,10 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a grey image": (lambda: Odd(spaces.Box(0, 255, (64, 64), np.uint8)), "three axes.*add one to images without"),
     "a stack of images": (
+        lambda: Odd(spaces.Box(0, 255, (4, 40, 40, 3), np.uint8)),
+        "images with three axes.* in Box observations, .* to 19,200 numbers. Stack frames along the last axis",
+    ),
+    "a stack of images in a part of a part": (
         lambda: Odd(spaces.Tuple((BOX, spaces.Dict(camera=spaces.Box(0, 255, (4, 40, 40, 3), np.uint8))))),
         "images with three axes.* in Tuple observations, .* to 19,202 numbers. Stack frames along the last axis",
     ),

@@ -103,7 +103,9 @@ def test_mlp_agrees_with_its_own_layers(subtests: pytest.Subtests) -> None:
             listed = policy.get_log_probabilities([state.numpy() for state in states], actions.tolist())
             torch.testing.assert_close(listed, scores.log_probs.squeeze(1))
             torch.testing.assert_close(policy.get_log_probabilities(list(states), actions), listed)
-            assert_same_scores(policy, policy.score_groups(states, actions[:, None]), expected, actions)
+            groups, rows = torch.randint(5, (6, 3)), torch.arange(6).repeat_interleave(3)
+            of_groups = Categorical(logits=expected.logits[rows])
+            assert_same_scores(policy, policy.score_groups(states, groups), of_groups, groups.flatten())
 
 
 def test_mlp_starts_nearly_uniform_and_can_be_linear() -> None:

@@ -229,6 +229,14 @@ def test_info_holds_the_best_arm_of_the_next_pull() -> None:
     assert environment.step(3)[1] == 0.8
 
 
+def test_rewards_are_those_of_the_testbed() -> None:
+    environment = gymnasium.make("bandits/AbruptBandit-v0")
+    environment.reset(seed=3)
+    testbed = abrupt_testbed(seed=environment.unwrapped.testbed.seed)
+    rewards = [environment.step(arm)[1] for arm in (0, 1, 2) * 10]
+    np.testing.assert_array_equal(rewards, testbed.pull(np.zeros(30, dtype=int), np.array([0, 1, 2] * 10)))
+
+
 def test_a_seed_fixes_the_random_walk_and_two_hundred_seeds_give_two_hundred_runs() -> None:
     environment = gymnasium.make("bandits/RandomWalkBandit-v0", num_steps=20)
     walks = []

@@ -197,7 +197,10 @@ def test_masks_that_cannot_be_read_are_refused_in_words(subtests: pytest.Subtest
 
 
 def test_masks_that_are_not_used_are_said_once(subtests: pytest.Subtests, caplog: pytest.LogCaptureFixture) -> None:
-    Tells = type("Tells", (Odd,), {"action_masks": lambda env: np.ones(3, bool)})
+    class Tells(Odd):
+        def action_masks(self) -> Any:
+            return np.ones(3, bool)
+
     part = gymnasium.spaces.Dict(observation=BOX, action_mask=gymnasium.spaces.MultiBinary(3))
     for environment, where in (
         (Tells, r"in action_masks()"),

@@ -283,7 +283,10 @@ def test_settings_that_contradict_each_other_are_refused(subtests: pytest.Subtes
         (lambda: AsyncPool([]), r"AsyncPool needs at least one environment.* got 0 environments"),
         (lambda: AsyncPool([Scripted], timeout=0.0), "timeout > 0 or None, .* got 1 environments, timeout=0.0"),
         (lambda: AsyncPool([Scripted], max_rebuilds=-1), "max_rebuilds >= 0; got 1 environments, .*max_rebuilds=-1"),
-        (lambda: AsyncPool([lambda: normalized(Chance())]), "NormalizeObservation keeps a running mean"),
+        (
+            lambda: AsyncPool([lambda: normalized(Chance())]),
+            r"NormalizeObservation keeps a running mean\. .*normalize_observations=True",
+        ),
         (
             lambda: make_pool(lambda: wrappers.ClipReward(paid(Chance()), -1.0, 1.0), 1),
             "NormalizeReward keeps a running",
@@ -319,6 +322,19 @@ def test_the_sutton_barto_reward_is_minus_one_at_the_fall() -> None:
         rewards.append(step.rewards[0])
         ended = step.terminated[0]
     assert rewards == [0.0] * (len(rewards) - 1) + [-1.0]
+
+
+def test_a_fall_in_the_last_step_of_the_time_limit_is_both_ends() -> None:
+    single = gymnasium.make("CartPole-v1")
+    single.reset(seed=0)
+    fall = [single.step(1)]
+    while not fall[-1][2]:
+        fall.append(single.step(1))
+    pool = NativeCartPole(1, max_episode_steps=len(fall))
+    pool.reset([0], starts_of(0))
+    for _ in fall:
+        step = pool.step(np.array([0]), np.array([1]))
+    assert (step.rewards[0], step.terminated[0], step.truncated[0]) == (1.0, True, True)
 
 
 def test_steps_before_a_reset_and_actions_other_than_0_and_1_are_refused() -> None:

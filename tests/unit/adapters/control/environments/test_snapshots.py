@@ -150,8 +150,9 @@ def test_neither_snapshot_nor_restored_state_is_an_array_that_others_hold() -> N
     observation = played(env, seed=0, num_steps=1)
     snapshot, kept = take_snapshot(env, observation), observation.copy()
     recorded = env.step(np.ones(1, np.float32))[0]
+    expected = recorded.copy()
     observation[:] = 7.0
-    restored, expected = restore_snapshot(env, snapshot), recorded.copy()
+    restored = restore_snapshot(env, snapshot)
     restored[:] = 8.0
     np.testing.assert_array_equal(restore_snapshot(env, snapshot), kept)
     np.testing.assert_array_equal(recorded, expected)

@@ -478,6 +478,12 @@ def test_boxes_that_are_not_supported_are_refused(subtests: pytest.Subtests) -> 
                 distribution_for(space, kind)
 
 
+def test_beta_refuses_the_parameters_of_a_diverged_network() -> None:
+    for value in (torch.nan, torch.inf):
+        with pytest.raises(ContractError, match="Beta: parameters must be finite"):
+            draw(EVERY["beta"], torch.tensor([[0.0, 0.0, value, 0.0]]))
+
+
 # --- integers
 
 

@@ -73,6 +73,16 @@ def test_an_episode_does_not_depend_on_the_number_of_members_or_on_other_episode
             assert not torch.equal(parts_of(others)[0][0], parts_of(records[0])[0][0])
 
 
+@pytest.mark.parametrize("num_steps", [None, 20], ids=["whole episodes", "parts"])
+def test_the_global_generator_decides_the_actions(num_steps: int | None) -> None:
+    def actions(seed: int) -> list[list[int]]:
+        policy = policy_on("CartPole-v1", num_members=2, num_steps=num_steps)
+        torch.manual_seed(seed)
+        return [episode.actions.tolist() for episode in rows_of(policy.sample_actions(starts_of(1, 2), 1).actions)]
+
+    assert actions(1) == actions(1) != actions(2)
+
+
 def test_noise_depends_on_the_row_and_the_step() -> None:
     """The episodes are longer than a block of noise, and one row starts in the middle of another row's block."""
     policy = policy_on(SerialPool([Chance(70) for _ in range(2)]))
@@ -124,15 +134,15 @@ def test_limits_and_counts_are_in_steps_of_the_environment(subtests: pytest.Subt
 @pytest.mark.parametrize("repeat", [1, 2, 3, 50])
 def test_an_action_is_repeated_and_its_rewards_are_summed(repeat: int, subtests: pytest.Subtests) -> None:
     """Each episode is played again by hand. 40 steps of Pendulum are 13 decisions of 3 steps, and one of a single step."""
-    environments: tuple[Any, ...] = (
-        "CartPole-v1",
-        lambda: gymnasium.make("CartPole-v1"),
-        lambda: gymnasium.make("Pendulum-v1", max_episode_steps=40),
-        lambda: Chance(9, end_above=0.8),
-        lambda: Spaces(space_of_everything(), ACTED["named parts"], length=7),
-    )
-    for place, environment in enumerate(environments):
-        with subtests.test(place=place):
+    environments: dict[str, Any] = {
+        "native": "CartPole-v1",
+        "sync": lambda: gymnasium.make("CartPole-v1"),
+        "pendulum": lambda: gymnasium.make("Pendulum-v1", max_episode_steps=40),
+        "chance": lambda: Chance(9, end_above=0.8),
+        "nested": lambda: Spaces(space_of_everything(), ACTED["named parts"], length=7),
+    }
+    for kind, environment in environments.items():
+        with subtests.test(kind=kind):
             policy = policy_on(environment, num_members=3, repeat=repeat)
             sampled = policy.sample_actions(starts_of(1, 2, 3, 4, 5), 1)
             ended = []

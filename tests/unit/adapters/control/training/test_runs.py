@@ -5,7 +5,6 @@ import json
 import random
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -153,6 +152,18 @@ def test_an_evaluation_prints_its_mean_and_numbers_below_1_are_refused() -> None
 # --- runs
 
 
+class Sink:
+    """Records metrics."""
+
+    def __init__(self) -> None:
+        self.metrics: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.metrics.append((step, dict(metrics)))
+
+    def close(self) -> None: ...
+
+
 def test_evaluations_come_at_their_steps_and_at_the_end(subtests: pytest.Subtests) -> None:
     for total_steps, evaluate_every, evaluated_at in (
         (130, 50, [60, 100, 140]),  # due at 50 and 100, and at the end
@@ -162,18 +173,17 @@ def test_evaluations_come_at_their_steps_and_at_the_end(subtests: pytest.Subtest
         (1, 50, [20]),
     ):
         with subtests.test(total_steps=total_steps, evaluate_every=evaluate_every):
-            logged: list[tuple[int, dict[str, float]]] = []
-            sink = SimpleNamespace(log=lambda metrics, step, to=logged: to.append((step, dict(metrics))), close=print)
-            trainer = of_five_steps()
+            sink, trainer = Sink(), of_five_steps()
             steps = {"total_steps": total_steps, "evaluate_every": evaluate_every}
             curve = train_control(trainer, episode_starts(2), sinks=[sink], **steps, **QUIET)
             assert curve.steps == evaluated_at
             assert trainer.iteration == evaluated_at[-1] // 20
             assert curve.iterations == [steps // 20 for steps in evaluated_at]
-            assert [step for step, _ in logged] == list(range(1, trainer.iteration + 1))
-            assert [metrics["episodes/total_steps"] for _, metrics in logged] == [20 * step for step, _ in logged]
-            found = {20 * step: metrics["eval/return"] for step, metrics in logged if "eval/return" in metrics}
-            assert found == dict(zip(curve.steps, curve.returns, strict=True))
+            assert [step for step, _ in sink.metrics] == list(range(1, trainer.iteration + 1))
+            totals = [metrics["episodes/total_steps"] for _, metrics in sink.metrics]
+            assert totals == [20 * step for step, _ in sink.metrics]
+            logged = {20 * step: metrics["eval/return"] for step, metrics in sink.metrics if "eval/return" in metrics}
+            assert logged == dict(zip(curve.steps, curve.returns, strict=True))
             assert curve.seconds == sorted(curve.seconds)
             assert curve.seconds[0] > 0.0
 
@@ -288,10 +298,11 @@ def test_the_folder_of_another_run_is_refused_by_name(tmp_path: Path, subtests: 
 
     first = {"by id": {"environment": "Pendulum-v1"}, "own": own()}
     curves = {folder: run(folder, **given) for folder, given in first.items()}
+    is_now = "environment was Pendulum-v1 and is"
     for folder, changed, words in (
         ("by id", {"g": 0.5}, r"make was \{\} and is \{'g': 0\.5\}"),
-        ("by id", {"environment": lambda: gymnasium.make("Pendulum-v1", g=0.5)}, "was Pendulum-v1 and is function"),
-        ("by id", {"environment": "MountainCarContinuous-v0"}, "was Pendulum-v1 and is MountainCarContinuous-v0"),
+        ("by id", {"environment": lambda: gymnasium.make("Pendulum-v1", g=0.5)}, f"{is_now} function"),
+        ("by id", {"environment": "MountainCarContinuous-v0"}, f"{is_now} MountainCarContinuous-v0"),
         ("by id", {"seed": 3}, r"first starts was \['seed \d+'\] and is \['seed \d+'\]"),
         ("by id", {"max_episode_steps": 5}, r"options was .*'max_episode_steps': 6.* is .*'max_episode_steps': 5"),
         ("by id", {"distribution": "beta"}, "distribution was auto and is beta"),
