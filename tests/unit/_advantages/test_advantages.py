@@ -376,6 +376,7 @@ def test_equal_rewards_have_no_standard_deviation(value):
 NAN = math.nan
 
 BY_MEAN = partial(group_relative_advantages, baseline="group_mean", scale="none")
+BY_STD = partial(group_relative_advantages, baseline="group_mean", scale="group")
 
 
 def mask_of(*rows: str) -> Tensor:
@@ -414,6 +415,13 @@ STEP_MASK = mask_of("xx", "x.", "x.", "xx")
 def test_process_supervised_advantages_equal_hand_worked_values(gamma, expected):
     found = process_supervised_advantages(STEP_REWARDS, STEP_MASK, ids(0, 0, 1, 1), BY_MEAN, gamma=gamma)
     assert_rows(found, expected)
+
+
+def test_process_supervised_advantages_are_divided_by_the_group_std():
+    # group 0: squares 1/9 + 4/9 + 1/9 over 2: 1/3;   group 1: 4 + 0 + 4 over 2: 4
+    found = process_supervised_advantages(STEP_REWARDS, STEP_MASK, ids(0, 0, 1, 1), BY_STD, gamma=1.0)
+    root = math.sqrt(3)
+    assert_rows(found, [[-root / 3, -2 * root / 3], [root / 3, 0], [-1, 0], [1, 1]])
 
 
 @pytest.mark.parametrize("baseline", ["group_mean", "group_median", "leave_one_out", "none"])
@@ -462,6 +470,13 @@ FULL = mask_of("xx", "xx", "xx", "xx")
 def test_state_group_advantages_equal_hand_worked_values(weight, expected):
     found = state_group_advantages(PLACED_REWARDS, FULL, ids(0, 0, 1, 1), KEYS, BY_MEAN, gamma=0.5, weight=weight)
     assert_rows(found, expected)
+
+
+def test_state_group_advantages_are_divided_by_the_std_of_each_group():
+    # rows: 3, 5: std sqrt 2 -> -h h, h = 1/sqrt 2;  4, 4: 0.   states: 2, 2.5 -> -h h;  4, 0, 2: std 2 -> 1 -1 0
+    found = state_group_advantages(PLACED_REWARDS, FULL, ids(0, 0, 1, 1), KEYS, BY_STD, gamma=0.5, weight=2.0)
+    h = math.sqrt(0.5)
+    assert_rows(found, [[-3 * h, -h], [3 * h, h], [2, -2], [0, 0]])
 
 
 def test_masked_states_belong_to_no_group():

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from grpo import (
     ConfigError,
+    ExperienceBatch,
     GRPOConfig,
     KLControl,
     ObjectiveConfig,
@@ -28,6 +29,7 @@ from grpo._common.global_state import capture_random_state, restore_random_state
 from grpo.arguments import (
     Settings,
     as_advantages,
+    as_log_probs,
     as_mask,
     as_rewards,
     as_state_keys,
@@ -133,6 +135,25 @@ def test_lists_of_tensors_large_numbers_and_read_only_arrays_keep_their_values()
         assert as_rewards("judge", value, len(value)).tolist() == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_one_log_prob_per_row_is_one_step_in_float32_or_better_with_its_gradient(dtype):
+    log_probs = torch.tensor([-0.5, -2.0], dtype=dtype, requires_grad=True)
+    lifted = as_log_probs("Policy.score", log_probs, 2)
+    assert (lifted.dtype, lifted.tolist()) == (torch.promote_types(dtype, torch.float32), [[-0.5], [-2.0]])
+    lifted.sum().backward()
+    assert log_probs.grad.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("value", [
+    None, [-1.0, -2.0], np.zeros(2), *(torch.zeros(shape) for shape in [(), 3, (1, 2), (2, 1, 3)]),
+    *(torch.zeros(2, dtype=dtype) for dtype in (torch.int64, torch.bool, torch.complex64)),
+])  # fmt: skip
+def test_log_probs_of_another_shape_or_type_are_refused(value):
+    floating = ", floating-point" if isinstance(value, torch.Tensor) and value.shape == (2,) else ""
+    with pytest.raises(ContractError, match=rf"^Policy\.score must return \[N\] = \[2\] or \[N, T\]{floating}; got "):
+        as_log_probs("Policy.score", value, 2)
+
+
 def test_rewards_in_the_reward_models_own_memory_are_copied():
     for dtype in (torch.float32, torch.float64, torch.int64):
         memory = torch.tensor([1, 0, 2], dtype=dtype)
@@ -189,6 +210,9 @@ def test_masks_and_state_keys_become_tensors_with_one_entry_per_step():
 def test_state_keys_of_another_shape_or_dtype_are_refused(value, got):
     with pytest.raises(ContractError, match=rf"^batch: state_keys must be integers \[N, T\], like mask; got {got}"):
         as_state_keys("batch", value)
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(ContractError, match=r"^ExperienceBatch\.from_rows: state_keys must be integers"):
+        ExperienceBatch.from_rows([0], ["x"], [1.0], [0], mask=mask, state_keys=value)
 
 
 def test_a_field_of_a_wrong_length_is_refused_by_name():

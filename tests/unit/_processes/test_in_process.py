@@ -380,23 +380,32 @@ def test_an_ignored_signal_stays_ignored_there() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_nothing_of_this_process_is_cleaned_up_there(tmp_path: Path) -> None:
-    """A script whose call exits: its `finally` and its exit handler run once each, in the script's own process."""
+def test_nothing_of_this_process_is_cleaned_up_or_printed_again_there() -> None:
+    """A script whose call exits: its `finally` and its exit handler run once each, in the script's own process. It prints into
+    a pipe, which is written in blocks: each line appears once and in order."""
     script = f"""
 import atexit, os, sys
 from grpo.rewards import Call, call_in_process
 from grpo.errors import CallError
 atexit.register(lambda: print("exit", os.getpid()))
+
+def speak_and_exit():
+    print("inside")
+    sys.exit()
+
+print("before")
 try:
-    call_in_process([Call(name="judge", function=sys.exit)], timeout={SLOW})
+    call_in_process([Call(name="judge", function=speak_and_exit)], timeout={SLOW})
 except CallError:
     pass
 finally:
     print("finally", os.getpid())
 """
-    root = Path(__file__).resolve().parents[3]
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=root, stdout=subprocess.PIPE, text=True)
-    assert process.communicate(timeout=SLOW)[0].splitlines() == [f"finally {process.pid}", f"exit {process.pid}"]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    options: dict[str, Any] = {"cwd": Path(__file__).resolve().parents[3], "env": buffered}
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, **options)
+    expected = ["before", "inside", f"finally {process.pid}", f"exit {process.pid}"]
+    assert process.communicate(timeout=SLOW)[0].splitlines() == expected
 
 
 def test_a_thread_can_make_calls_while_another_does() -> None:

@@ -259,6 +259,15 @@ def test_rows_go_on_after_a_minute_if_one_has_answered() -> None:
     assert (found.metrics, time.slept) == (counts(dropped=15, failed_calls=16), [])
 
 
+def test_rows_that_fail_at_the_end_do_not_make_the_next_call_wait() -> None:
+    """Row 0 is asked first. The fifteen rows after it fail, and five failures in a row open the breaker."""
+    time = FakeTime()
+    calls = calls_of(Poisoned(*range(1, 16)), time, on_failure="drop")
+    for _ in range(2):
+        assert calls(range(16), [*range(16)]).values.tolist() == [0]
+    assert (spread(16)[0], time.slept) == (0, [])
+
+
 def test_rows_go_on_for_a_minute_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """One second before the limit is up, the last row answers."""
     assert reward_calls.SECONDS_WITHOUT_ANSWER == 60.0

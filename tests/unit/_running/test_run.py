@@ -18,6 +18,8 @@ from grpo import (
     GRPOConfig,
     GRPOTrainer,
     GRPOWarning,
+    RewardConfig,
+    Rewards,
     SampledActions,
     WeightedRewards,
     measure_policy,
@@ -145,6 +147,21 @@ def test_an_evaluation_reports_the_parts_of_the_reward_and_the_number_of_steps()
     assert trainer.evaluate(["a", "b"]) == expected
     measured = measure_policy(policy, ["a", "b"], rewards, num_actions_per_state=2, progress=False)
     assert (measured.metrics(), measured.num_steps.tolist()) == (expected, [[2, 1], [1, 1]])
+
+
+def test_an_evaluation_is_over_the_rows_that_have_a_reward() -> None:
+    """The rewards are NaN 0 | 2 4: rows, not states, have the same weight. `part` applies to the second state only."""
+
+    def reward(states: Any, actions: Any) -> Rewards:
+        part = torch.tensor([9.0, math.nan, 1.0, 2.0])
+        return Rewards(values=torch.tensor([math.nan, 0.0, 2.0, 4.0]), components={"part": part})
+
+    policy, settings = TablePolicy(script=[[0, 1], [1, 1]]), RewardConfig(non_finite="drop")
+    trainer = GRPOTrainer(config=GRPOConfig(group_size=2, reward=settings), policy=policy, reward_model=reward)
+    measured = measure_policy(policy, ["a", "b"], reward, num_actions_per_state=2, reward=settings, progress=False)
+    expected = {"eval/avg_reward": 2.0, "eval/avg_reward_std": math.sqrt(8 / 3), "eval/part/mean": 1.5}
+    assert trainer.evaluate(["a", "b"]) == measured.metrics() == pytest.approx(expected)
+    assert [answer.reward for answer in measured.answers] == [0.0, 2.0]  # the first one of each state
 
 
 @pytest.mark.parametrize(
@@ -304,6 +321,14 @@ def test_a_part_that_is_always_0_is_named_once(caplog: pytest.LogCaptureFixture)
             parts.see({"rewards/mean": 0.0, **means, **stds})
     (message,) = caplog.messages
     assert message.startswith("The reward part format was 0 for every row of the first 20 iterations,")
+
+
+def test_nothing_is_said_where_every_part_is_earned(caplog: pytest.LogCaptureFixture) -> None:
+    parts = SilentParts()
+    with caplog.at_level(logging.WARNING, logger="grpo"):
+        for _ in range(NUM_ITERATIONS):
+            parts.see({"rewards/mean": 0.0, "rewards/right/mean": 0.5})
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("extra", "num_named"), [(-1, 0), (0, 1), (3, 1)])

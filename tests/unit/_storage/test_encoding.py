@@ -344,8 +344,10 @@ def test_states_up_to_the_limit_of_nesting_come_back_and_deeper_ones_are_refused
     assert digest(round_trip(nested(MAX_DEPTH), tmp_path)) == digest(nested(MAX_DEPTH))
     endless: list[Any] = []
     endless.append(endless)
-    for value in (nested(MAX_DEPTH + 1), nested(5000), endless):
-        with pytest.raises(CheckpointError, match=rf"nested deeper than {MAX_DEPTH} levels"):
+    of_itself: list[Any] = []
+    of_itself.append(Start(of_itself))
+    for value in (nested(MAX_DEPTH + 1), nested(5000), endless, of_itself):
+        with pytest.raises(CheckpointError, match=rf"nested deeper than {MAX_DEPTH} levels, or contains itself"):
             round_trip(value, tmp_path)
     decode(b'{"x": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", {})
     for depth in (MAX_DEPTH + 1, 3 * MAX_DEPTH):

@@ -285,8 +285,8 @@ def test_weighted_rewards_that_differ_by_rounding_alone_are_equal() -> None:
     assert trainer.advantages(trainer.collect(["a", "b"])).tolist() == [0.0] * 4
 
 
-def test_advantages_of_steps_are_averaged_over_the_valid_steps() -> None:
-    """(1, 3, 5): mean 3, std sqrt(8 / 3). Rows of two steps and of one: 1.5 on average. Rewards per step are summed."""
+def test_advantages_of_valid_steps_are_averaged_and_their_rewards_are_summed() -> None:
+    """(1, 3, 5): mean 3, std sqrt(8 / 3). Rows of two steps and of one: 1.5 on average."""
     mask = torch.tensor([[True, True], [True, False]])
     batch = ExperienceBatch.from_rows([0, 0], [0, 0], [[1.0, 2.0], [4.0, 50.0]], [0, 0], mask=mask)
     metrics = batch_metrics(TrainingRows(batch=batch, advantages=torch.tensor([[1.0, 3.0], [5.0, 99.0]])))

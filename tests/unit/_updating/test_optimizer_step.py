@@ -30,7 +30,7 @@ from grpo.engine import OneProcess
 from tests.support.layered import Layered
 from tests.support.policies import DuckPolicy, RowScoring, TablePolicy, digest, weights_of
 from tests.support.sharded_ranks import CASES, rows_of
-from tests.support.trainers import SCRIPT, by_hand, poisoned
+from tests.support.trainers import REWARDS, SCRIPT, by_hand, poisoned
 
 STEP = torch.tensor([[0.125, -0.125]] * 2, dtype=torch.float64)
 """Minus the gradient of the logits: advantages are +-1/2, so per row (1/4)(1/2)(e - p), with p = (1/2, 1/2)."""
@@ -48,13 +48,15 @@ def close(found: Tensor, expected: Any) -> None:
 
 
 def test_a_callers_scheduler_is_in_force_during_train() -> None:
-    """One update per iteration, the rate halved after each: 1, 1/2, 1/4."""
-    policy = TablePolicy(script=SCRIPT)
+    """The rate is halved after each update that was applied. In the first iteration these are 1 and 1/2. The second has one:
+    the other gradient is NaN. The third has none, because all rewards are equal, and the fourth has 1/8 and 1/16."""
+    policy, rewards = poisoned(TablePolicy(script=SCRIPT), 2), iter([REWARDS, REWARDS, [1.0] * 4, REWARDS])
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
-    trainer, _ = by_hand(policy=policy, optimizer=optimizer, lr_scheduler=scheduler)
-    history = trainer.train(["a", "b"], num_iterations=3, progress=False)
-    assert [metrics["train/learning_rate"] for metrics in history] == [1.0, 0.5, 0.25]
+    given: dict[str, Any] = {"optimizer": optimizer, "lr_scheduler": scheduler, "config": {"num_epochs_per_update": 2}}
+    trainer, _ = by_hand(policy=policy, rewards=lambda states, actions: next(rewards), **given)
+    history = trainer.train(["a", "b"], num_iterations=4, progress=False)
+    assert [metrics["train/learning_rate"] for metrics in history] == [3 / 4, 1 / 4, 1 / 8, 3 / 32]
 
 
 @pytest.mark.parametrize(

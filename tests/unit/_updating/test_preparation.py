@@ -181,14 +181,14 @@ def test_a_reference_that_other_code_has_changed_moves_from_there() -> None:
 def test_the_exact_average_survives_saving_and_loading() -> None:
     """Two halves give the reference of an unbroken run, although its steps are smaller than bfloat16 shows."""
     whole, reference = moving_in(torch.bfloat16, 0.001)
-    for iteration in range(11):
-        whole.move(iteration + 1)
+    for iteration in range(1, 12):
+        whole.move(iteration)
     second, resumed = moving_in(torch.bfloat16, 0.001)
     resumed.load_state_dict(reference.state_dict())
     second.load_state_dict(whole.state_dict())
     for moving in (whole, second):
-        for iteration in range(9):
-            moving.move(iteration + 12)
+        for iteration in range(12, 21):
+            moving.move(iteration)
     average = whole.state_dict()["logits"]
     assert average.dtype == torch.float32
     assert torch.equal(average, second.state_dict()["logits"])

@@ -231,6 +231,13 @@ def test_log_probs_above_rounding_are_densities(largest, is_refused):
         require_probabilities(Dppo(), log_probs, mask)
 
 
+def test_a_policy_whose_parameters_are_all_frozen_is_refused() -> None:
+    policy = TablePolicy()
+    policy.logits.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"must hold a tensor that requires a gradient; all 1 \(logits\) are frozen"):
+        check(GRPOConfig(), policy)
+
+
 def test_a_frozen_reference_and_a_policy_without_parameters_are_accepted() -> None:
     policy = TablePolicy()
     reference = copy.deepcopy(policy)

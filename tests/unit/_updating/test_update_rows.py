@@ -1,9 +1,11 @@
 """The rows of an iteration and of its updates: advantages, replayed rows, rows split into steps, skipped rows, selections."""
 
 import itertools
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -111,24 +113,38 @@ def own_batch(rewards: Any) -> ExperienceBatch:
     return ExperienceBatch.from_rows([0, 0], [0, 0], rewards, [0, 0], mask=mask_of([2, 1]))
 
 
-def on_two_ranks(advantages_of: Callable[[int], Any]) -> list[Any]:
-    """This rank's rows and the rows of all ranks, on a rank with the reward 6 and on one with the rewards 1 and 2."""
-    batches = [ExperienceBatch.from_rows([0], [0], [6.0], [0], mask=mask_of([2])), own_batch([1.0, 2.0])]
-    return on_ranks(2, lambda engine: with_advantages(batches[engine.rank], advantages_of(engine.rank), engine))
+ONE_ROW = ExperienceBatch.from_rows([0], [0], [6.0], [0])
+"""One step with the reward 6, of the first rank."""
+
+
+def on_two_ranks(advantages_of: Callable[[], Any], *batches: ExperienceBatch) -> list[Any]:
+    """On each rank, this rank's rows and the rows of all ranks."""
+    return on_ranks(2, lambda engine: with_advantages(batches[engine.rank], advantages_of(), engine))
 
 
 def test_the_estimator_sees_the_rewards_of_all_ranks() -> None:
     """The mean of 6, 1 and 2 is 3."""
-    config = AdvantageConfig(baseline="global_mean")
-    (first, _), (rows, all_ranks) = on_two_ranks(lambda rank: AdvantageEstimator(config))
+    estimator = partial(AdvantageEstimator, AdvantageConfig(baseline="global_mean"))
+    (first, _), (rows, all_ranks) = on_two_ranks(estimator, ONE_ROW, own_batch([1.0, 2.0]))
     assert (first.advantages.tolist(), rows.advantages.tolist()) == ([3.0], [-2.0, -1.0])
     assert (all_ranks.advantages.tolist(), all_ranks.batch.num_rows, rows.returns) == ([3.0, -2.0, -1.0], 3, None)
 
 
 def test_user_advantages_see_only_the_rows_of_their_rank() -> None:
-    own = lambda rank: lambda batch: batch.rewards * (1 - 3 * rank)  # noqa: E731
-    for (rows, all_ranks), expected in zip(on_two_ranks(own), ([6.0], [-2.0, -4.0]), strict=True):
-        assert (rows.advantages.tolist(), all_ranks.advantages.tolist()) == (expected, [6.0, -2.0, -4.0])
+    own = lambda: lambda batch: -batch.rewards  # noqa: E731
+    found = on_two_ranks(own, ONE_ROW, own_batch([1.0, 2.0]))
+    for (rows, all_ranks), expected in zip(found, ([-6.0], [-1.0, -2.0]), strict=True):
+        assert (rows.advantages.tolist(), all_ranks.advantages.tolist()) == (expected, [-6.0, -1.0, -2.0])
+
+
+def test_the_returns_of_a_critic_are_those_of_this_ranks_rows() -> None:
+    """With lambda 1, the return of a step is the sum of the rewards from there on. Rows are as wide as on their rank."""
+    estimator = partial(AdvantageEstimator, AdvantageConfig(credit="gae", gae_lambda=1.0))
+    one = replace(ONE_ROW, rewards=torch.tensor([[6.0]]), values=torch.zeros(1, 1))
+    two = replace(own_batch([[1.0, 2.0], [4.0, 0.0]]), values=torch.zeros(2, 2))
+    for (rows, all_ranks), expected in zip(on_two_ranks(estimator, one, two), ([[6]], [[3, 2], [4, 0]]), strict=True):
+        assert rows.returns.tolist() == expected
+        assert (rows.advantages.shape, all_ranks.advantages.shape) == (rows.returns.shape, (3, 2))
 
 
 class Splitting(TablePolicy):
@@ -264,6 +280,16 @@ def test_the_policys_plan_covers_the_live_rows_of_each_update() -> None:
     assert [inputs.advantages.tolist() for inputs in given] == [[1.0], [3.0]]
     assert [inputs.mask.shape[1] for inputs in given] == [2, 3]  # each as wide as its own rows
     assert [inputs.weights.shape[1] for inputs in given] == [2, 3]
+
+
+def test_the_sum_of_scores_covers_the_passes_since_the_last_attempt() -> None:
+    """Each log-prob is log 1/2."""
+    (update,) = prepared([0.0, 1.0, 2.0, 4.0], [0, 0, 0, 0], micro_batch_size=3, batch_size=4).updates()
+    for micro in update.micro_batches():
+        update.scored(micro)
+    assert update.sum_of_scores().item() == pytest.approx(4 * math.log(0.5))
+    update.forget_scores()
+    assert update.sum_of_scores().item() == 0.0
 
 
 class KnowsEverything(RowScoring):

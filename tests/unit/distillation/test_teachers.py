@@ -227,9 +227,12 @@ def test_each_state_has_its_teacher_and_each_teacher_one_pass() -> None:
     assert scores.log_probs[scores.mask].tolist() == [-1.0, -1.0, -4.0, -1.0, -1.0, -1.0]
     assert teachers.get_log_probabilities(states, actions).tolist() == [-2.0, -4.0, -3.0]
     assert (short.calls[0], long.calls[0]) == ((["s1", "s2"], ["ab", "def"]), (["l1"], ["c"]))
-    of_tables = Teachers(lambda state: state, {"a": TablePolicy(), "b": TablePolicy()})
-    assert set(of_tables.get_parameters()) == {"a.logits", "b.logits"}
     assert teachers.generate_actions(states, 2) == [["-1.0 in s1"] * 2, ["-4.0 in l1"] * 2, ["-1.0 in s2"] * 2]
+
+
+def test_the_weights_of_several_teachers_begin_with_their_names() -> None:
+    teachers = Teachers(lambda state: state, {"a": TablePolicy(), "b": TablePolicy()})
+    assert set(teachers.get_parameters()) == {"a.logits", "b.logits"}
 
 
 @pytest.mark.parametrize("form", ["a tensor [N]", "a list of numbers", "a list of tensors [T]"])
