@@ -179,10 +179,10 @@ RELATIVE_RETURNS = {
     "divided by the std of their group's column": (
         STEP_REWARDS, STEP_MASK, [4, 4, 4], {"scale": "group"}, [[0, 0, 0], [-1, -1, 0], [1, 1, 0]],
     ),
-    # returns 6, 5 | 3 | 14, 7; column 0 of group 0: mean 4.5; row 0 is alone in the last column, and group 1 is one row
     **{f"divided by the std of all valid steps, ddof {ddof}": (
         STEP_REWARDS, STEP_MASK, [4, 4, 4], {"scale": "batch", "std_ddof": ddof}, STEP_ADVANTAGES / math.sqrt(variance),
     ) for ddof, variance in STEP_BATCH_VARIANCE.items()},
+    # returns 6, 5 | 3 | 14, 7; column 0 of group 0: mean 4.5; row 0 is alone in the last column, and group 1 is one row
     "0 for a step that is alone in its group": (
         [[1, 5], [3, math.nan], [7, 7]], torch.tensor([[True, True], [True, False], [True, True]]), [0, 0, 1], {},
         [[1.5, 0], [-1.5, 0], [0, 0]],
@@ -199,9 +199,7 @@ RELATIVE_RETURNS = {
 def test_relative_returns_equal_hand_worked_values(case):
     rewards, mask, group_ids, settings, expected = RELATIVE_RETURNS[case]
     advantages = group_relative_returns(double(rewards), mask, ids(*group_ids), **{"scale": "none", **settings})
-    torch.testing.assert_close(
-        advantages, double(expected) if isinstance(expected, list) else expected, rtol=1e-15, atol=0
-    )
+    torch.testing.assert_close(advantages, torch.as_tensor(expected).double(), rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize(("scale", "baseline"), [*itertools.product(SCALES, BASELINES)])

@@ -77,8 +77,9 @@ HALF = type("Half", (), {"generate_actions": print, "eval": print, "to": "cpu"})
     (lambda: by_hand(reference_policy=object()), r"reference_policy must implement PolicyModel; object lacks generate_actions"),
 ])  # fmt: skip
 def test_what_is_no_policy_is_refused_and_every_missing_method_named(build: Any, message: str) -> None:
-    with pytest.raises(ProtocolError, match=f"^{message}"):
+    with pytest.raises(ProtocolError, match=f"^{message}") as caught:
         build()
+    assert isinstance(caught.value, TypeError)
 
 
 @pytest.mark.parametrize("states", [[], (), torch.zeros(0, 3), np.zeros((0, 2))], ids=lambda x: type(x).__name__)

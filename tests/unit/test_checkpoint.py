@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import CheckpointError, load_weights
+from grpo import CheckpointError, GRPOTrainer, load_weights
 from grpo._storage import opening
 from grpo.checkpoint import (
     Checkpoint,
@@ -26,6 +26,7 @@ from grpo.errors import DamagedCheckpointError
 from tests.support.checkpoint_runs import built, names_in, small
 from tests.support.imitated_ranks import on_ranks
 from tests.support.policies import DuckPolicy, digest, weights_of
+from tests.support.trainers import trainer_of
 
 pytestmark = [
     pytest.mark.usefixtures("without_type_checks"),
@@ -75,6 +76,24 @@ def test_saving_between_steps_resumes_exactly_and_changes_nothing(case: str, tmp
         for _ in range(4 - n):
             fresh.step(states[:2])
         assert digest(weights_of(fresh.policy)) == expected, n
+
+
+def test_a_policy_without_parameters_is_resumed_too(tmp_path: Path) -> None:
+    """The README's first policy: nothing is optimized, and the rewards tell that random numbers are repeated."""
+
+    def trainer() -> GRPOTrainer:
+        policy = DuckPolicy(num_actions=4)
+        policy.tensors = {}
+        policy.generate_actions = lambda states, count, **_: [[0] * count for _ in states]  # type: ignore[method-assign]
+        policy.get_log_probabilities = lambda states, actions: torch.randn(len(actions))  # type: ignore[method-assign]
+        return trainer_of(policy, lambda states, actions: torch.rand(len(actions)))
+
+    unbroken, fresh = trainer(), trainer()
+    unbroken.step([0, 1])
+    path = unbroken.save_checkpoint(tmp_path / "x")
+    expected = unbroken.step([0, 1])["rewards/mean"]
+    fresh.load_checkpoint(path)
+    assert fresh.step([0, 1])["rewards/mean"] == expected
 
 
 def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path: Path) -> None:

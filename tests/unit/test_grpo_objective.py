@@ -50,12 +50,12 @@ def test_a_loss_of_the_policy_is_weighted_as_the_steps_are():
     (None, None, 0.04), (0.1, None, 0.1), (0.1, 0.3, 0.3), (0.1, 0.0, 0.0), (None, 0.3, 0.3), (0.0, 0.3, 0.3), (0.0, None, 0.0),
 ])  # fmt: skip
 def test_coefficients_of_the_inputs_override_those_of_the_config(of_the_config, of_the_inputs, coefficient):
-    """The loss is policy plus KL minus entropy. The shares of the loss count 0, because they add up."""
-    inputs = example(kl_coef=of_the_inputs, entropy_coef=coefficient)
+    """The loss is policy plus KL minus entropy, of half the coefficient. Its shares count 0, because they add up."""
+    inputs = example(kl_coef=of_the_inputs, entropy_coef=coefficient / 2)
     output = grpo_objective(inputs, ObjectiveConfig(kl_coef=of_the_config, entropy_coef=0.7))
     expected = {
-        "policy_loss": -2.2, "kl_penalty": coefficient * 0.25, "entropy_bonus": coefficient * 0.4,
-        "total_loss": -2.2 + coefficient * (0.25 - 0.4),
+        "policy_loss": -2.2, "kl_penalty": coefficient * 0.25, "entropy_bonus": coefficient / 2 * 0.4,
+        "total_loss": -2.2 + coefficient * (0.25 - 0.2),
     }  # fmt: skip
     if not coefficient:  # a term without a coefficient is not computed
         assert expected.pop("entropy_bonus") == 0

@@ -55,13 +55,14 @@ KNOWN = {
 
 CLIP = "ObjectiveConfig(surrogate=Clip(low=..., high=...)) here"
 KL = "GRPOConfig(objective=ObjectiveConfig(kl_coef=...))"
+BETA = f"TRL's beta is {KL} here."
 MISTAKES = [  # what is typed, what the message says, what is typed next
     ("GRPOConfig(num_generations=8)", "TRL's num_generations is group_size here.", "GRPOConfig(group_size=8)"),
     ("GRPOConfig(epsilon=0.2)", f"TRL's epsilon is {CLIP}.", "ObjectiveConfig(surrogate=Clip(low=0.2, high=0.2))"),
     ("GRPOConfig(kl_coef=0.1)", f"Did you mean {KL}?", "GRPOConfig(objective=ObjectiveConfig(kl_coef=0.1))"),
     ("GRPOConfig(groupsize=8)", "Did you mean GRPOConfig(group_size=...)?", "GRPOConfig(group_size=8)"),
     ("GRPOConfig(num_generations=8, beta=0.1)",
-     "GRPOConfig has no settings 'num_generations', 'beta'. TRL's num_generations is group_size here. TRL's beta is",
+     f"GRPOConfig has no settings 'num_generations', 'beta'. TRL's num_generations is group_size here. {BETA}",
      "GRPOConfig(group_size=8, objective=ObjectiveConfig(kl_coef=0.1))"),
     ("GRPOConfig(8)", "too many positional arguments. Write GRPOConfig(group_size=...,", "GRPOConfig(group_size=8)"),
     ("GRPOConfig.from_dict({'num_generations': 8})", "is group_size here", "GRPOConfig.from_dict({'group_size': 8})"),

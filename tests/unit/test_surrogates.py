@@ -45,9 +45,11 @@ SELECTED = torch.tensor([[True, False, False, True], [True, False, False, False]
     (Clip(low=0.25, high=0.25, level="row"), [[1.0, 0.25]], [[1.0, -1.0]], {}, [[-0.5, 0.75]], [[-0.25, -0.25]]),
     # -min(-2, -3) = 3;  -3;  -min(3, 2.5)
     (Clip(low=0.25, high=0.25), [[0.5, 1.0, 1.5]], [[-4.0, 3.0, 2.0]], {}, [[3.0, -3.0, -2.5]], [[0.0, -3.0, 0.0]]),
-    # the bounds are 1 - .25 and 1 + .5. A < 0: delta bounds the ratio of 4, and dual the loss: 2 = delta, and 1.75 = dual
+    # the bounds are 1 - .25 and 1 + .5. A < 0: delta bounds the ratio of 4, and dual the loss: the nearer, 2 or 1.75
     (Clip(low=0.25, high=0.5), [[0.5, 1.4, 1.6]], [1.0], {}, [[-0.5, -1.4, -1.5]], [[-0.5, -1.4, 0.0]]),
     (Clip(low=0.25, high=0.5, delta=2.0), [[0.5, 1.9, 4.0]], [-1.0], {}, [[0.75, 1.9, 2.0]], [[0.0, 1.9, 0.0]]),
+    (Clip(low=0.25, high=0.5, delta=2.0, dual=3.0), [[0.5, 1.9, 4.0]], [-1.0], {}, [[0.75, 1.9, 2.0]], [[0.0, 1.9, 0.0]]),
+    (Clip(low=0.25, high=0.5, dual=1.75), [[0.5, 1.7, 4.0]], [-1.0], {}, [[0.75, 1.7, 1.75]], [[0.0, 1.7, 0.0]]),
     (Clip(low=0.25, high=0.5, delta=2.0, dual=1.75), [[0.5, 1.7, 4.0]], [-1.0], {}, [[0.75, 1.7, 1.75]], [[0.0, 1.7, 0.0]]),
     (Clip(low=0.25, high=0.5, delta=2.0, dual=1.75), [[0.5, 1.7, 4.0]], [2.0], {}, [[-1.0, -3.0, -3.0]], [[-1.0, 0.0, 0.0]]),
     # -A log pi = .5 * 2, .5 * -4; slope -A at any ratio

@@ -87,9 +87,10 @@ def test_a_baseline_that_is_only_rounding_has_no_percentage() -> None:
 DROP: dict[str, Any] = {"reward": RewardConfig(non_finite="drop")}
 
 
-def test_the_answer_is_the_first_action_that_has_a_reward() -> None:
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_the_answer_is_the_first_action_that_has_a_reward(batch_size) -> None:
     policy, rewards = Looked(["a", "b"], script=[[0, 2, 1], [1, 2, 0]]), paying(math.nan, 2.0, 3.0)
-    found = measured(policy, ["a", "b"], rewards, num_actions_per_state=3, batch_size=1, **DROP)
+    found = measured(policy, ["a", "b"], rewards, num_actions_per_state=3, batch_size=batch_size, **DROP)
     assert found.answers == (Answer(text="2", reward=3.0), Answer(text="1", reward=2.0))
 
 
