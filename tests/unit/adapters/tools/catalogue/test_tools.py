@@ -36,7 +36,7 @@ def test_a_tool_that_cannot_be_used_is_refused_when_it_is_made(subtests: pytest.
         ("function", ("ping",), "Tool t: function must be callable; got 'ping'"),
         ("remote", (True,), "Tool t: function must be `async def` if the tool is remote"),
         ("remote", (1,), "Tool: remote must be True or False; got int 1"),
-        ("category", (None,), "Tool: category must be a text; got NoneType None"),
+        *((name, (None,), f"Tool: {name} must be a text; got NoneType None") for name in ("name", "description", "category")),
         ("parameters", ({"type": "objekt"}, {"type": "array"}, {}, True), no_object),
         ("parameters", ({"type": "object", "properties": {"a": {"type": "x"}}},), r"at \$\.properties\.a\.type: 'x'"),
         ("parameters", ({"type": "object", "required": "a"},),

@@ -169,19 +169,23 @@ def test_an_error_raised_by_a_remote_tool_becomes_a_result() -> None:
         """Raise an error of a class of one's own."""
         raise OddError(1, 2)
 
+    async def unsaid() -> None:
+        """Raise one of the tools' own errors, whose message cannot be read."""
+        raise ServerLostError(OddError(1, 2))
+
     schema = {"type": "object", "additionalProperties": True}
-    own = [*(Tool.from_function(each, remote=True) for each in (gone, oddly, strangely)),
+    own = [*(Tool.from_function(each, remote=True) for each in (gone, oddly, strangely, unsaid)),
            Tool.from_function(gone, name="none", remote=True, parameters=schema)]  # fmt: skip
     catalogue = ToolCatalogue([*(CATALOGUE[name] for name in ("async_raise", "async_exit", "async_nap")), *own])
-    names = ("async_exit", "gone", "oddly", "strangely")
+    names = ("async_exit", "gone", "oddly", "strangely", "unsaid")
     calls = [call("async_raise", message="m"), *map(call, names), call("none", x=1)]
     with ToolExecutor(catalogue) as made:
         *results, last, rested = made.run([*calls, call("async_nap", seconds=0)])
-    kinds = [ToolRaisedError, ToolRaisedError, ServerLostError, *[ToolRaisedError] * 3, None]
+    kinds = [*[ToolRaisedError] * 2, ServerLostError, *[ToolRaisedError] * 2, ServerLostError, ToolRaisedError, None]
     assert [error_of(result) for result in (*results, last, rested)] == kinds
     assert [str(result.error) for result in results] == [
         "async_raise: KeyError: 'm'", "async_exit: SystemExit: 3", "gone: the server ended", "oddly: OddlySaidError: odd",
-        "strangely: OddError: (its message raised RuntimeError)",
+        "strangely: OddError: (its message raised RuntimeError)", "unsaid: (its message raised RuntimeError)",
     ]  # fmt: skip
     assert "none: TypeError" in str(last.error)
 

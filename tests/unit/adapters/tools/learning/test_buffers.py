@@ -120,8 +120,9 @@ def test_eight_threads_add_and_others_drain_and_save_and_nothing_is_lost_doubled
     for parts in (of_items, of_groups, saved):
         pairs = [pair for part in parts for pair in zip(part[::2], part[1::2], strict=True)]
         assert all(other == (one[0], one[1] + 1) for one, other in pairs)
-    firsts = [(group_id, part[0][1]) for _, of in drained for group_id, part in of.items()]
-    assert all(number % 7 == group_id for group_id, number in firsts)
+    for _, drained_groups in drained:
+        for group_id, part in drained_groups.items():
+            assert all(number % 7 == group_id for _, number in part[::2])
     assert items.num_dropped == 0
 
 

@@ -301,10 +301,11 @@ def test_a_policy_stays_as_it_was_if_requests_teach_nothing_for_others(subtests:
     """Each target teaches the opposite of the other."""
     message = "fit_to_rewards: the weights stay as they were.*fully trained, held out: 0.500"
     for targets, held_out in ((("0.5", "-0.5"), None), (("0.5",), ["-0.5"])):
-        with subtests.test(held_out=held_out), pytest.warns(GRPOWarning, match=message):
-            weight, report = rewarded(*targets, held_out=held_out)
-        assert (weight, report.share) == (0.0, 0.0)
-        assert report.fully_trained.gain == pytest.approx(-0.5)
+        with subtests.test(held_out=held_out):
+            with pytest.warns(GRPOWarning, match=message):
+                weight, report = rewarded(*targets, held_out=held_out)
+            assert (weight, report.share) == (0.0, 0.0)
+            assert report.fully_trained.gain == pytest.approx(-0.5)
 
 
 def test_requests_apart_choose_the_share_of_one_training() -> None:

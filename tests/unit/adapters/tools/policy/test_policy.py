@@ -62,7 +62,7 @@ CONTAINED = [None, "loud", "mile", None]
 """The enumerated value in each text."""
 
 
-def test_log_probs_equal_the_documented_formula() -> None:
+def test_log_probs_equal_the_documented_formula(subtests: pytest.Subtests) -> None:
     """softmax(e . (W h + b + 20 s x) + evidence), and the same for the values of each parameter."""
     made, encoder = policy(), HashingEncoder(48)
     network, s, t = made.network, made.network.similarity, 4 * made.network.evidence
@@ -84,11 +84,10 @@ def test_log_probs_equal_the_documented_formula() -> None:
             for parameter, values in VALUES[one.tool].items():
                 place = values.index(str(one.arguments.get(parameter, "left out")).lower())
                 expected.append(of_values(x, parameter, values, CONTAINED[row])[place])
-            torch.testing.assert_close(log_probs[: len(expected)], torch.stack(expected), rtol=1e-5, atol=1e-5)
-            assert mask.tolist() == [place < len(expected) for place in range(3)], (
-                "steps are padded to the longest call"
-            )
-            assert not log_probs[len(expected) :].any()
+            with subtests.test(text, call=str(one)):
+                torch.testing.assert_close(log_probs[: len(expected)], torch.stack(expected), rtol=1e-5, atol=1e-5)
+                assert mask.tolist() == [place < len(expected) for place in range(3)], "padded to the longest call"
+                assert not log_probs[len(expected) :].any()
 
 
 @pytest.mark.parametrize("options", [{}, {"hidden": [6]}, {"num_features": 3}])
