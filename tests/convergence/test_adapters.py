@@ -1,7 +1,7 @@
 """What GRPO learns on bandits that change, beside the classics (the figures of README and benchmark), and on control.
 
-Every day: a short horizon and ten runs; one seed of the dynamic bandit is in `tests/integration/test_examples.py`. Slow: as the
-benchmark has it.
+Every day: a short horizon and ten runs, and one seed of CartPole; one seed of the dynamic bandit is in
+`tests/integration/test_examples.py`. Slow: bandits as the benchmark has them, more seeds, and Acrobot.
 """
 
 import pytest

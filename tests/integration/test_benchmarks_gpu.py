@@ -81,7 +81,7 @@ def test_trl_divides_the_rows_so_that_a_pass_has_as_many_tokens_as_ours() -> Non
 @pytest.mark.timeout(900)  # five processes
 @pytest.mark.skipif(not HAS_TRL, reason=f"TRL is {INSTALL}")
 def test_the_benchmark_for_a_gpu_runs_as_typed(tmp_path: Path) -> None:
-    test = "tests/devices/test_training.py::test_an_update_in_micro_batches_equals_one_of_all_rows"
+    test = "tests/devices/test_training.py::test_weights_of_a_gpu_are_read_on_the_cpu"
     output = tmp_path / "gpu.md"
     runs = ["ours:decoding", "TRL:generate", "TRL:vLLM"]
     options = ["--tiny", "--output", output, "--seconds", "1200", "--repeats", "1", "--only", *runs, "--tests", test]

@@ -481,6 +481,7 @@ def _late_error() -> str:
 
 
 def _then(said: str, act: Callable[..., Any], *arguments: Any) -> Callable[[], str]:
+    """Do this, and say so if the call is still alive."""
     return lambda: (act(*arguments), said)[1]
 
 
@@ -532,14 +533,12 @@ HOW: dict[str, Callable[[], Any]] = {
     "lower_priority": _then("changed", os.nice, 1),
     "lower_limit": _then("changed", resource.setrlimit, resource.RLIMIT_NOFILE, (40, 40)),
     "raise_limits": _then("raised", resource.setrlimit, resource.RLIMIT_NPROC, (10**6, 10**6)),
-    "raw_thread_left": _then(
-        "left", _thread.start_new_thread, time.sleep, (60,)
-    ),  # `threading` does not know this thread
-    "garbage": _then(
-        "written", os.write, SOCKET, random.Random(1).randbytes(1000)
-    ),  # others could begin like an endless frame
+    # `threading` does not know this thread
+    "raw_thread_left": _then("left", _thread.start_new_thread, time.sleep, (60,)),
+    # other bytes could begin like a frame that never ends
+    "garbage": _then("written", os.write, SOCKET, random.Random(1).randbytes(1000)),
     "zeros": _then("written", os.write, SOCKET, bytes(10_000)),
     "close_socket": _then("closed", os.close, SOCKET),
     "fake_frame": _then("written", _forge),
 }
-"""What needs a single expression."""
+"""What needs a single expression. What needs more is a function above, with its name behind `_`."""

@@ -22,8 +22,8 @@ def draw(logits):
 
 
 def but(right: type, **attributes: Any) -> Any:
-    """A subclass that differs in these attributes."""
-    return type(f"Wrong{right.__name__}", (right,), attributes)
+    """A subclass that differs in these attributes, which its name says."""
+    return type(f"{right.__name__} but for {' and '.join(attributes)}", (right,), attributes)
 
 
 class Slates(nn.Module):

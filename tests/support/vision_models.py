@@ -132,7 +132,7 @@ def _llava_processor(tokenizer: Any, template: Any) -> Any:
 
 def _idefics3(name: str) -> tuple[str, Any, Any]:
     """SmolVLM's own processor needs num2words, for videos."""
-    vision = SIGLIP | {"model_type": "idefics3_vision"}
+    vision = SIGLIP | {"model_type": f"{name.lower()}_vision"}
     config = getattr(transformers, f"{name}Config")
     return (
         f"{name}ForConditionalGeneration",

@@ -1,6 +1,6 @@
 """Bad input and arguments are answered with a typed error that names what was required and what came.
 
-The whole run, with 20,000 inputs: `tests/faults/test_bad_inputs.py`.
+The whole run, with 20,000 inputs: `tests/faults/test_failures.py`.
 """
 
 import math
