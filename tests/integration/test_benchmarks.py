@@ -27,7 +27,9 @@ from benchmarks import (
     control_fitted,
     control_learning,
     control_speed,
+    distillation,
     import_time,
+    overhead,
     tool_speed,
     tools,
 )
@@ -157,6 +159,26 @@ def test_the_benchmark_of_fitted_values_makes_a_run_once(run: Run, tmp_path: Pat
     assert len(path.read_text().splitlines()) == 4
 
 
+@pytest.mark.slow
+def test_cartpole_is_learned_from_a_teacher_in_3_000_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The teacher is a rule, nearly certain of its action, in place of a policy that has to be trained."""
+
+    class Rule:
+        def evaluate_actions(self, observations: torch.Tensor, actions: torch.Tensor) -> tuple[Any, torch.Tensor, Any]:
+            pushes_right = observations @ torch.tensor([0.1, 0.2, 1.0, 0.5], dtype=observations.dtype)
+            return None, torch.nn.functional.logsigmoid(20.0 * pushes_right * (2 * actions - 1)), None
+
+        def set_training_mode(self, mode: bool) -> None: ...
+
+    monkeypatch.setattr(distillation, "ppo_teacher", lambda seed, steps: (SimpleNamespace(policy=Rule()), 500.0))
+    printed = distillation.control(0, teacher_steps=0)
+    found = re.fullmatch(r"control, seed 0: teacher 500, student (\d+) -> (\d+) in ([\d,]+) steps", printed)
+    assert found is not None
+    assert int(found[1]) < 50
+    assert int(found[2]) > 475
+    assert int(found[3].replace(",", "")) <= 3_000
+
+
 def test_the_benchmark_of_agents_that_learn_names_the_worst_seed(run: Run, tmp_path: Path) -> None:
     """Quartiles of 70, 80, 90 and 100 % by hand: 77.5, 85 and 92.5. Three reach 78 %. A run in the file is not made again."""
     path = tmp_path / "runs.jsonl"
@@ -198,6 +220,12 @@ def test_both_sides_of_the_benchmark_of_agents_have_the_same_turns_and_tokens(ru
     assert re.search(r"s/iteration   TRL [\d.]+   ours [\d.]+\n  speed against TRL [\d.]+ x", printed)
     counts = r"turns per conversation \{3\.0\}, sampled tokens per conversation \{24\.0\}"
     assert re.search(rf"TRL:  {counts}\n  ours: {counts}", printed)
+
+
+def test_the_hand_written_loops_compute_what_is_compared_with_them() -> None:
+    """The update of a bandit, by row and by group; and what the policy over a thousand tools draws and scores."""
+    assert [overhead.check_same(by_group) for by_group in (False, True)] == pytest.approx([0, 0], abs=1e-9)
+    assert tool_speed.check_same(tool_speed.make_problem(12, 8, 6)) < 1e-6
 
 
 @pytest.mark.slow

@@ -107,6 +107,10 @@ def test_the_fastest_sampler_is_chosen_among_those_that_run(capsys: pytest.Captu
     ]
 
 
+def test_trl_is_measured_with_graphs() -> None:
+    assert _trl.SAMPLERS["continuous batching"]["transformers_continuous_batching_config"]["use_cuda_graph"] is True
+
+
 TINY_CASE = llm_vs_trl.Case(prompt=5, completion=12, group=4, rows=12, hazard=0.15)
 
 

@@ -1,4 +1,4 @@
-"""Memory that runs out while a policy of any adapter samples. `unit/_updating/test_replayed_updates.py` has updates."""
+"""Memory that runs out while a policy of any adapter samples. `faults/test_out_of_memory.py` has updates."""
 
 from typing import Any
 

@@ -131,3 +131,5 @@ def test_python_blocks_are_found_with_their_line_marker_and_output() -> None:
         (8, "b = 2\nc = 3\n", False, None),
         (15, "d\n", True, "printed\n"),
     ]
+    read_first = ["README.md", "grpo/README.md", "docs/index.md", "docs/your_domain.md", "docs/tracking.md"]
+    assert sum(block.printed is not None for name in read_first for block in blocks_of(ROOT / name)) > 5

@@ -137,7 +137,14 @@ def test_the_structured_policies_learn_what_their_page_says(tmp_path: Path) -> N
         assert float(new) > float(old) + 0.5
 
 
-def test_an_included_section_ends_before_the_next_heading() -> None:
+def test_links_to_files_lead_to_their_pages_and_an_included_section_ends_before_the_next_heading() -> None:
+    pages = {
+        "grpo/README.md": "core.md", "notebooks/control.ipynb": "notebooks/control.md",
+        "examples/customer_service": "examples/customer_service.md",
+        "examples/migration/sb3_after.py": "examples/migration/sb3_after.md",
+    }  # fmt: skip
+    assert pages.items() <= site_pages.SOURCES.items()
+    assert "examples/customer_service/model.py" not in site_pages.SOURCES  # a part of the page above
     text = site_pages.section_of(ROOT / "grpo" / "README.md", "Papers")
     assert "deepseek_math" in text
     assert "## " not in text.replace("### ", "")

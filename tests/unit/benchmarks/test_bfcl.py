@@ -180,6 +180,36 @@ def test_a_call_is_right_where_bfcls_own_checker_says_so(checker: Callable[..., 
     assert {asked.tool for asked, _, _ in entries()} == {asked.tool for asked in questions()}
 
 
+TEXT, NUMBER, OBJECT = {"type": "string"}, {"type": "number"}, {"type": "object"}
+FLAT = question({"a": [2], "b": ["New York, NY", "NYC"], "c": ["", 1]}, ("a",), a=NUMBER, b=TEXT, c=NUMBER)
+NESTED = question(
+    {"l": [[1, 2]], "o": [{"x": ["A b", "c"], "y": ["", 1]}], "d": [[{"x": [1]}]]},
+    l={"type": "array", "items": {"type": "integer"}}, o=OBJECT, d={"type": "array", "items": OBJECT},
+)  # fmt: skip
+GOOD = {"l": [1, 2], "o": {"x": "a-B"}, "d": [{"x": 1}]}
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    ({"a": 2, "b": "new york NY"}, True), ({"a": 2.0, "b": "N.Y.C.", "c": 1}, True),
+    ({"a": 2}, False), ({"b": "NYC"}, False),  # `b` may not be left out, and `a` is required
+    ({"a": 2, "b": "NYC", "d": 1}, False), ({"a": 2, "b": "Boston"}, False), ({"a": 3, "b": "NYC"}, False),
+    ({"a": "2", "b": "NYC"}, False),
+], ids=str)  # fmt: skip
+def test_a_call_needs_what_is_required_and_what_may_not_be_left_out(arguments: dict[str, Any], expected: bool) -> None:
+    assert is_right(FLAT, ToolCall(tool="f", arguments=arguments)) is expected
+    assert not is_right(FLAT, ToolCall(tool="g", arguments=arguments))
+
+
+@pytest.mark.parametrize(("changed", "expected"), [
+    ({}, True), ({"o": {"x": "C", "y": 1}}, True),
+    ({"l": [2, 1]}, False), ({"l": [1.0, 2]}, False), ({"l": 1}, False),
+    ({"o": {"y": 1}}, False), ({"o": {"x": "d"}}, False), ({"o": {"x": "c", "z": 1}}, False),
+    ({"d": [{"x": 2}]}, False), ({"d": [{"x": 1}, {"x": 1}]}, False), ({"d": []}, False), ({"d": [{}]}, False),
+], ids=str)  # fmt: skip
+def test_lists_and_objects_are_right_element_by_element(changed: dict[str, Any], expected: bool) -> None:
+    assert is_right(NESTED, ToolCall(tool="f", arguments=GOOD | changed)) is expected
+
+
 @pytest.mark.parametrize(("least", "num_tools", "num_questions"), [(4, 74, 1036), (2, 261, 1444), (1, 728, 1911)])
 def test_a_catalogue_has_the_tools_with_enough_questions(least: int, num_tools: int, num_questions: int) -> None:
     catalogue = catalogue_of(least)
@@ -379,7 +409,6 @@ def test_the_benchmark_of_logs_prints_its_table(
 # --- the benchmark of `fill_from_request`, whose figures are those of the results page
 
 RESULTS = Path(_bfcl.__file__).parent / "results/tools_bfcl.md"
-TEXT = {"type": "string"}
 FIELDS = {"who": TEXT, "n": {"type": "integer"}, "loud": {"type": "boolean"}, "tags": {"type": "array", "items": TEXT}}
 ASKED = [
     question({"who": ["Ann"], "n": ["", 2], "loud": [True]}, ("who", "loud"), text="Ann, 2", **FIELDS),

@@ -223,6 +223,7 @@ def test_a_long_series_becomes_means_of_neighbours_and_a_short_one_stays() -> No
     assert y.tolist() == [5.0, 25.0, 50.0]
     assert z.tolist() == [1.0, 1.0, 1.0]
     assert per_point == 3
+    assert len(thinned(np.arange(100_000.0), [np.arange(100_000.0)])[0]) == 160
 
 
 def test_the_late_mean_is_over_the_last_measured_iterations() -> None:
