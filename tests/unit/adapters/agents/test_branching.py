@@ -367,9 +367,6 @@ def test_the_core_trains_on_trees(credit: Any) -> None:
     assert metrics["train/num_updates"] == 2
     assert metrics["train/ratio_mean"] == pytest.approx(1, abs=0.2)
     assert metrics["train/grad_norm"] > 0
-    rows: Any = batch.actions
-    assert any(segment.forks for row in rows for segment in row.segments)
-    assert [Conversation.from_state(row.to_state()) for row in rows] == rows
 
 
 def test_the_best_of_k_rows_needs_independent_rows() -> None:
@@ -378,3 +375,9 @@ def test_the_best_of_k_rows_needs_independent_rows() -> None:
     GRPOTrainer(config=config, policy=alone, reward_model=EnvironmentReward())
     with pytest.raises(ConfigError, match=r"'max_at_k' needs .* independently; AgentPolicy.has_dependent_rows is True"):
         GRPOTrainer(config=config, policy=trees, reward_model=EnvironmentReward())
+
+
+def test_rows_of_a_tree_come_back_from_their_states() -> None:
+    rows, _ = scripted(list("abcde"))
+    assert rows[0].segments[0].forks
+    assert [Conversation.from_state(row.to_state()) for row in rows] == rows
