@@ -269,8 +269,14 @@ def test_names_that_lead_nowhere_are_refused(
         (["train", "own_tasks"], "A task is named as MODULE:FUNCTION"),
         (["train", "own_tasks:tsk"], "own_tasks has no 'tsk'. Did you mean 'task'?"),
         (["train", "no_such_module:task"], "There is no module 'no_such_module' for no_such_module:task"),
-        (["train", "own_tasks:needs_a_seed"], "needs_a_seed must be callable without arguments; it takes (seed)"),
-        (["check", "own_tasks:Needy", "--states", "own_tasks:STATES"], "Needy must be callable without arguments"),
+        (
+            ["train", "own_tasks:needs_a_seed"],
+            "own_tasks:needs_a_seed must be callable without arguments; it takes (seed)",
+        ),
+        (
+            ["check", "own_tasks:Needy", "--states", "own_tasks:STATES"],
+            "own_tasks:Needy must be callable without arguments",
+        ),
         (["train", "own_tasks:pair"], "must return (policy, reward_model, states)"),
         (["train", "own_tasks:task", "missing.yaml"], "The file of settings missing.yaml cannot be read: "),
         (["train", "own_tasks:task", "."], "The file of settings . cannot be read: "),
@@ -324,6 +330,13 @@ def test_the_commands_of_the_guide_work_as_typed(tmp_path: Path) -> None:
     assert files == {
         "metrics.jsonl", "samples.jsonl", "settings.json", "checkpoints", "report.html", "comparison.json",
     }  # fmt: skip
+
+
+def test_the_help_names_each_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    found = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert {"demo", "train", "check", "compare", "report", "presets"} <= {*found}
 
 
 @pytest.mark.slow

@@ -188,7 +188,11 @@ def test_the_number_of_open_environments_is_bounded() -> None:
     ],
 )
 def test_a_failure_loses_the_rows_below_it(method: str, turns: str, lost: list[bool]) -> None:
+    """Each method is called in the environment's own thread, so one that hangs is given up as any other."""
+    threads: set[str] = set()
+
     def fails(self: Any, *given: Any) -> Any:
+        threads.add(threading.current_thread().name)
         if method == "restore" or "x" in (given[0]["content"] if given else self.said):
             raise KeyError("lost")
         return getattr(Forkable, method)(self, *given)
@@ -197,6 +201,7 @@ def test_a_failure_loses_the_rows_below_it(method: str, turns: str, lost: list[b
     assert [row.reward != row.reward for row in rows] == lost
     assert [row.ended_by == "error" for row in rows] == lost
     assert metrics["agents/ended_by_error"] == sum(lost)
+    assert threads == {"environment"}
 
 
 def test_a_branch_that_waits_for_its_turn_has_not_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,13 +355,14 @@ def tree_of(turns: dict[Any, Any]) -> list[Conversation]:
     return rows_of(branched(policy, ending(4), states=["you"], size=8, concurrency=1)[1].actions)
 
 
-def test_the_core_trains_on_trees() -> None:
+@pytest.mark.parametrize("credit", ["gigpo", "return_to_go"])
+def test_the_core_trains_on_trees(credit: Any) -> None:
     agent = AgentPolicy(model_with(FORGETFUL, max_new_tokens=20), Forkable, max_turns=3, branch=ONCE)
-    advantage = AdvantageConfig(credit="gigpo")
+    advantage, reward = AdvantageConfig(credit=credit), EnvironmentReward(per_turn=credit == "return_to_go")
     config = GRPOConfig(group_size=4, seed=0, advantage=advantage, num_epochs_per_update=2, micro_batch_size=3)
-    trainer = GRPOTrainer(config=config, policy=agent, reward_model=EnvironmentReward())
+    trainer = GRPOTrainer(config=config, policy=agent, reward_model=reward)
     batch = trainer.collect(["you", "me"])
-    assert batch.state_keys is not None
+    assert (batch.state_keys is not None) == (credit == "gigpo")
     metrics = trainer.update(batch)
     assert metrics["train/num_updates"] == 2
     assert metrics["train/ratio_mean"] == pytest.approx(1, abs=0.2)
@@ -369,3 +375,9 @@ def test_the_best_of_k_rows_needs_independent_rows() -> None:
     GRPOTrainer(config=config, policy=alone, reward_model=EnvironmentReward())
     with pytest.raises(ConfigError, match=r"'max_at_k' needs .* independently; AgentPolicy.has_dependent_rows is True"):
         GRPOTrainer(config=config, policy=trees, reward_model=EnvironmentReward())
+
+
+def test_rows_of_a_tree_come_back_from_their_states() -> None:
+    rows, _ = scripted(list("abcde"))
+    assert rows[0].segments[0].forks
+    assert [Conversation.from_state(row.to_state()) for row in rows] == rows

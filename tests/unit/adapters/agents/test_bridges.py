@@ -8,6 +8,7 @@ import string
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -286,6 +287,11 @@ OTHERS = [*SLOW_SOLO, *FOR_TWO, *FOR_MORE]
 """All other games that need no network."""
 
 
+def test_the_page_says_how_many_games_are_played() -> None:
+    page = (Path(__file__).parents[4] / "docs/agents.md").read_text(encoding="utf-8")
+    assert f"{len({*SOLO, *OTHERS})} games run without the network; the tests list and play them" in page
+
+
 @pytest.mark.parametrize(
     "names", [SOLO, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["for one player", "others"]
 )
@@ -447,7 +453,12 @@ def test_bfcl_leaves_out_what_a_task_excludes() -> None:
 
 
 def test_nothing_needs_the_packages_until_a_bridge_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each module is imported anew without its package."""
+    """No module of `adapters.agents` imports them by itself. Each bridge is imported anew without its package."""
+    sources = [
+        path.read_text(encoding="utf-8") for path in (Path(__file__).parents[4] / "adapters/agents").rglob("*.py")
+    ]
+    at_top = re.compile(r"^(?:import|from) (?:textarena|reasoning_gym|bfcl_eval|gem)\b.*", re.MULTILINE)
+    assert at_top.findall("\n".join(sources)) == []
     cases: list[tuple[str, str, Callable[[Any], Any], str]] = [
         ("textarena", "textarena", lambda bridge: bridge.TextArena("Nim-v0"), "textarena"),
         ("reasoning_gym", "reasoning_gym", lambda bridge: bridge.ReasoningGym("chain_sum"), "reasoning-gym"),

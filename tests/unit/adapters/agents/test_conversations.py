@@ -335,7 +335,10 @@ def test_a_shorter_message_does_not_end_the_conversation() -> None:
     assert (found.ended_by, found.rewards) == ("environment", (0.0, 1.0))
 
 
-def test_a_shorter_message_needs_less_room() -> None:
+def test_a_message_that_reaches_the_policys_maximum_ends_the_conversation_and_a_shorter_one_needs_less_room() -> None:
+    for maximum in (20, 100):
+        (found,) = converse(says("b" * 30), asking(max_new_tokens=maximum))
+        assert (found.ended_by, found.rewards, len(found)) == ("length", (0.0,), 20)
     room = len(chat_tokenizer().encode("<|im_start|>user\nyou<|im_end|>\n<|im_start|>assistant\n")) + 5
     for max_tokens, ended_by in ((room, "environment"), (room - 1, "length")):
         assert converse(says("ok"), asking(max_new_tokens=5), max_tokens=max_tokens)[0].ended_by == ended_by

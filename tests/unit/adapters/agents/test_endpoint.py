@@ -22,7 +22,7 @@ from adapters.agents import AgentPolicy, ChatEndpoint, Conversation, endpoint, r
 from adapters.agents.openai_api import error_body
 from adapters.agents.templates import TOOL
 from adapters.llm import SamplingConfig
-from grpo.errors import ConfigError
+from grpo.errors import ConfigError, ContractError
 from tests.support.agent_parts import before_each_batch, rows_of, user
 from tests.support.agents import THINKS, Scripted, language_model, says_call, wait_for
 from tests.support.clocks import ConversationClocks
@@ -298,6 +298,7 @@ def test_what_cannot_be_answered_gets_an_error_in_openais_form(
     status, body = error_body(KeyError("lost"))
     expected = {"message": "KeyError: 'lost'", "type": "server_error", "param": None, "code": None}
     assert (status, json.loads(body)) == (500, {"error": expected})
+    assert error_body(ContractError("too many requests wait"))[0] == 400
 
 
 def test_a_strangers_request_costs_no_memory() -> None:
@@ -400,6 +401,15 @@ def test_the_end_of_a_conversation_reaches_the_program(catches: bool) -> None:
     (found,) = converse(says("a"), with_client(use), max_turns=1)
     assert (found.ended_by, found.rewards) == ("max_turns", (7.0 if catches else 0.0,))
     assert found.info.get("error", "none").startswith("none" if catches else "APIStatusError: ")
+
+
+def test_an_error_before_any_limit_is_a_failure() -> None:
+    def program(base_url: str, state: Any) -> float:
+        raise KeyError(f"lost, after {raw(base_url)[0]}")
+
+    (found,) = converse(says("a"), program, max_turns=1)
+    assert (found.ended_by, len(found.turns), found.reward != found.reward) == ("error", 1, True)
+    assert found.info["error"] == "KeyError: 'lost, after 200'"
 
 
 def test_a_url_is_refused_after_its_conversation_and_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

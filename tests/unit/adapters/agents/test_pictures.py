@@ -130,9 +130,6 @@ def test_an_observation_is_a_picture_in_any_form_and_answers_a_call() -> None:
     a, b = ({"type": "text", "text": text} for text in "ab")
     for given in (image, np.asarray(image), Picture.of(image)):
         assert as_messages(given) == [user([seen])]
-        assert as_messages(given)[0]["content"][0]["image"] is copy.deepcopy(seen)["image"], (
-            "equal pictures are one object"
-        )
         [result] = as_messages(given, calls_tools(call))
         assert (result["role"], result["tool_call_id"], text_of(result)) == ("tool", call["id"], "[picture]")
     link = {"type": "image_url", "image_url": {"url": Picture.of(image).link}}
@@ -218,6 +215,19 @@ def test_a_checkpoint_holds_each_picture_once_and_gives_the_conversations_back(t
     assert again == rows
     scores = agent.score_actions([None] * len(again), again)
     torch.testing.assert_close(scores.log_probs, sampled.behaviour_log_probs, atol=2e-5, rtol=0)
+
+
+def test_equal_pictures_are_one_object() -> None:
+    one = Picture.of(picture())
+    again = [
+        Picture.of(np.asarray(picture())),
+        Picture.of(one),
+        copy.deepcopy([one])[0],
+        Picture.from_state(one.to_state()),
+    ]
+    assert all(other is one for other in again)
+    assert Picture.of(picture(seed=1)) != one
+    assert np.array_equal(np.asarray(one.image), np.asarray(picture()))
 
 
 def test_equal_tokens_with_other_pictures_have_other_random_numbers() -> None:

@@ -33,6 +33,7 @@ from tests.support.llm_models import (
     FAMILIES,
     FLOAT32_GRADIENT,
     adapted_model,
+    forward_shapes,
     gradients,
     relative_difference,
 )
@@ -86,6 +87,19 @@ def test_no_sampled_token_is_lost_with_any_template(name: str) -> None:
     assert kept == [token for turn in turns for token in turn]
     expected = torch.tensor(row.behaviour_log_probs)
     torch.testing.assert_close(scores.log_probs[0], expected, atol=1e-5, rtol=0)
+
+
+def test_no_history_is_computed_twice_beside_other_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted positions: each token of a context once, but for the last, which nothing follows. The group shares its prompt.
+    Only the padding of new tokens is added."""
+    monkeypatch.setattr("adapters.agents.rollouts.SHORTEST_WAIT", 30.0)
+    policy = language_model(max_new_tokens=30)
+    shapes = forward_shapes(policy.model)
+    rows = rows_of(sampled_from(policy, states=["you"], size=6)[1].actions)
+    assert max(len(row.turns) for row in rows) == 3
+    needed = sum(len(segment.token_ids) - 1 for row in rows for segment in row.segments)
+    needed -= 5 * rows[0].segments[0].num_context_tokens
+    assert sum(count * length for count, length in shapes) < 1.1 * needed
 
 
 def test_settings_of_a_call_reach_the_sampler() -> None:
@@ -424,6 +438,21 @@ def test_values_are_those_of_each_context_alone(family: str) -> None:
         torch.testing.assert_close(values[: len(row)], before, atol=1e-5, rtol=0)
         assert not values[len(row) :].any()
         torch.testing.assert_close(final, after * (row.ended_by == "length"), atol=1e-5, rtol=0)
+
+
+def test_the_gradient_of_values_is_the_sum_over_contexts_one_by_one() -> None:
+    policy = with_head(template=FORGETFUL, max_new_tokens=40)
+    torch.manual_seed(0)
+    agent = AgentPolicy(policy, Echo)
+    rows = rows_of(agent.generate_actions(["you", "me"], 4))
+    assert sum(len(row.segments) for row in rows) > len(rows)
+    scores = agent.score_actions([None] * 8, rows)
+    weights = torch.randn(scores.values.shape)
+    pairs = zip(rows, weights, strict=True)
+    one_by_one = [(values_one_by_one(policy, row)[0] * own[: len(row)]).sum() for row, own in pairs]
+    both = torch.nn.ModuleList([policy.model, policy.value_head])
+    expected = gradients(both, torch.stack(one_by_one).sum())
+    assert relative_difference(gradients(both, (scores.values * weights).sum()), expected) < FLOAT32_GRADIENT
 
 
 def test_only_a_truncated_message_has_a_value_after_it(subtests: pytest.Subtests) -> None:

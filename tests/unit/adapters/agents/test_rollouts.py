@@ -6,6 +6,7 @@ import gc
 import inspect
 import logging
 import math
+import queue
 import re
 import threading
 import time
@@ -316,7 +317,7 @@ def test_an_environment_that_raises_has_no_reward_and_is_closed(method: str, cap
     assert [record.message.count("KeyError: 'lost'") for record in caplog.records] == [1]
 
 
-def test_an_environment_may_be_async() -> None:
+def test_an_environment_needs_no_close_and_may_be_async() -> None:
     closed: list[Any] = []
 
     async def reset(self: Any, *, seed: Any = None, options: Any = None) -> Any:
@@ -330,9 +331,10 @@ def test_an_environment_may_be_async() -> None:
     async def close(self: Any) -> None:
         closed.append(self)
 
-    make = changed(object, reset=reset, step=step, close=close)
-    (row,) = converse(says("a"), lambda state: make())
-    assert (row.rewards, row.ended_by, len(closed)) == ((2.0,), "environment", 1)
+    for more in ({}, {"close": close}):
+        make = changed(object, reset=reset, step=step, **more)
+        (row,) = converse(says("a"), lambda state, make=make: make())
+        assert (row.rewards, row.ended_by, len(closed)) == ((2.0,), "environment", len(more))
 
 
 @pytest.mark.parametrize(
@@ -588,6 +590,31 @@ def test_tools_of_eight_conversations_are_called_at_the_same_time() -> None:
     waiting = changed(Echo, step=lambda self, action: (together.wait(timeout=60), Echo.step(self, action))[1])
     AgentPolicy(says(*["a"] * 48), waiting).generate_actions(["you"], 16)
     assert not together.broken
+
+
+@pytest.mark.parametrize(
+    ("arriving", "num_taken"),
+    [
+        ([0, 1, 1], 2),  # both ask
+        ([0, 0, 1, 1], 4),  # both ask, and the first has asked twice, so more requests may come right after
+    ],
+)
+def test_a_batch_waits_for_more_requests_once_a_conversation_had_several(arriving: list[int], num_taken: int) -> None:
+    """Two conversations. The next request arrives as soon as the batch waits at all, however short."""
+    given = {"context": [], "seed": 0, "max_new_tokens": 1, "stop": (), "turn": Mock(**{"done.return_value": False})}
+    requests = iter([rollouts.Request(index=index, speaker=None, **given) for index in arriving])
+
+    def get(timeout: float | None) -> rollouts.Request:
+        request = None if timeout == 0 else next(requests, None)
+        if request is None:
+            raise queue.Empty
+        return request
+
+    batches = rollouts._Batches(timeout=None, max_requests=8)
+    batches.seconds = 1e9  # so it waits for the second conversation, however busy this machine is
+    batches._requests = Mock(get=get)
+    with batches.one_more(), batches.one_more():
+        assert [request.index for request in batches.next()] == arriving[:num_taken]
 
 
 @pytest.mark.parametrize("loop", ["own", "generate"])
