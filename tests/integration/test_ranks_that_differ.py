@@ -6,22 +6,21 @@ import pytest
 import torch
 
 from tests.support.launches import run_with_children
-from tests.support.ranks_that_differ import LISTS
+from tests.support.ranks_that_differ import CASES
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", LISTS)
-def test_no_difference_between_two_ranks_trains_on_or_is_saved(kind, tmp_path: Path, subtests: pytest.Subtests) -> None:
-    arguments = "-m", "tests.support.ranks_that_differ", str(tmp_path), kind
+def test_no_difference_between_two_ranks_trains_on_or_is_saved(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    arguments = "-m", "tests.support.ranks_that_differ", str(tmp_path)
     run_with_children(*arguments, output=tmp_path / "output", seconds=600)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
     for engine in ("Replicated", "Sharded"):  # ranks that hold other rows of equal weights are equal
         assert first.pop(f"equal, {engine}") == second.pop(f"equal, {engine}") == "nothing was raised"
         assert len(written_to(tmp_path / f"equal, {engine}")) == 3
-    assert first.keys() == LISTS[kind].keys()
+    assert first.keys() == CASES.keys()
     assert len(first) >= 30
-    for name, case in LISTS[kind].items():
+    for name, case in CASES.items():
         with subtests.test(name=name):
             assert first[name] == second[name]
             assert first[name].startswith(("ConfigError: ", "RankError: "))

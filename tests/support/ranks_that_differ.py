@@ -217,7 +217,6 @@ CASES = {
 BOTH = ("partial", "weight", "shape", "rate in a callback", "rate before a checkpoint")
 """Cases of divided weights, too."""
 CASES |= {f"divided: {name}": replace(CASES[name], engine="Sharded") for name in BOTH}
-LISTS = {"listed": CASES}
 
 
 def equal_on_both(rank: int) -> dict[str, Any]:
@@ -276,5 +275,5 @@ def main(rank: int, folder: Path, cases: dict[str, Case]) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # A rank that raises ends the other one; its traceback is part of the error.
-    arguments = Path(sys.argv[1]), LISTS[sys.argv[2]]
+    arguments = Path(sys.argv[1]), CASES
     torch.multiprocessing.start_processes(main, arguments, nprocs=NUM_RANKS, start_method="fork")
