@@ -132,7 +132,7 @@ class Case:
 
 
 CASES = {
-    # each argument of a learner; `tests/unit/_ranks/test_description.py` has the kinds of functions
+    # each argument of a learner; `tests/unit/_ranks/test_messages.py` has the kinds of functions
     "partial": Case(word="lr=0.1", learner=lambda r: {"optimizer": partial(SGD, lr=0.1 + r)}),
     "closure": Case(word="'lr': 0.1", learner=lambda r: {"optimizer": returning_sgd(lr=0.1 + r)}),
     "other class": Case(word="Adam", learner=lambda r: {"optimizer": partial([SGD, Adam][r], lr=0.1)}),
