@@ -45,6 +45,22 @@ def test_episodes_are_compared_by_identity() -> None:
     assert len({first, second}) == 2
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rewards": [0.0, 0.0]}, "rewards must be a tensor; got a list of 2"),
+        ({"allowed": 1}, "allowed must be a tensor; got int 1"),
+        ({"rewards": torch.zeros(2, 1)}, r"rewards must be \[L\], one per step; got \[2, 1\]"),
+        ({"log_probs": torch.zeros(3)}, r"log_probs must have one row per reward, L = 2; got \[3\]"),
+        ({"allowed": torch.ones(1, 2).bool()}, r"allowed must have one row per reward, L = 2; got \[1, 2\]"),
+        ({"truncated": 1}, "truncated must be True or False; got int 1"),
+    ],
+)
+def test_an_episode_of_other_types_or_lengths_is_refused(changed: Any, message: str) -> None:
+    with pytest.raises((ConfigError, ContractError), match=f"Episode: {message}"):
+        replace(episode(2), **changed)
+
+
 def test_an_episode_prints_its_length_return_ending_and_first_actions() -> None:
     vectors = torch.tensor([[0.5, -1.25], [1000.0, 0.0625]])
     said = str(replace(episode(2), actions=vectors))
