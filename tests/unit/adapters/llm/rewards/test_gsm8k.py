@@ -61,7 +61,7 @@ ANSWERS = [
     (r"3, so \boxed{}", None), (r"\boxed{3}. Wait: \boxed{", None), (r"\boxed{3}. Wait: \boxed{3", None),
     (r"\boxed{3}/8", None), (r"\boxed{3 \text{ or } 8}", None), ("#### 3, 8", None), ("#### 3 to 8", None),
     ("The answer is 3 to 8.", None), ("The answer is 3 or 8", None), ("Answer: $3 or $8", None), ("#### 9:15", None),
-    ("#### 3x", None), ("#### 5/0", None), (r"\boxed{9^{9^{9^{9}}}}", None),
+    ("#### 3x", None), ("#### 5/0", None), (r"\boxed{\frac{5}{0}}", None), (r"\boxed{9^{9^{9^{9}}}}", None),
     # the last number
     ("3 * 4 = 12", "12"), ("He has 1,234 eggs.", "1234"), ("It costs $3.", "3"), ("so -$1,000", "-1000"),
     ("so \u22127", "-7"), ("10-5", "5"),
