@@ -6,10 +6,10 @@
 A mutant is a copy of the source with one operator, constant, condition or statement changed. The mutants are drawn at random
 from all places of `grpo` or of the given paths, with a seed. First, the daily tests run once on the unchanged source, and
 coverage notes which tests execute which line. Then each mutant is run with `-x` against the tests that execute its line,
-beginning with the tests that are named after its module. A mutant is killed when a test fails or the run exceeds its time
-limit. Survivors are printed: each shows a missing test, or a change without an effect. `tools/equivalent_mutants.toml` lists
-changes without an effect, with a reason; they are not counted. The exit status is 1 when fewer mutants are killed than
-`--at-least`.
+beginning with the tests that are named after its module. A mutant is killed when a test fails, which is printed, or when the
+run exceeds its time limit. Survivors are printed: each shows a missing test, or a change without an effect, or a line that only
+other processes execute, whose coverage is not noted. `tools/equivalent_mutants.toml` lists changes without an effect, with a
+reason; they are not counted. The exit status is 1 when fewer mutants are killed than `--at-least`.
 
 The source is changed in temporary copies of the checkout, one per worker, never in the checkout itself. The coverage of the
 unchanged source stays in `.mutants/`, under a hash of all files, for the next run on the same files.
@@ -303,7 +303,7 @@ def outcome_of_tests(tree: Path, tests: Sequence[str]) -> Outcome:
     if status in (0, 5):  # passed, none run
         return "survived"
     # Failed, or a file or conftest.py could not be imported. What a mutant leaves open may then end pytest with another status.
-    # Some tests send signals, which a mutant may let through; but SIGKILL comes from the system that is out of memory.
+    # Some tests send signals, which a mutant may let through. Only SIGKILL says nothing: a system without memory sends it.
     if status in (1, 2, 4) or (status < 0 and status != -signal.SIGKILL) or failed_test(tree):
         return "killed"
     log = tree.with_suffix(".log").read_text(errors="replace")
